@@ -1,0 +1,707 @@
+"""
+Encode a dataset of before/after pictures once, so that training needs only the transformer.
+
+Reads a folder, or a manifest (metadata.jsonl or .csv: target, control, prompt, mask; paths relative to it):
+    data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it
+    data/control/cat.png    data/control/cat_1.png ...  the picture given; further ones, any count, any sizes
+    data/mask/cat.png                                   optional: white = the edited region
+Writes CACHE_DIR/latents/*.safetensors, text/*.safetensors (named by a hash of all that decides their content, so that a
+second run encodes only what changed) and index.json, which joins them to the samples.
+
+$ python cache.py                                                     # the toy dataset of the embedded default
+$ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
+$ python cache.py --data photos --vae_encoder_device cuda:0 --text_encoder_device cuda:1
+$ torchrun --nproc_per_node=4 cache.py --data photos                  # four processes share the work
+
+train.py calls the same functions; run this one alone to check a dataset, or to encode on another machine.
+"""
+import argparse
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import unicodedata
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
+from tqdm import tqdm
+from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from rope_patch import get_image_shapes_multi_resolution
+
+VERSION = "2.0" # of the cache files
+PREPROCESSING = 1 # part of every key: count it up when pictures or prompts are prepared in another way
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
+LAYOUT = "expected target/NAME.png, target/NAME.txt and control/NAME.png, or metadata.jsonl / metadata.csv"
+
+class InputError(SystemExit): # so that a script ends with this one line and status 1, without a traceback
+    """Something of the user's is wrong: InputError('<file or flag>: <what is wrong>; <what to do>')."""
+
+    def __init__(self, message):
+        super().__init__(f"error: {message}")
+
+# ---- flags that train.py has too -------------------------------------------------------------------------------------
+
+TINY = dict(data=str(Path(__file__).with_name("tiny") / "data"), target_pixels=["native"], control_pixels="native") # defaults that come with --model tiny
+
+def pixels(text):
+    """'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
+    if text == "native":
+        return text
+    if not re.fullmatch(r"\d+([*x]\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1048576, 1024*1024 or native")
+    return int(np.prod([int(n) for n in re.split(r"[*x]", text)]))
+
+def add_model_flags(parser):
+    parser.add_argument("--model", default="tiny", help="hub id or folder of Qwen-Image-Edit, -2509 or -2511")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
+                        help="of the frozen models and the cache (default: bfloat16 on CUDA, float32 on CPU)")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu; under torchrun one per process")
+    parser.add_argument("--seed", type=int, default=0)
+
+def add_data_flags(parser):
+    parser.add_argument("--data", help="dataset folder, or metadata.jsonl / .csv")
+    parser.add_argument("--cache_dir", help="where encoded samples go (default: cache/<model>-<data>)")
+    parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
+                        help="area of the target; several: each step draws one; native: keep each picture's size")
+    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="likewise, of controls")
+    parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
+                        help="enlarge smaller pictures to the area, as the stock pipeline does")
+    parser.add_argument("--max_sequence_length", type=int, default=1024,
+                        help="tokens of a caption; a longer one is an error, nothing is cut silently")
+    parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
+                        help="go on without the samples that have an error")
+    parser.add_argument("--vae_encoder_device", help="default: --device")
+    parser.add_argument("--text_encoder_device", help="default: --device")
+
+def parse_args(parser, tiny):
+    """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`, and devices are filled in."""
+    model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    model.add_argument("--model", default="tiny")
+    if model.parse_known_args()[0].model == "tiny":
+        parser.set_defaults(**tiny)
+    args = parser.parse_args()
+    if args.device is None:
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    for name, value in vars(args).items():
+        if name.endswith("device"):
+            setattr(args, name, value or args.device)
+            try:
+                torch.empty(0, device=value or args.device)
+            except (RuntimeError, AssertionError) as e:
+                parser.error(f"argument --{name}: {value or args.device!r} cannot be used ({str(e).splitlines()[0]})")
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    return args
+
+# ---- files: written whole or not at all, checked when read -----------------------------------------------------------
+
+def write_file(path, data):
+    """Bytes beside the target, fsync, rename, fsync of the folder: after a kill or power loss there is the old file or
+    the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        with open(tmp, "xb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+NO_DIGEST = "0" * 64
+
+def write_tensors(path, tensors, meta, meta_key="json"):
+    """A safetensors file that carries the sha256 of all its bytes (read with 64 zeros in the digest's place). Metadata
+    is one JSON string, because safetensors orders several metadata keys at random. Tensors go to the CPU."""
+    tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    data = safetensors.torch.save(tensors, {meta_key: json.dumps({"digest": NO_DIGEST, **meta})})
+    digest = hashlib.sha256(data).hexdigest()
+    write_file(path, data.replace(NO_DIGEST.encode(), digest.encode(), 1))
+
+def read_tensors(path, meta_key="json", key=None):
+    """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of it has changed since
+    write_tensors, or if it holds other content than `key`. Never unpickles."""
+    fix = "delete it and run cache.py again" if key else "it is damaged; take another copy"
+    try:
+        data = Path(path).read_bytes()
+        tensors = safetensors.torch.load(data)
+        header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+        meta = json.loads(header["__metadata__"][meta_key])
+        digest = meta.pop("digest")
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; run cache.py again") from None
+    except (OSError, SafetensorError, KeyError, ValueError, AttributeError) as e:
+        raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}") from None
+    if hashlib.sha256(data.replace(digest.encode(), NO_DIGEST.encode(), 1)).hexdigest() != digest:
+        raise InputError(f"{path}: content does not match its digest; {fix}")
+    if key is not None and meta.get("key") != key:
+        raise InputError(f"{path}: holds {meta.get('key')}, not what its name says; {fix}")
+    return tensors, meta
+
+# ---- dataset ---------------------------------------------------------------------------------------------------------
+
+def read_dataset(data):
+    """Folder or manifest -> (items, problems): dicts of name, target, controls, mask, prompt; and one line for everything
+    that is wrong. No picture is opened yet. InputError if there is no dataset at all."""
+    data = Path(data)
+    if data.is_dir() and not (data / "target").is_dir():
+        manifests = [data / f"metadata{s}" for s in (".jsonl", ".csv") if (data / f"metadata{s}").is_file()]
+        if len(manifests) != 1:
+            raise InputError(f"{data}: {'two manifests' if manifests else 'no dataset'}; {LAYOUT}")
+        data = manifests[0]
+    if not data.exists():
+        raise InputError(f"{data}: does not exist; {LAYOUT}")
+    items, problems = read_folder(data) if data.is_dir() else read_manifest(data)
+    if not items and not problems:
+        raise InputError(f"{data}: no pictures in it; {LAYOUT}")
+    return items, problems
+
+def find_files(folder, suffixes):
+    """Files below `folder` -> {stem relative to it: [paths]}, sorted. Stems are NFC, so that names from macOS match."""
+    found = {}
+    for root, dirs, names in os.walk(folder):
+        dirs.sort()
+        for name in sorted(names):
+            path = Path(root, name)
+            if path.suffix.lower() in suffixes and not name.startswith("."):
+                stem = path.relative_to(folder).with_suffix("").as_posix()
+                found.setdefault(unicodedata.normalize("NFC", stem), []).append(path)
+    return dict(sorted(found.items()))
+
+def read_folder(data):
+    problems, unused = [], {}
+    targets, controls, masks = [find_files(data / d, SUFFIXES) for d in ("target", "control", "mask")]
+    captions = find_files(data / "target", (".txt",))
+    for found in (targets, controls, masks, captions):
+        for paths in found.values():
+            if len(paths) > 1:
+                problems.append(f"error: {paths[0]}: {paths[1].name} has the same name; keep one of them")
+    unused = {stem: paths[0] for stem, paths in controls.items()}
+    items = []
+    for name, (target, *_) in targets.items():
+        further = sorted((int(m[1]), s) for s in controls if (m := re.fullmatch(re.escape(name) + r"_(\d+)", s)))
+        clash = [s for _, s in further if s in targets]
+        caption = captions.get(name)
+        for s in [name] + [s for _, s in further]:
+            unused.pop(s, None)
+        try:
+            if name not in controls:
+                raise InputError(f"{target}: no control; expected {data / 'control' / name}.png")
+            if clash:
+                raise InputError(f"{controls[clash[0]][0]}: the control of {clash[0]} or the second one of {name}?; "
+                                 "rename one target")
+            if [n for n, _ in further] != list(range(1, len(further) + 1)):
+                raise InputError(f"{target}: controls are numbered {[n for n, _ in further]}; number them 1, 2, ...")
+            if not caption:
+                raise InputError(f"{target}: no caption; expected {target.with_suffix('.txt')}")
+            prompt = read_text(caption[0]).strip()
+            if not prompt:
+                raise InputError(f"{caption[0]}: empty caption; write the instruction into it")
+            items.append(dict(name=name, target=target, controls=[controls[s][0] for s in [name] + [s for _, s in further]],
+                              mask=masks.get(name, [None])[0], prompt=prompt))
+        except InputError as e:
+            problems.append(str(e))
+    problems += [f"error: {path}: no target of that name; add {data / 'target' / stem}.png or delete it"
+                 for stem, path in unused.items()]
+    return items, problems
+
+def read_manifest(path):
+    items, problems, seen = [], [], {}
+    text = read_text(path)
+    if path.suffix == ".jsonl":
+        rows = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    elif path.suffix == ".csv":
+        reader = csv.DictReader(io.StringIO(text), restkey="")
+        rows = [(reader.line_num, {k: v for k, v in row.items() if v}) for row in reader]
+    else:
+        raise InputError(f"{path}: no dataset; {LAYOUT}")
+    for n, row in rows:
+        where = f"{path}:{n}"
+        try:
+            if isinstance(row, str):
+                try:
+                    row = json.loads(row)
+                except ValueError as e:
+                    raise InputError(f"{where}: no JSON ({e}); one object a line") from None
+            if not isinstance(row, dict):
+                raise InputError(f"{where}: {type(row).__name__} instead of an object; one object a line")
+            if isinstance(row.get("control"), str): # csv: control, control_1, ...
+                row["control"] = [row["control"]] + [row[k] for k in sorted(row) if re.fullmatch(r"control_\d+", k or "")]
+            for column, kind in (("target", str), ("prompt", str), ("control", list)):
+                if not isinstance(row.get(column), kind) or not row[column] or not str(row[column]).strip():
+                    raise InputError(f"{where}: column {column!r} is {row.get(column)!r}; want {kind.__name__}, not empty")
+            controls = [inside(path, c, where, "control") for c in row["control"]]
+            item = dict(name=str(Path(row["target"]).with_suffix("")), target=inside(path, row["target"], where, "target"),
+                        controls=controls, prompt=row["prompt"].strip(),
+                        mask=inside(path, row["mask"], where, "mask") if row.get("mask") else None)
+            same = seen.setdefault(json.dumps([str(item["target"]), [str(c) for c in controls], item["prompt"]]), n)
+            if same != n:
+                raise InputError(f"{where}: the same as line {same}; delete one")
+            items.append(item)
+        except InputError as e:
+            problems.append(str(e))
+    return items, problems
+
+def inside(manifest, name, where, column):
+    """A manifest's path: relative, a file, and inside the manifest's folder also after following links. No URLs."""
+    root = manifest.parent.resolve()
+    if not isinstance(name, str) or "://" in name or not (root / name).resolve().is_relative_to(root):
+        raise InputError(f"{where}: column {column!r}: {name!r} is outside {manifest.parent}; move the file inside")
+    return manifest.parent / name
+
+def read_text(path):
+    try:
+        return path.read_bytes().decode("utf-8-sig") # editors on Windows write a BOM
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 (Latin-1 or UTF-16?); save it as UTF-8") from None
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror}; make it readable") from None
+
+def open_image(path):
+    """Header only: a PIL image whose size is known and allowed. InputError names the file."""
+    if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
+        raise InputError(f"{path}: no file of that name; add it")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning) # we say it ourselves below
+            image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+        what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
+        raise InputError(f"{path}: {what if not isinstance(e, Image.DecompressionBombError) else e}; replace it") from None
+    if image.width * image.height > MAX_PIXELS:
+        raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; make it smaller")
+    if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
+        raise InputError(f"{path}: animated; export one frame")
+    return image
+
+def image_size(path):
+    """(width, height) as it will be seen, i.e. after the EXIF rotation. InputError for sizes that make no sense."""
+    with open_image(path) as image:
+        w, h = image.size
+        if image.getexif().get(0x0112, 1) in (5, 6, 7, 8): # orientations that lie on their side
+            w, h = h, w
+    if min(w, h) < 32 or max(w, h) > 10 * min(w, h):
+        raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
+    return w, h
+
+def read_image(path):
+    """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone would clip it)."""
+    with open_image(path) as image:
+        try:
+            image = ImageOps.exif_transpose(image)
+            image.load()
+        except (OSError, ValueError, SyntaxError) as e:
+            raise InputError(f"{path}: broken picture ({e}); replace it") from None
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise InputError(f"{path}: pixels of mode {image.mode}; save it with 8 bits a channel")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+# ---- geometry --------------------------------------------------------------------------------------------------------
+
+def fit_size(size, area, upscale=True):
+    """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;
+    with area = 'native', or where upscale is off and the picture is smaller, its own sides rounded to 32."""
+    w, h = size
+    if area == "native" or (not upscale and w * h < area):
+        w, h = round(w / 32) * 32, round(h / 32) * 32
+    else:
+        w, h = calculate_dimensions(area, w / h)
+    return max(w, 32), max(h, 32) # calculate_dimensions can give 0 for long thin pictures
+
+def prompt_size(pipe, size, control_pixels, upscale):
+    """Size of the copy that the vision-language encoder sees: 384*384 (Plus), or the same copy as the VAE's (v1)."""
+    return fit_size(size, CONDITION_IMAGE_SIZE) if is_plus(pipe) else fit_size(size, control_pixels, upscale)
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+class Processor: # a class because the pipeline keeps and calls it as pipe.processor
+    """Qwen2VLProcessor without its video half, which cannot be loaded without torchvision: transformers' PIL image
+    processor, and the tokenizer on a text where each <|image_pad|> stands once per merged patch."""
+
+    def __init__(self, tokenizer, image_processor):
+        self.tokenizer, self.image_processor = tokenizer, image_processor
+
+    def __call__(self, text, images=None, padding=True, return_tensors="pt"):
+        pictures = {} if images is None else dict(self.image_processor(images=images, return_tensors=return_tensors))
+        counts = [int(n) // self.image_processor.merge_size**2 for n in pictures.get("image_grid_thw", torch.ones(0, 3)).prod(-1)]
+        tokens = self.tokenizer(expand_image_pads(text, counts), padding=padding, return_tensors=return_tensors)
+        return BatchFeature({**tokens, **pictures})
+
+def expand_image_pads(texts, counts):
+    """The k-th <|image_pad|> in the list of texts becomes counts[k] of them."""
+    counts = iter(counts)
+    return [re.sub(re.escape("<|image_pad|>"), lambda m: m[0] * next(counts), text) for text in texts]
+
+def find_model(model, parts):
+    """--model -> a local folder that holds model_index.json and the folders in `parts` (downloaded where missing)."""
+    folder = Path(__file__).with_name("tiny") if model == "tiny" else Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=["model_index.json", *[f"{p}/*" for p in parts]]))
+        except Exception as e: # a dozen kinds: no such name, no network, no login, ...
+            raise InputError(f"--model {model}: neither a folder nor to be had from the hub ({type(e).__name__}); "
+                             "check the name, or log in with `hf auth login`") from None
+    for name in ["model_index.json", *parts]:
+        if not (folder / name).exists():
+            raise InputError(f"{folder / name}: missing; --model wants a diffusers folder of Qwen-Image-Edit")
+    return folder
+
+ENCODER_PARTS = ["vae", "text_encoder", "tokenizer", "processor", "scheduler"]
+
+def load_pipeline(folder):
+    """The stock pipeline of model_index.json (v1 or Plus) without weights: tokenizer, processor and scheduler only. Its
+    methods then prepare pictures and prompts; load_encoders and predict.py add the models."""
+    try:
+        name = json.loads((folder / "model_index.json").read_text())["_class_name"]
+        if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
+            raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEditPipeline or ...EditPlusPipeline")
+        tokenizer = Qwen2Tokenizer.from_pretrained(folder, subfolder="tokenizer")
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
+        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
+    except (OSError, KeyError, json.JSONDecodeError) as e:
+        raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?") from None
+    return getattr(diffusers, name)(scheduler=scheduler, vae=None, text_encoder=None, tokenizer=tokenizer,
+                                    processor=Processor(tokenizer, image_processor), transformer=None)
+
+def load_part(cls, folder, part, dtype):
+    """One frozen model from its safetensors files. InputError names the folder."""
+    try:
+        model = cls.from_pretrained(folder / part, torch_dtype=getattr(torch, dtype), use_safetensors=True)
+    except (OSError, ValueError, SafetensorError) as e:
+        raise InputError(f"{folder / part}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?") from None
+    return model.requires_grad_(False).eval()
+
+def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device):
+    """Adds VAE and text encoder to the pipeline. The VAE's decoder stays on the CPU: only predict.py needs it."""
+    pipe.vae = load_part(AutoencoderKLQwenImage, folder, "vae", dtype)
+    pipe.vae.encoder.to(vae_encoder_device)
+    pipe.vae.quant_conv.to(vae_encoder_device)
+    pipe.text_encoder = load_part(Qwen2_5_VLForConditionalGeneration, folder, "text_encoder", dtype).to(text_encoder_device)
+
+def is_plus(pipe):
+    return type(pipe).__name__ == "QwenImageEditPlusPipeline"
+
+def fingerprint(folder):
+    """Identifies a model's folder: every small file whole, of each large one the size and three 1 MiB windows (hashing
+    all 16 GB of a text encoder would cost a minute at every start, and no two trainings share those windows)."""
+    h = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        size = path.stat().st_size
+        h.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as f:
+            for start in [0, size // 2, size - 2**20] if size > 2**24 else [0]:
+                f.seek(start)
+                h.update(f.read(2**20 if size > 2**24 else size))
+    return h.hexdigest()[:16]
+
+# ---- encoding: what the stock pipeline computes, one picture or prompt at a time -------------------------------------
+
+@torch.no_grad()
+def encode_image(pipe, image, size):
+    """RGB image -> (tokens, 64): the posterior's mode, normalised by latents_mean/std, 2x2 patches packed. fp32 or bf16
+    as the VAE; on the VAE encoder's device."""
+    weight = next(pipe.vae.encoder.parameters())
+    x = pipe.image_processor.preprocess(image, size[1], size[0]).unsqueeze(2).to(weight.device, weight.dtype)
+    z = pipe._encode_vae_image(x, generator=None)
+    return pipe._pack_latents(z, 1, z.shape[1], *z.shape[3:])[0]
+
+@torch.no_grad()
+def encode_prompt(pipe, prompt, images, sizes):
+    """Instruction and the pictures it speaks of -> (T, 3584), without the template's first 64 tokens."""
+    images = [pipe.image_processor.resize(im, h, w) for im, (w, h) in zip(images, sizes)]
+    embeds, _ = pipe.encode_prompt([prompt], images if is_plus(pipe) else images[0], device=pipe.text_encoder.device)
+    return embeds[0]
+
+def prompt_length(pipe, prompt, sizes):
+    """T of encode_prompt, from the tokenizer alone."""
+    counts = [pipe.processor.image_processor.get_number_of_image_patches(h, w) // pipe.processor.image_processor.merge_size**2
+              for w, h in sizes]
+    pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
+    text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
+    return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
+
+def encode_latents(pipe, sample, scale):
+    """-> pixel_latent (I_0, 64), control_latent (sum I_c, 64), img_shapes (N, 3), and edit_mask (I_0,) where there is one:
+    the edited share of each token's 16x16 pixels."""
+    target_size, *control_sizes = [(w * 16, h * 16) for _, h, w in scale["img_shapes"]]
+    out = dict(pixel_latent=encode_image(pipe, read_image(sample["target"]), target_size),
+               control_latent=torch.cat([encode_image(pipe, read_image(c), s) for c, s in zip(sample["control"], control_sizes)]),
+               img_shapes=torch.tensor(scale["img_shapes"]))
+    if sample["mask"]:
+        mask = read_image(sample["mask"]).convert("L").resize((target_size[0] // 16, target_size[1] // 16), Image.BOX)
+        out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
+    return finite(out, sample["target"])
+
+def encode_text(pipe, sample, prompt):
+    """-> prompt_embed (T, 3584), prompt_embeds_mask (T,): the prompt with the sample's pictures, since the encoder sees
+    both. For the prompt "" the names begin with empty_."""
+    embed = encode_prompt(pipe, prompt, [read_image(c) for c in sample["control"]], sample["prompt_sizes"])
+    name = "prompt_embed" if prompt else "empty_prompt_embed"
+    return finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample["target"])
+
+def finite(tensors, path):
+    for name, t in tensors.items():
+        if not t.isfinite().all():
+            raise InputError(f"{path}: {name} has NaN or Inf; try --dtype float32")
+    return tensors
+
+# ---- index: samples joined to their files ----------------------------------------------------------------------------
+
+def content_key(**fields):
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+
+def default_cache_dir(args):
+    return Path("cache", f"{Path(args.model).name}-{Path(args.data).stem}")
+
+def build_index(pipe, folder, args, empty_prompt, quiet=False):
+    """Reads every picture's header and hash -> (index, problems). index["samples"]: name, sources, prompt; `text` and
+    `empty_text`, each a key with its number of tokens; `scales`, one per --target_pixels: key and img_shapes."""
+    items, problems = read_dataset(args.data)
+    models = dict(vae=fingerprint(folder / "vae"), text=content_key(**{p: fingerprint(folder / p) for p in (
+        "text_encoder", "tokenizer", "processor")}))
+    common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=type(pipe).__name__, dtype=args.dtype)
+    samples = []
+    for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet, leave=False):
+        try:
+            files = [item["target"], *item["controls"]]
+            sizes = [image_size(f) for f in files]
+            hashes = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
+            if item["mask"]:
+                open_image(item["mask"]).close()
+            if not is_plus(pipe) and len(item["controls"]) > 1:
+                raise InputError(f"{files[2]}: Qwen-Image-Edit v1 takes one control; remove it, or train 2509 or 2511")
+            tokens = len(pipe.tokenizer(item["prompt"]).input_ids)
+            if tokens > args.max_sequence_length:
+                raise InputError(f"{item['target']}: caption of {tokens} tokens, over --max_sequence_length "
+                                 f"{args.max_sequence_length}; shorten it")
+            seen = [prompt_size(pipe, s, args.control_pixels, args.upscale) for s in sizes[1:]]
+            control_sizes = [fit_size(s, args.control_pixels, args.upscale) for s in sizes[1:]]
+            scales = []
+            for area in args.target_pixels:
+                used = [fit_size(sizes[0], area, args.upscale), *control_sizes]
+                scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], key=content_key(
+                    **common, vae=models["vae"], pictures=hashes, sizes=used,
+                    mask=hashlib.sha256(item["mask"].read_bytes()).hexdigest() if item["mask"] else None)))
+            text = [dict(key=content_key(**common, text=models["text"], prompt=p, pictures=hashes[1:], sizes=seen),
+                         tokens=prompt_length(pipe, p, seen)) for p in [item["prompt"], ""]]
+            samples.append(dict(name=item["name"], prompt=item["prompt"], target=str(item["target"]),
+                                control=[str(c) for c in item["controls"]], mask=item["mask"] and str(item["mask"]),
+                                sizes=sizes, prompt_sizes=seen, scales=scales, text=text[0],
+                                empty_text=text[1] if empty_prompt else None))
+        except InputError as e:
+            problems.append(str(e))
+        except OSError as e:
+            problems.append(f"error: {e.filename or item['target']}: {e.strerror}; make it readable")
+    return dict(**common, models=models, target_pixels=args.target_pixels, control_pixels=args.control_pixels,
+                upscale=args.upscale, samples=samples), problems
+
+def latents_file(cache_dir, scale):
+    return Path(cache_dir, "latents", scale["key"] + ".safetensors")
+
+def text_file(cache_dir, text):
+    return Path(cache_dir, "text", text["key"] + ".safetensors")
+
+def sample_files(cache_dir, sample):
+    """{file: (key, encode function, its arguments)} of one sample: latents at every scale, prompt, empty prompt."""
+    files = {latents_file(cache_dir, s): (s["key"], encode_latents, s) for s in sample["scales"]}
+    for text, prompt in ((sample["text"], sample["prompt"]), (sample["empty_text"], "")):
+        if text:
+            files[text_file(cache_dir, text)] = text["key"], encode_text, prompt
+    return files
+
+def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
+    """Encodes this rank's share of what the cache lacks -> problems; a bad sample does not stop the others. The encoders
+    are loaded only if there is something to do. InputError if the disk is too small or full."""
+    jobs = {path: (sample, *job) for sample in index["samples"] for path, job in sample_files(cache_dir, sample).items()}
+    jobs = {path: job for path, job in jobs.items() if not path.exists()} # files that samples share: once
+    if not jobs:
+        return []
+    config = json.loads((folder / "text_encoder" / "config.json").read_text())
+    width = config.get("text_config", config)["hidden_size"]
+    elements = sum(64 * sum(h * w for _, h, w in arg["img_shapes"]) if encode is encode_latents else
+                   width * (sample["text"] if arg else sample["empty_text"])["tokens"] for sample, _, encode, arg in jobs.values())
+    need = elements * getattr(torch, args.dtype).itemsize
+    Path(cache_dir).mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache_dir).free
+    if rank == 0:
+        print(f"encoding {len(jobs)} files, {need / 1e9:.3f} GB, into {cache_dir} ({free / 1e9:.0f} GB free)")
+    if need > free:
+        raise InputError(f"{cache_dir}: {need / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; choose another --cache_dir")
+    if pipe.vae is None:
+        load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
+    problems = []
+    share = list(jobs.items())[rank::world_size]
+    for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0):
+        try:
+            write_tensors(path, encode(pipe, sample, arg), dict(
+                version=VERSION, key=key, sources=[sample["target"], *sample["control"]], sizes=sample["sizes"]))
+        except InputError as e:
+            problems.append(str(e))
+        except OSError as e:
+            raise InputError(f"{path}: cannot be written ({e.strerror}); free some space and run again") from None
+    return problems
+
+def make_cache(args, cache_dir, empty_prompt=False, rank=0, world_size=1):
+    """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank."""
+    folder = find_model(args.model, ENCODER_PARTS)
+    pipe = load_pipeline(folder)
+    index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
+    found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size)
+    if world_size > 1:
+        shares = [None] * world_size
+        dist.all_gather_object(shares, found) # also waits for the others' files
+        found = [p for share in shares for p in share]
+    index["samples"] = [s for s in index["samples"] if all(f.exists() for f in sample_files(cache_dir, s))]
+    problems = list(dict.fromkeys(problems + found)) # a bad picture may be met twice
+    if rank == 0:
+        if index["samples"]:
+            write_file(Path(cache_dir, "index.json"), json.dumps(index, indent=1).encode())
+        print(describe(index))
+        for p in problems:
+            print(p, file=sys.stderr)
+    return index, problems
+
+def describe(index):
+    """One paragraph on what will be trained: counts, tokens, and what rounding to 32 pixels does to the shapes."""
+    samples = index["samples"]
+    if not samples:
+        return "0 samples"
+    tokens = [sum(h * w for _, h, w in scale["img_shapes"]) + s["text"]["tokens"] for s in samples for scale in s["scales"]]
+    sizes = {tuple(scale["img_shapes"][0]) for s in samples for scale in s["scales"]}
+    bent = max((abs(w / h / (s["sizes"][0][0] / s["sizes"][0][1]) - 1), s["name"])
+               for s in samples for scale in s["scales"] for _, h, w in scale["img_shapes"][:1])
+    return (f"{len(samples)} samples, {len(sizes)} target sizes, 1 to {max(len(s['control']) for s in samples)} controls, "
+            f"{min(tokens)} to {max(tokens)} tokens; sides rounded to 32 change the aspect by at most {bent[0]:.1%} ({bent[1]})")
+
+# ---- reading the cache -----------------------------------------------------------------------------------------------
+
+def load_sample(cache_dir, sample, scale):
+    """One sample's tensors at one scale, checked: pixel_latent, control_latent, img_shapes, prompt_embed,
+    prompt_embeds_mask, and where they were made edit_mask, empty_prompt_embed, empty_prompt_embeds_mask."""
+    if "v1" in sample:
+        return read_v1(sample["v1"])
+    tensors = {}
+    for file, item in ((latents_file, scale), (text_file, sample["text"]), (text_file, sample["empty_text"])):
+        if item:
+            found, meta = read_tensors(file(cache_dir, item), key=item["key"])
+            if meta["version"] != VERSION:
+                raise InputError(f"{file(cache_dir, item)}: cache version {meta['version']}, not {VERSION}; run cache.py again")
+            tensors.update(found)
+    return tensors
+
+def load_index(cache_dir):
+    """index.json of a folder that cache.py wrote; or, for a folder of version 1.0 dictionaries (one safetensors file a
+    sample, height and width instead of img_shapes), the same made from the files."""
+    if Path(cache_dir, "index.json").is_file():
+        return json.loads(Path(cache_dir, "index.json").read_text())
+    samples = []
+    for path in sorted(p for p in Path(cache_dir).glob("*") if p.is_file()):
+        if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
+            raise InputError(f"{path}: a pickle, which can run code when it is read; encode the pictures again with cache.py")
+        if path.suffix == ".safetensors":
+            t = read_v1(path)
+            samples.append(dict(name=path.stem, prompt="", control=[None] * (len(t["img_shapes"]) - 1), v1=str(path),
+                                sizes=[(w * 16, h * 16) for _, h, w in t["img_shapes"]], text=dict(tokens=len(t["prompt_embed"])),
+                                empty_text=dict(tokens=len(t["empty_prompt_embed"])) if "empty_prompt_embed" in t else None,
+                                scales=[dict(img_shapes=t["img_shapes"].tolist())]))
+    if not samples:
+        raise InputError(f"{cache_dir}: no cache in it; run cache.py, or give --data")
+    return dict(version="1.0", models=None, samples=samples)
+
+def read_v1(path):
+    """A version 1.0 dictionary (no img_shapes, no digest, perhaps a batch dimension of 1) in today's form."""
+    try:
+        tensors = safetensors.torch.load(Path(path).read_bytes())
+        with safetensors.safe_open(path, "pt") as f:
+            version = (f.metadata() or {}).get("version", "1.0")
+        if version != "1.0":
+            raise InputError(f"{path}: cache version {version}; {VERSION} needs its index.json, others cannot be read")
+        shapes = torch.tensor(get_image_shapes_multi_resolution(tensors, 1)[0])
+        tensors = {k: v[0] if v.ndim == 3 or k.endswith("_mask") and v.ndim == 2 else v for k, v in tensors.items()}
+        for text in ("prompt_embed", "empty_prompt_embed"): # 1.0 padded prompts; here pads go
+            if text in tensors:
+                tensors[text] = tensors[text][tensors.get(text + "s_mask", torch.ones(len(tensors[text]))).bool()]
+                tensors[text + "s_mask"] = torch.ones(len(tensors[text]), dtype=torch.bool)
+        tokens = len(tensors["pixel_latent"]), len(tensors["control_latent"])
+    except (OSError, SafetensorError, KeyError, IndexError) as e:
+        raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again with cache.py") from None
+    areas = shapes.prod(-1).tolist()
+    if tokens != (areas[0], sum(areas[1:])):
+        raise InputError(f"{path}: {tokens} target and control tokens, but sizes {shapes.tolist()}; encode it again")
+    return {**tensors, "img_shapes": shapes}
+
+def look_after(cache_dir, index, verify, prune):
+    """--verify and --prune -> problems. Files that no sample uses are never trained; they are named, and deleted only
+    when asked."""
+    used = {path: key for s in index["samples"] for path, (key, *_) in sample_files(cache_dir, s).items()}
+    problems = []
+    for path, key in tqdm(used.items(), desc="verifying", unit=" files") if verify else []:
+        try:
+            read_tensors(path, key=key)
+        except InputError as e:
+            problems.append(str(e))
+            print(e, file=sys.stderr)
+    unused = [p for d in ("latents", "text") for p in Path(cache_dir, d).glob("*.safetensors") if p not in used]
+    if unused:
+        print(f"{len(unused)} files in {cache_dir} belong to no sample" + ("; deleted" if prune else " (--prune deletes them)"))
+    for path in unused if prune else []:
+        path.unlink()
+    return problems
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    add_data_flags(parser)
+    parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
+                        help="encode the empty prompt too, for train.py --caption_dropout_rate")
+    parser.add_argument("--verify", action="store_true", help="read every file of the cache and check its digest")
+    parser.add_argument("--prune", action="store_true", help="delete files that no sample of this dataset uses")
+    args = parse_args(parser, TINY)
+    if not args.data:
+        parser.error("argument --data: missing; give the dataset's folder or manifest")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
+    cache_dir = Path(args.cache_dir or default_cache_dir(args))
+    index, problems = make_cache(args, cache_dir, args.empty_prompt, rank, world_size)
+    if rank == 0:
+        problems += look_after(cache_dir, index, args.verify, args.prune)
+    if world_size > 1:
+        dist.destroy_process_group()
+    if rank == 0 and not problems:
+        print(f"{cache_dir}: complete. next: python train.py with the same flags")
+    if not index["samples"] or (problems and not args.skip_bad):
+        sys.exit(1)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""
+Edit pictures: control picture(s) and an instruction -> PNG, with the stock pipeline's numbers, and many jobs of mixed
+sizes in one batch.
+
+$ python predict.py                                    # embedded default: held-out toy pictures, with the newest LoRA
+$ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/run-001
+$ python predict.py --image person.png coat.png --prompt "the person of picture 1 wears the coat of picture 2"
+$ python predict.py --jobs jobs.jsonl --out_dir edited # a line: {"image": ["cat.jpg"], "prompt": "make it snow"}
+$ python predict.py --transformer_device cuda:0 --text_encoder_device cuda:1 --vae_device cuda:1 ...
+
+A job's line may also set out, negative_prompt, height, width, seed, num_inference_steps and true_cfg_scale. Conditional
+and unconditional runs of all jobs share the packs. Shape letters as in rope_patch.py.
+"""
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import safetensors.torch
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
+from diffusers.utils.torch_utils import randn_tensor
+from safetensors import SafetensorError
+from tqdm import tqdm
+
+from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, encode_image, encode_prompt, find_model, fit_size,
+                   image_size, is_plus, load_encoders, load_part, load_pipeline, parse_args, pixels, prompt_length,
+                   prompt_size, read_dataset, read_image, read_text, write_file)
+from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
+
+LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+def load_transformer(folder, dtype, device):
+    """The frozen transformer, patched so that a batch may hold any sizes."""
+    return patch_qwen_model_for_multi_resolution(load_part(QwenImageTransformer2DModel, folder, "transformer", dtype)).to(device)
+
+def read_lora(path):
+    """LoRA file, or folder that holds one -> (state dict with transformer. keys, metadata). Keys of ComfyUI, kohya and
+    peft files are converted by diffusers. InputError if it is no LoRA, has A without B, or holds NaN."""
+    file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    if not file.is_file() or file.suffix != ".safetensors":
+        raise InputError(f"{file}: no LoRA; want a .safetensors file, or a folder with {LORA_FILE}")
+    try:
+        with safetensors.safe_open(file, "pt") as f:
+            meta = json.loads((f.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            raw = {k: f.get_tensor(k) for k in f.keys()}
+        state = QwenImageEditPlusPipeline.lora_state_dict(dict(raw))
+    except (OSError, SafetensorError, ValueError, KeyError) as e:
+        raise InputError(f"{file}: cannot be read as a LoRA ({str(e).splitlines()[0]}); take another file") from None
+    if not all(k.startswith("transformer.") and ".lora_" in k for k in state) or not state:
+        other = next((k for k in state if not k.startswith("transformer.") or ".lora_" not in k), "nothing")
+        raise InputError(f"{file}: no LoRA of a Qwen-Image transformer: it holds {other}; want transformer.*.lora_A.weight")
+    a, b = [{k.rsplit(".lora_", 1)[0] for k in state if f".lora_{x}." in k} for x in "AB"]
+    if a != b:
+        raise InputError(f"{file}: lora_A or lora_B is missing for {sorted(a ^ b)[0]}; the file is incomplete")
+    bad = [k for k, v in state.items() if not v.isfinite().all()]
+    if bad:
+        raise InputError(f"{file}: NaN or Inf in {bad[0]}; the training diverged, take an earlier checkpoint")
+    return state, meta
+
+def load_lora(transformer, path, scale=1.0, name="default"):
+    """Adds a LoRA to the transformer -> its metadata. diffusers itself only warns, or says nothing, when keys fit nothing
+    or in part; here that is an InputError with counts."""
+    state, meta = read_lora(path)
+    modules = dict(transformer.named_modules())
+    missing, misfit = set(), []
+    for key, value in state.items():
+        module, kind = key.removeprefix("transformer.").rsplit(".lora_", 1)
+        if module not in modules:
+            missing.add(module)
+            continue
+        want = getattr(modules[module], "in_features" if kind == "A.weight" else "out_features", None)
+        if want != value.shape[1 if kind == "A.weight" else 0]:
+            misfit.append(f"{module} (got {tuple(value.shape)}, the model has {want})")
+    if missing:
+        raise InputError(f"{path}: {len(missing)} of {len(state) // 2} layers are not in this model, for instance "
+                         f"{sorted(missing)[0]}; it was made for another one")
+    if misfit:
+        raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was made "
+                         "for another model")
+    QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=meta or None)
+    transformer.set_adapters([name], [scale])
+    return meta
+
+# ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
+
+def plan_job(pipe, job):
+    """Fills in what can be known before any model runs: sizes, shapes and token counts (which decide the packs). As in
+    stock, the last picture gives the target's aspect, and sides are rounded down to 16. (size_from: a dataset's job has a
+    target of its own, whose size counts.)"""
+    sizes = [image_size(path) for path in job.image]
+    if not is_plus(pipe) and len(sizes) > 1:
+        raise InputError(f"{job.image[1]}: Qwen-Image-Edit v1 takes one picture; leave it out")
+    width, height = fit_size(image_size(job.size_from or job.image[-1]), job.target_pixels, job.upscale)
+    job.width, job.height = (job.width or width) // 16 * 16, (job.height or height) // 16 * 16
+    if min(job.width, job.height) < 16:
+        raise InputError(f"{job.image[0]}: width {job.width}, height {job.height}; give at least 16 each")
+    job.control_sizes = [fit_size(s, job.control_pixels, job.upscale) for s in sizes]
+    job.prompt_sizes = [prompt_size(pipe, s, job.control_pixels, job.upscale) for s in sizes]
+    job.img_shapes = [(1, h // 16, w // 16) for w, h in [(job.width, job.height), *job.control_sizes]]
+    job.prompts = [job.prompt] + ([job.negative_prompt] if job.true_cfg_scale > 1 else [])
+    img_len = sum(h * w for _, h, w in job.img_shapes)
+    job.tokens = sum(img_len + prompt_length(pipe, p, job.prompt_sizes) for p in job.prompts)
+
+def encode_job(pipe, job, transformer):
+    """Noise, control latents, prompt embeddings and schedule, on the transformer's device."""
+    device, channels = transformer.device, transformer.config.in_channels // 4
+    images = [read_image(path) for path in job.image]
+    job.control_latent = torch.cat([encode_image(pipe, im, s) for im, s in zip(images, job.control_sizes)]).to(device)
+    job.prompt_embeds = [encode_prompt(pipe, p, images, job.prompt_sizes).to(device) for p in job.prompts]
+    shape = 1, 1, channels, job.height // 8, job.width // 8
+    noise = randn_tensor(shape, torch.Generator().manual_seed(job.seed), device, job.prompt_embeds[0].dtype)
+    job.latents = pipe._pack_latents(noise, 1, channels, *shape[3:])[0]
+    config = pipe.scheduler.config
+    mu = calculate_shift(len(job.latents), config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096),
+                         config.get("base_shift", 0.5), config.get("max_shift", 1.15))
+    job.scheduler = FlowMatchEulerDiscreteScheduler.from_config(config) # one a job: mu differs by size
+    sigmas = np.linspace(1.0, 1 / job.num_inference_steps, job.num_inference_steps)
+    job.timesteps, _ = retrieve_timesteps(job.scheduler, device=device, sigmas=sigmas, mu=mu)
+    job.scheduler.set_begin_index(0)
+
+@torch.no_grad()
+def denoise(transformer, jobs, max_tokens, progress=False):
+    """Euler steps on job.latents of all jobs at once; each forward pass takes at most max_tokens tokens. Jobs may differ
+    in everything, the number of steps too."""
+    for i in tqdm(range(max(len(j.timesteps) for j in jobs)), desc=f"{len(jobs)} jobs", unit=" steps", disable=not progress):
+        active = [j for j in jobs if i < len(j.timesteps)]
+        runs = [(j, embeds) for j in active for embeds in j.prompt_embeds]
+        preds = [None] * len(runs)
+        for pack in plan_packs([len(j.latents) + len(j.control_latent) + len(e) for j, e in runs], max_tokens):
+            t = torch.stack([runs[r][0].timesteps[i].to(runs[r][0].latents.dtype) / 1000 for r in pack])
+            outs = run_packed(transformer, [torch.cat([runs[r][0].latents, runs[r][0].control_latent]) for r in pack],
+                              [runs[r][1] for r in pack], t, [runs[r][0].img_shapes for r in pack])
+            for r, out in zip(pack, outs):
+                preds[r] = out[:len(runs[r][0].latents)]
+        preds = iter(preds)
+        for j in active:
+            pred = next(preds)
+            if len(j.prompt_embeds) > 1: # true CFG, rescaled to the conditional run's norm per token
+                uncond = next(preds)
+                both = uncond + j.true_cfg_scale * (pred - uncond)
+                pred = both * (pred.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
+            j.latents = j.scheduler.step(pred[None], j.timesteps[i], j.latents[None], return_dict=False)[0][0]
+
+@torch.no_grad()
+def decode(pipe, latents, height, width):
+    """Packed latents (I_0, 64) -> PIL image."""
+    z = pipe._unpack_latents(latents[None], height, width, pipe.vae_scale_factor).to(pipe.vae.device, pipe.vae.dtype)
+    mean, std = [torch.tensor(v).view(1, -1, 1, 1, 1) for v in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)]
+    z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
+    return pipe.image_processor.postprocess(pipe.vae.decode(z, return_dict=False)[0][:, :, 0])[0]
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+JOB_KEYS = dict(prompt=str, negative_prompt=str, out=str, height=int, width=int, seed=int, num_inference_steps=int,
+                true_cfg_scale=(int, float))
+
+def read_jobs(path, defaults):
+    """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
+    if Path(path).is_dir():
+        items, problems = read_dataset(path)
+        return [SimpleNamespace(**{**defaults, "image": i["controls"], "prompt": i["prompt"], "size_from": i["target"],
+                                   "out": i["name"].replace("/", "-") + ".png"}) for i in items], problems
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such file; give jobs.jsonl or a dataset folder")
+    jobs, problems = [], []
+    for n, line in enumerate(read_text(Path(path)).splitlines(), 1):
+        try:
+            if line.strip():
+                row = json.loads(line)
+                images = [row["image"]] if isinstance(row["image"], str) else row["image"]
+                wrong = [k for k, v in row.items() if k != "image" and not isinstance(v, JOB_KEYS.get(k, ()))]
+                if wrong or "prompt" not in row:
+                    raise ValueError(f"field {wrong[0] if wrong else 'prompt'!r} is unknown, missing or of the wrong type")
+                row = {"out": f"{n:03d}-{Path(images[0]).stem}.png", **row, "image": [Path(path).parent / i for i in images]}
+                jobs.append(SimpleNamespace(**{**defaults, **row}))
+        except (ValueError, KeyError, TypeError, IndexError) as e:
+            problems.append(f'error: {path}:{n}: {e}; want {{"image": ["a.png"], "prompt": "..."}}')
+    return jobs, problems
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    # what to draw
+    parser.add_argument("--image", nargs="+", type=Path, help="control picture(s)")
+    parser.add_argument("--prompt", help="the instruction")
+    parser.add_argument("--negative_prompt", default=" ", help="what the unconditional run is told (default: one blank)")
+    parser.add_argument("--jobs", help="jobs.jsonl, or a dataset folder: many pictures in one batch")
+    parser.add_argument("--out", default="out.png", help="PNG of --image")
+    parser.add_argument("--out_dir", default="out/predict", help="folder for the PNGs of --jobs")
+    # how
+    parser.add_argument("--num_inference_steps", type=int, default=20)
+    parser.add_argument("--true_cfg_scale", type=float, default=4.0, help="at 1 or below no unconditional run, half the time")
+    parser.add_argument("--height", type=int, help="pixels (default: from the last picture's aspect)")
+    parser.add_argument("--width", type=int, help="pixels")
+    parser.add_argument("--target_pixels", type=pixels, metavar="AREA",
+                        help="area of the result, or native (default: as the LoRA was trained, else 1024*1024)")
+    parser.add_argument("--control_pixels", type=pixels, metavar="AREA", help="likewise, of the pictures given")
+    parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=None,
+                        help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
+    parser.add_argument("--lora", help="LoRA file or run folder")
+    parser.add_argument("--lora_scale", type=float, default=1.0)
+    parser.add_argument("--max_tokens", type=int, default=20_000, help="tokens per forward pass; lower it if memory runs out")
+    parser.add_argument("--vae_device", help="default: --device")
+    parser.add_argument("--text_encoder_device", help="default: --device")
+    parser.add_argument("--transformer_device", help="default: --device")
+    runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)
+    no_job = not any(a.split("=")[0] in ("--image", "--jobs") for a in sys.argv[1:])
+    args = parse_args(parser, dict(
+        target_pixels="native", control_pixels="native", upscale=True, true_cfg_scale=1.0, lora=runs[-1] if runs else None,
+        jobs=str(Path(TINY["data"]).with_name("val")) if no_job else None))
+    if bool(args.image) == bool(args.jobs) or bool(args.image) != bool(args.prompt):
+        parser.error("argument --image: give --image with --prompt, or --jobs")
+
+    geometry = {name: getattr(args, name) for name in ("target_pixels", "control_pixels", "upscale")}
+    if args.lora:
+        trained = read_lora(args.lora)[1].get("train.geometry", {}) # so that inference sees the scale of training
+        geometry = {name: trained.get(name) if value is None else value for name, value in geometry.items()}
+    geometry = {name: (True if name == "upscale" else 1024 * 1024) if v is None else v for name, v in geometry.items()}
+    defaults = {**geometry, "size_from": None, **{name: getattr(args, name) for name in (
+        "image", "prompt", "negative_prompt", "out", "height", "width", "seed", "num_inference_steps", "true_cfg_scale")}}
+    jobs, problems = ([SimpleNamespace(**defaults)], []) if args.image else read_jobs(args.jobs, defaults)
+    out_dir = Path("") if args.image else Path(args.out_dir)
+
+    folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
+    pipe = load_pipeline(folder)
+    good = []
+    for job in jobs:
+        try:
+            plan_job(pipe, job)
+            good.append(job)
+        except InputError as e:
+            problems.append(str(e))
+    for p in problems:
+        print(p, file=sys.stderr)
+    if not good:
+        sys.exit(1)
+
+    load_encoders(pipe, folder, args.dtype, args.vae_device, args.text_encoder_device)
+    pipe.vae.to(args.vae_device)
+    transformer = load_transformer(folder, args.dtype, args.transformer_device)
+    if args.lora:
+        load_lora(transformer, args.lora, args.lora_scale)
+        print(f"LoRA {args.lora} at scale {args.lora_scale}")
+    for pack in plan_packs([j.tokens for j in good], args.max_tokens):
+        batch = [good[i] for i in pack]
+        for job in batch:
+            encode_job(pipe, job, transformer)
+        denoise(transformer, batch, args.max_tokens, progress=True)
+        for job in batch:
+            png = io.BytesIO()
+            decode(pipe, job.latents, job.height, job.width).save(png, format="PNG")
+            write_file(out_dir / job.out, png.getvalue())
+            print(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
+            job.latents = job.control_latent = job.prompt_embeds = None # a thousand jobs' would fill the memory
+    sys.exit(1 if problems else 0)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,459 @@
+"""
+Let one batch of Qwen-Image-Edit hold pictures of different sizes.
+
+Stock diffusers takes the rotary positions of the whole batch from its first sample and merely warns; its 2511 model
+(zero_cond_t) cannot hold a ragged batch at all. After
+
+    patch_qwen_model_for_multi_resolution(transformer)
+
+every mixture of sizes, picture counts and prompt lengths gives the numbers of the stock model run one sample at a time
+($ pytest test_consistency.py). Weights, names and old calls stay as they are. There are four doors into forward(),
+and behind the three new ones is one block and one attention:
+
+    stock        equal sizes, no new argument     diffusers' own code, bit for bit
+    padded       img_shapes differ                (B, I, C) rows, per-sample 3D RoPE, joint attention mask
+    precomputed  image_rotary_emb=(img, txt)      as padded, with positions and mask made by the caller
+    packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows, no pads and no mask: the fast one
+
+Pure: knows no files, flags or ranks. Shape suffixes, the same in all files:
+B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
+R = D/2 complex rotations.
+"""
+from contextlib import contextmanager
+from math import ceil, prod
+from types import MethodType
+from typing import NamedTuple
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from diffusers.utils import scale_lora_layers, unscale_lora_layers
+
+ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is silently shorter there
+
+# ---- rotary positions ------------------------------------------------------------------------------------------------
+
+def apply_rotary_emb_qwen_batched(x, freqs_cis):
+    """Rotate queries or keys. x: (B, S, H, D). freqs_cis: complex (S, R), shared by the batch, or (B, S, R), per sample;
+    told apart by ndim. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which knows the
+    shared form only (a 3D freqs_cis broadcasts over its heads without a word). ValueError if lengths do not fit."""
+    want = (x.shape[1], x.shape[3] // 2) if freqs_cis.ndim == 2 else (x.shape[0], x.shape[1], x.shape[3] // 2)
+    if tuple(freqs_cis.shape) != want:
+        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, want {want} for x {tuple(x.shape)}")
+    x_BSHR = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(x_BSHR * freqs_cis.unsqueeze(-2)).flatten(3).type_as(x)
+
+def sample_freqs(pos_embed, shapes, txt_len, device):
+    """One sample's (img (I, R), txt (T, R)) frequencies, from the model's own module, so that plain and layer3d RoPE keep
+    their own formulas. Its text positions begin where *its own* pictures end. ValueError past the table of 4096."""
+    if max(max(h - h // 2, w - w // 2) for _, h, w in shapes) > ROPE_TABLE:
+        raise ValueError(f"rotary positions: got a picture of {shapes}, want sides of at most {2 * ROPE_TABLE} tokens")
+    # by keyword: QwenEmbedRope and QwenEmbedLayer3DRope order these arguments differently
+    img_freqs, txt_freqs = pos_embed([shapes], device=device, max_txt_seq_len=txt_len)
+    if len(txt_freqs) != txt_len:
+        raise ValueError(f"rotary positions: got {txt_len} text tokens after pictures {shapes}, want at most "
+                         f"{len(txt_freqs)}: the table ends at {ROPE_TABLE}")
+    return img_freqs, txt_freqs
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+def as_bool_mask(mask, name, want):
+    """A 0/1 mask of any dtype -> bool. An additive mask (0 / -inf) would be read upside down, so it is a ValueError."""
+    if tuple(mask.shape) != tuple(want):
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {tuple(want)}")
+    if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"{name}: got values other than 0 and 1 ({mask.dtype}), want 1 = attend, 0 = pad")
+    return mask.bool()
+
+def as_joint_mask(mask, batch, length):
+    """attention_kwargs["attention_mask"], (B, S) or (B, 1, 1, S), bool, int or 0/1 float -> bool (B, S)."""
+    if mask.ndim == 4 and mask.shape[1:3] == (1, 1):
+        mask = mask[:, 0, 0]
+    return as_bool_mask(mask, "attention_mask", (batch, length))
+
+# a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
+class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
+    """Drop-in for diffusers' processor, bit-equal to it where both can run. In addition: 3D (per-sample) frequencies, a
+    joint attention_mask over [text, image], and seq_lens = [(T_0, I_0), ...] for packed rows: block-diagonal attention,
+    one unmasked call per sample. Inherits the backend that model.set_attention_backend() writes on it."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None,
+                 attention_mask=None, image_rotary_emb=None, seq_lens=None):
+        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same shapes, after attention."""
+        if encoder_hidden_states is None:
+            raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
+        (batch, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
+        mask_BS = None
+        if encoder_hidden_states_mask is not None:
+            txt_mask = as_bool_mask(encoder_hidden_states_mask, "encoder_hidden_states_mask", (batch, txt_len))
+            mask_BS = torch.cat([txt_mask, txt_mask.new_ones(batch, img_len)], dim=1)
+        if attention_mask is not None:
+            given_BS = as_joint_mask(attention_mask, batch, txt_len + img_len)
+            mask_BS = given_BS if mask_BS is None else mask_BS & given_BS
+
+        head_dim = attn.inner_dim // attn.heads
+        heads = lambda x: x.unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
+        img_q, img_k, img_v = [heads(f(hidden_states)) for f in (attn.to_q, attn.to_k, attn.to_v)]
+        txt_q, txt_k, txt_v = [heads(f(encoder_hidden_states)) for f in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
+        norm = lambda f, x: x if f is None else f(x)
+        img_q, img_k = norm(attn.norm_q, img_q), norm(attn.norm_k, img_k)
+        txt_q, txt_k = norm(attn.norm_added_q, txt_q), norm(attn.norm_added_k, txt_k)
+        if image_rotary_emb is not None:
+            img_freqs, txt_freqs = image_rotary_emb
+            img_q, img_k = [apply_rotary_emb_qwen_batched(x, img_freqs) for x in (img_q, img_k)]
+            txt_q, txt_k = [apply_rotary_emb_qwen_batched(x, txt_freqs) for x in (txt_q, txt_k)]
+
+        # packed rows are cut into samples; everything else is one group. order of the joint row: [text, image]
+        txt_lens, img_lens = zip(*seq_lens) if seq_lens else ([txt_len], [img_len])
+        groups = zip(zip(*[x.split(txt_lens, dim=1) for x in (txt_q, txt_k, txt_v)]),
+                     zip(*[x.split(img_lens, dim=1) for x in (img_q, img_k, img_v)]))
+        txt_out, img_out = [], []
+        for n, (txt_qkv, img_qkv) in zip(txt_lens, groups):
+            out = dispatch_attention_fn(*[torch.cat(pair, dim=1) for pair in zip(txt_qkv, img_qkv)],
+                                        attn_mask=None if mask_BS is None else mask_BS[:, None, None],
+                                        backend=self._attention_backend, parallel_config=self._parallel_config)
+            out = out.flatten(2, 3).to(txt_q.dtype)
+            txt_out.append(out[:, :n])
+            img_out.append(out[:, n:])
+
+        # cat makes the rows contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
+        img_out = attn.to_out[0](torch.cat(img_out, dim=1))
+        if len(attn.to_out) > 1: # dropout
+            img_out = attn.to_out[1](img_out)
+        return img_out, attn.to_add_out(torch.cat(txt_out, dim=1))
+
+# ---- block -----------------------------------------------------------------------------------------------------------
+
+class Ragged(NamedTuple):
+    """What a ragged batch tells a block, in the argument where stock passes modulate_index. Modulation differs by sample
+    and, for zero_cond_t models, between a sample's target and its controls, so the rows, read from the first to the last,
+    are cut into segments (tokens, row of temb)."""
+    img_segments: list
+    txt_segments: list
+    seq_lens: list | None # [(T_b, I_b)] of packed samples, None when padded
+    lora_scale: float
+
+def by_segment(segments, f, *xs):
+    """cat(f(row, *the segment's tokens of each x)) over all segments. xs: (B, N, C), read as B * N rows."""
+    parts = zip(*[x.flatten(0, 1).split([n for n, _ in segments]) for x in xs])
+    return torch.cat([f(row, *p) for (_, row), p in zip(segments, parts)]).view_as(xs[0])
+
+@contextmanager
+def scaled_lora(modules, scale):
+    """peft's LoRA layers under `modules` work at `scale` times their strength inside this context."""
+    for m in modules:
+        scale_lora_layers(m, scale)
+    try:
+        yield
+    finally:
+        for m in modules:
+            unscale_lora_layers(m, scale)
+
+def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
+                  joint_attention_kwargs=None, modulate_index=None):
+    """QwenImageTransformerBlock.forward, and the same block for rows whose modulation changes from segment to segment.
+    Keeps stock's arithmetic, so that bf16 stays bit-equal. It replaces block.forward per instance: every hook on
+    block.__call__ (checkpointing, offload, FSDP, compile, peft) still fires."""
+    if not isinstance(modulate_index, Ragged):
+        return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
+                                  image_rotary_emb, joint_attention_kwargs, modulate_index)
+    img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
+    img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
+
+    def modulate(segments, x, shift, scale):
+        return by_segment(segments, lambda r, x: x * (1 + scale[r]) + shift[r], x)
+
+    def add_gated(segments, x, gate, y):
+        return by_segment(segments, lambda r, x, y: x + gate[r] * y, x, y)
+
+    # scaled here, not around the whole model: a checkpointed block is computed again after model.forward has ended
+    with scaled_lora([self], ragged.lora_scale):
+        img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
+        if self.zero_cond_t: # text always takes the sample's own timestep
+            temb = temb.chunk(2)[0]
+        txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(temb).chunk(6, dim=-1)
+        img_attn, txt_attn = self.attn(
+            hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
+            encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
+            encoder_hidden_states_mask=encoder_hidden_states_mask, image_rotary_emb=image_rotary_emb,
+            seq_lens=ragged.seq_lens, **joint_attention_kwargs)
+        img = add_gated(img_segments, img, img_gate1, img_attn)
+        txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
+        img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
+        txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
+        img = add_gated(img_segments, img, img_gate2, img_mlp)
+        txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
+    if img.dtype == torch.float16: # as stock
+        img, txt = img.clip(-65504, 65504), txt.clip(-65504, 65504)
+    return txt, img
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+
+@contextmanager
+def first_blocks_checkpointed(model):
+    """Gradient checkpointing for the first model.gradient_checkpointing_blocks blocks only (None: for all)."""
+    checkpoint, n = model._gradient_checkpointing_func, model.gradient_checkpointing_blocks
+    if n is not None:
+        first = {id(block) for block in model.transformer_blocks[:n]}
+        model._gradient_checkpointing_func = lambda block, *args: (
+            checkpoint(block, *args) if id(block) in first else block(*args))
+    try:
+        yield
+    finally:
+        model._gradient_checkpointing_func = checkpoint
+
+def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
+                  img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
+                  additional_t_cond=None, return_dict=True, *, image_rotary_emb=None, txt_seq_lens=None):
+    """QwenImageTransformer2DModel.forward with four doors (see the top of this file).
+
+    hidden_states               padded (B, I, C): target and its controls, then pads; packed (1, sum I_b, C)
+    encoder_hidden_states       padded (B, T, C); packed (1, sum T_b, C)
+    encoder_hidden_states_mask  (B, T) bool, int or 0/1 float, may have holes; not when packed
+    timestep                    (B,) from 0 to 1
+    img_shapes                  per sample [(frames, h, w), ...] in tokens, target first; one entry serves all samples
+    attention_kwargs            "attention_mask": (B, S) or (B, 1, 1, S) over [text, image]; "scale": of the LoRA
+    image_rotary_emb            (img, txt) complex frequencies, each (N, R) or (B, N, R); wins over img_shapes
+    txt_seq_lens                with one row of text: packed. with B rows: text lengths, as older diffusers had them
+
+    Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the pads
+    (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
+    """
+    (rows, img_len), txt_len, device = hidden_states.shape[:2], encoder_hidden_states.shape[1], hidden_states.device
+    txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
+    packed = txt_lens is not None and rows == 1
+    batch = len(txt_lens) if packed else rows
+    kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
+    joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
+
+    if encoder_hidden_states.shape[0] != rows or timestep.numel() not in (1, batch):
+        raise ValueError(f"batch: got {encoder_hidden_states.shape[0]} rows of text and {timestep.numel()} timesteps, "
+                         f"want {rows} and {batch}")
+    if img_shapes is None and (image_rotary_emb is None or packed or self.zero_cond_t):
+        raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
+    shapes = None if img_shapes is None else sample_shapes(img_shapes, batch)
+    img_lens = None if shapes is None else [sum(map(prod, s)) for s in shapes]
+
+    if packed:
+        if encoder_hidden_states_mask is not None or joint_mask is not None or controlnet_block_samples is not None:
+            raise ValueError("packed: got a mask or controlnet_block_samples, want neither (packed rows have no pads)")
+        if (sum(txt_lens), sum(img_lens)) != (txt_len, img_len):
+            raise ValueError(f"packed: got {txt_len} text and {img_len} image tokens, want {sum(txt_lens)} and "
+                             f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
+        joint_BS, txt_rows, img_rows = None, txt_lens, img_lens
+    else:
+        txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, batch, txt_len, device)
+        if txt_mask_BT is not None: # 0 * NaN is NaN in the attention too, so pads are emptied first, here and below
+            encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask_BT[..., None], 0)
+        if image_rotary_emb is None:
+            if max(img_lens) > img_len:
+                raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
+            if joint_mask is None and min(img_lens) == img_len and not should_use_multi_resolution_mode(shapes):
+                with first_blocks_checkpointed(self): # nothing here that stock cannot do: its own code, bit for bit
+                    return type(self).forward(
+                        self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
+                        attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
+                        additional_t_cond=additional_t_cond, return_dict=return_dict)
+            img_mask_BI = torch.arange(img_len, device=device) < torch.tensor(img_lens, device=device)[:, None]
+        else:
+            img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
+        if txt_mask_BT is None:
+            txt_mask_BT = torch.ones(batch, txt_len, dtype=torch.bool, device=device)
+        joint_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
+        if joint_mask is not None:
+            joint_BS = joint_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
+        txt_mask_BT, img_mask_BI = joint_BS.split([txt_len, img_len], dim=1)
+        encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask_BT[..., None], 0)
+        hidden_states = hidden_states.masked_fill(~img_mask_BI[..., None], 0)
+        txt_rows, img_rows = [txt_len] * batch, [img_len] * batch
+    if guidance is not None:
+        raise ValueError("guidance: got a tensor, want None: Qwen-Image-Edit has no guidance embedding")
+
+    if image_rotary_emb is None:
+        img_freqs, txt_freqs = zip(*[sample_freqs(self.pos_embed, s, n, device) for s, n in zip(shapes, txt_rows)])
+        if packed:
+            image_rotary_emb = torch.cat(img_freqs), torch.cat(txt_freqs)
+        else: # pads are rotated by 0: finite, and nobody looks at them
+            img_freqs_BIR = img_freqs[0].new_zeros(batch, img_len, img_freqs[0].shape[1])
+            for b, f in enumerate(img_freqs):
+                img_freqs_BIR[b, :len(f)] = f
+            image_rotary_emb = img_freqs_BIR, torch.stack(txt_freqs)
+
+    img_segments = out_segments = [(n, b) for b, n in enumerate(img_rows)]
+    if self.zero_cond_t: # the target at its timestep, its controls at t = 0: row batch + b of temb
+        if max(prod(s[0]) for s in shapes) > img_len:
+            raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
+        img_segments = [segment for b, n in enumerate(img_rows) for t in [prod(shapes[b][0])]
+                        for segment in [(t, b), (n - t, batch + b)]]
+    ragged = Ragged(img_segments, [(n, b) for b, n in enumerate(txt_rows)],
+                    list(zip(txt_rows, img_rows)) if packed else None, lora_scale)
+    kwargs["attention_mask"] = joint_BS
+
+    outside = [m for name, m in self.named_children() if name != "transformer_blocks"] # blocks scale their own
+    with scaled_lora(outside, lora_scale), first_blocks_checkpointed(self):
+        img = self.img_in(hidden_states)
+        txt = self.txt_in(self.txt_norm(encoder_hidden_states))
+        timestep = timestep.to(img.dtype).expand(batch)
+        if self.zero_cond_t:
+            timestep = torch.cat([timestep, timestep * 0])
+            additional_t_cond = None if additional_t_cond is None else additional_t_cond.repeat(2)
+        temb = self.time_text_embed(timestep, img, additional_t_cond)
+        for i, block in enumerate(self.transformer_blocks):
+            args = img, txt, None, temb, image_rotary_emb, kwargs, ragged
+            if torch.is_grad_enabled() and self.gradient_checkpointing:
+                txt, img = self._gradient_checkpointing_func(block, *args)
+            else:
+                txt, img = block(*args)
+            if controlnet_block_samples is not None:
+                every = ceil(len(self.transformer_blocks) / len(controlnet_block_samples))
+                img = img + controlnet_block_samples[i // every].masked_fill(~img_mask_BI[..., None], 0)
+        # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
+        out_scale, out_shift = self.norm_out.linear(self.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
+        img = by_segment(out_segments, lambda r, x: x * (1 + out_scale[r]) + out_shift[r], self.norm_out.norm(img))
+        output = self.proj_out(img)
+    if not packed:
+        output = output.masked_fill(~img_mask_BI[..., None], 0)
+    return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+def text_mask(mask, txt_lens, batch, txt_len, device):
+    """encoder_hidden_states_mask and older diffusers' txt_seq_lens -> bool (B, T), or None when neither is given."""
+    out_BT = None if mask is None else as_bool_mask(mask, "encoder_hidden_states_mask", (batch, txt_len))
+    if txt_lens is not None:
+        if len(txt_lens) != batch or max(txt_lens) > txt_len:
+            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths of at most {txt_len}")
+        lens_BT = torch.arange(txt_len, device=device) < torch.tensor(txt_lens, device=device)[:, None]
+        out_BT = lens_BT if out_BT is None else out_BT & lens_BT
+    return out_BT
+
+def patch_qwen_forward_for_multi_resolution(model):
+    """Give this QwenImageTransformer2DModel (not its class, not other models) the forward() above, and its blocks
+    block_forward. Parameters, state dict, config and save_pretrained stay stock's. Returns the model."""
+    model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
+    model.gradient_checkpointing_blocks = getattr(model, "gradient_checkpointing_blocks", None)
+    for block in model.transformer_blocks:
+        block.forward = MethodType(block_forward, block)
+    return model
+
+def patch_qwen_model_for_multi_resolution(model):
+    """The one call that users need: attention processors and forward. Idempotent. Returns the model."""
+    for block in model.transformer_blocks:
+        if not isinstance(block.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
+            processor = QwenDoubleStreamAttnProcessor2_0_MultiRes()
+            processor.__dict__.update(block.attn.processor.__dict__) # a backend that was chosen before the patch
+            block.attn.set_processor(processor)
+    return patch_qwen_forward_for_multi_resolution(model)
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+def sample_shapes(img_shapes, batch):
+    """img_shapes in any accepted form -> one list of (frames, h, w) per sample. A flat list holds one picture per sample
+    (or one for all); a list or tensor with one entry serves all samples. Entries without area (padding of a (B, N, 3)
+    tensor) are dropped. ValueError if the number of entries does not fit `batch`."""
+    entries = img_shapes.tolist() if torch.is_tensor(img_shapes) else list(img_shapes)
+    entries = [e.tolist() if torch.is_tensor(e) else e for e in entries]
+    entries = [[e] if not isinstance(e[0], (list, tuple)) and not torch.is_tensor(e[0]) else e for e in entries]
+    shapes = [[tuple(int(n) for n in picture) for picture in e] for e in entries]
+    shapes = [[picture for picture in e if prod(picture) > 0] for e in shapes]
+    if len(shapes) not in (1, batch) or not all(shapes):
+        raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one picture (1, h, w)")
+    return shapes if len(shapes) == batch else shapes * batch
+
+def should_use_multi_resolution_mode(img_shapes):
+    """True if the samples' lists of (frames, h, w) differ. Equal token counts are not enough: 8x32 is not 16x16."""
+    return any(s != img_shapes[0] for s in img_shapes)
+
+def extract_batch_field(embeddings, key, batch_idx):
+    """Sample batch_idx's value of embeddings[key]: a list's item, a tensor's element as a python number (a 1-element
+    tensor serves all samples), a scalar as it is. KeyError names an unknown key."""
+    if key not in embeddings:
+        raise KeyError(f"{key}: not in embeddings, which have {sorted(embeddings)}")
+    value = embeddings[key]
+    if isinstance(value, (list, tuple)):
+        return value[batch_idx]
+    if torch.is_tensor(value):
+        return value.item() if value.numel() == 1 else value[batch_idx].item()
+    return value
+
+def get_image_shapes_multi_resolution(embeddings, batch_size):
+    """Per sample [(1, h, w), ...] in tokens, target first, from `img_shapes`, or rebuilt from pixels (16 a token):
+    height, width; height_control, width_control; and n_controls further ones height_control_1, ... (without n_controls,
+    as many as there are keys). Each field may be per sample, so the number of pictures may differ; None: no such picture."""
+    if embeddings.get("img_shapes") is not None:
+        return sample_shapes(embeddings["img_shapes"], batch_size)
+    shapes = []
+    for b in range(batch_size):
+        suffixes = ["", "_control"] if "height_control" in embeddings else [""]
+        further = 0
+        if "n_controls" in embeddings:
+            further = int(extract_batch_field(embeddings, "n_controls", b))
+        else:
+            while f"height_control_{further + 1}" in embeddings:
+                further += 1
+        suffixes += [f"_control_{i + 1}" for i in range(further)]
+        sizes = [[extract_batch_field(embeddings, side + s, b) for side in ("height", "width")] for s in suffixes]
+        shapes.append([(1, int(h) // 16, int(w) // 16) for h, w in sizes if h is not None])
+    return shapes
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+def pad_latents_for_multi_res(samples, max_len=None):
+    """Right-pad a list of (N_b, C) tensors with zeros -> (B, N, C), bool mask (B, N). N: max_len, or the longest sample.
+    ValueError on an empty list, other ranks, differing channels, or a sample longer than max_len."""
+    if not samples or any(s.ndim != 2 or s.shape[1] != samples[0].shape[1] for s in samples):
+        raise ValueError(f"samples: got shapes {[tuple(s.shape) for s in samples]}, want at least one, all (N, C)")
+    lens = [len(s) for s in samples]
+    max_len = max(lens) if max_len is None else max_len
+    if max(lens) > max_len:
+        raise ValueError(f"samples: got {max(lens)} tokens, want at most max_len = {max_len}")
+    padded = samples[0].new_zeros(len(samples), max_len, samples[0].shape[1])
+    mask = torch.zeros(len(samples), max_len, dtype=torch.bool, device=padded.device)
+    for row, row_mask, s in zip(padded, mask, samples):
+        row[:len(s)], row_mask[:len(s)] = s, True
+    return padded, mask
+
+def run_packed(model, latents, prompt_embeds, timesteps, img_shapes):
+    """One forward pass over samples of any sizes, without a pad. Lists of (I_b, C) and (T_b, C), (B,) timesteps, per-sample
+    shapes -> list of (I_b, C_out)."""
+    out = model(torch.cat(latents)[None], torch.cat(prompt_embeds)[None], timestep=timesteps, img_shapes=img_shapes,
+                txt_seq_lens=[len(p) for p in prompt_embeds], return_dict=False)[0]
+    return list(out[0].split([len(x) for x in latents]))
+
+def run_padded(model, latents, prompt_embeds, timesteps, img_shapes):
+    """The same numbers by padding to the longest sample: the reference, and what other models' code understands."""
+    padded, _ = pad_latents_for_multi_res(latents)
+    prompts, prompt_mask = pad_latents_for_multi_res(prompt_embeds)
+    out = model(padded, prompts, prompt_mask, timesteps, img_shapes, return_dict=False)[0]
+    return [row[:len(x)] for row, x in zip(out, latents)]
+
+def plan_packs(lengths, max_tokens):
+    """Indices of `lengths` (tokens) in as few packs as first-fit-decreasing finds, each of at most max_tokens; a sample
+    that is longer by itself makes a pack of its own. A pure function: all ranks plan alike."""
+    packs = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for pack in packs:
+            if sum(lengths[j] for j in pack) + lengths[i] <= max_tokens:
+                pack.append(i)
+                break
+        else:
+            packs.append([i])
+    return packs
+
+def plan_padded(lengths, max_tokens):
+    """The same for padded batches, where each sample costs as much as the longest: neighbours in length together."""
+    batches = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+def deal_to_ranks(lengths, dim, ranks):
+    """Indices of `lengths` in one list per rank, of about equal FLOPs: the next longest sample goes to the rank with least
+    to do. A token of an n-token sample costs 24 dim^2 in the linears and 4 n dim in the attention, a block."""
+    cost = [n * (6 * dim + n) for n in lengths]
+    shares = [[] for _ in range(ranks)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        min(shares, key=lambda share: sum(cost[j] for j in share)).append(i)
+    return shares

@@ -1,0 +1,406 @@
+"""
+Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
+
+Reads a dataset (layout: cache.py) or the cache made of it; writes a run folder: log.jsonl, checkpoint-000200/ and at the
+end pytorch_lora_weights.safetensors, which predict.py and stock diffusers load.
+
+$ python train.py                                                           # embedded default, CPU, minutes
+$ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos           # one GPU
+$ torchrun --nproc_per_node=8 train.py --model Qwen/Qwen-Image-Edit-2509 --data photos
+$ python train.py --resume                                                  # go on with the newest run
+
+A step takes --batch_size samples from the stream, whatever the number of processes; they are packed into forward passes
+of at most --max_tokens tokens, without padding. Sample order, noise, timesteps and dropped captions are functions of
+(seed, position in the stream), so 1 and 8 processes train alike and a resumed run is the unbroken run, bit for bit.
+Shape letters as in rope_patch.py.
+"""
+import argparse
+import gc
+import hashlib
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+import diffusers
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from tqdm import tqdm
+
+import cache
+from cache import ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, read_tensors, write_file, write_tensors
+from predict import LORA_FILE, load_transformer
+from rope_patch import deal_to_ranks, plan_packs, plan_padded, run_packed, run_padded
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+cache.add_model_flags(parser)
+cache.add_data_flags(parser)
+# data
+parser.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
+                    help="encode once, then train with only the transformer on the device; --no-use_cache encodes each "
+                         "batch anew and keeps all models there")
+parser.add_argument("--caption_dropout_rate", type=float, default=0.0, help="share of samples trained with the empty prompt")
+parser.add_argument("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
+# LoRA
+parser.add_argument("--lora_rank", type=int, default=16)
+parser.add_argument("--lora_alpha", type=float, help="the LoRA works at alpha / rank times its weights (default: the rank)")
+parser.add_argument("--lora_dropout", type=float, default=0.0)
+parser.add_argument("--lora_init", choices=["gaussian", "kaiming"], default="gaussian", help="of lora_A; lora_B is zero")
+parser.add_argument("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
+                    help="linear layers, by the end of their names")
+# step
+parser.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
+parser.add_argument("--batch_size", type=int, default=4, help="samples per optimizer step, over all processes")
+parser.add_argument("--max_tokens", type=int, default=16_384,
+                    help="image + text tokens per forward pass; lower this first if you run out of memory")
+parser.add_argument("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
+parser.add_argument("--lr", type=float, default=1e-4)
+parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up")
+parser.add_argument("--warmup_steps", type=int, default=0)
+parser.add_argument("--weight_decay", type=float, default=0.01)
+parser.add_argument("--max_grad_norm", type=float, default=1.0)
+# loss
+parser.add_argument("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
+                    help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
+parser.add_argument("--loss_norm", choices=["sample", "token"], default="sample",
+                    help="mean per sample, then over samples; or mean over all tokens, so that large pictures weigh more")
+parser.add_argument("--mask_foreground_weight", type=float, default=2.0, help="of the edited region, where there is a mask")
+parser.add_argument("--mask_background_weight", type=float, default=1.0)
+# memory
+parser.add_argument("--gradient_checkpointing", type=int, metavar="BLOCKS",
+                    help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
+# run
+parser.add_argument("--save_every", type=int, default=200, help="steps between checkpoints")
+parser.add_argument("--keep", type=int, default=2, help="newest checkpoints that stay on disk")
+parser.add_argument("--resume", action="store_true", help="go on with --out_dir, or with the newest run of this model and data")
+args = cache.parse_args(parser, dict( # what differs with --model tiny: native sizes, and a minute on two CPU cores
+    **cache.TINY, max_steps=200, batch_size=16, max_tokens=4096, lr=2e-3, lr_scheduler="linear", warmup_steps=10,
+    gradient_checkpointing=0, save_every=100))
+for name in ("lora_rank", "max_steps", "batch_size", "max_tokens", "save_every", "keep"):
+    if getattr(args, name) < 1:
+        parser.error(f"argument --{name}: must be at least 1")
+if not args.data and (not args.cache_dir or not args.use_cache):
+    parser.error("argument --data: missing; give a dataset, or --cache_dir with a complete cache")
+args.lora_alpha = args.lora_rank if args.lora_alpha is None else args.lora_alpha
+dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+if world_size > 1: # no DDP wrapper: the only traffic is one all-reduce of the LoRA gradients a step
+    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo", timeout=timedelta(days=7))
+master = rank == 0
+
+def say(line):
+    if master:
+        tqdm.write(line)
+
+# ---- run folder ------------------------------------------------------------------------------------------------------
+
+data_name = Path(args.data or args.cache_dir).stem
+runs = sorted(Path("out").glob(f"{Path(args.model).name}-{data_name}-[0-9]*"))
+number = int(re.findall(r"\d+", runs[-1].name)[-1]) if runs else 0
+out_dir = Path(args.out_dir or (runs[-1] if args.resume and runs else f"out/{Path(args.model).name}-{data_name}-{number + 1:03d}"))
+if out_dir.exists() and not out_dir.is_dir():
+    raise InputError(f"--out_dir {out_dir}: is a file; give a folder")
+if not args.resume and out_dir.is_dir() and any(out_dir.iterdir()):
+    raise InputError(f"--out_dir {out_dir}: is not empty; go on with --resume, or give another folder")
+checkpoints = sorted(out_dir.glob("checkpoint-*"))
+if args.resume and not checkpoints:
+    raise InputError(f"--resume: no checkpoint in {out_dir}; start without --resume, or give the right --out_dir")
+if world_size > 1:
+    dist.barrier() # all have looked at the folder before one writes to it
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+drop_captions = args.caption_dropout_rate > 0
+folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if args.data else []))
+cache_dir = Path(args.cache_dir or cache.default_cache_dir(args))
+problems = []
+if not args.data: # a cache that was made elsewhere
+    index = cache.load_index(cache_dir)
+    if index["models"] and (folder / "vae").is_dir() and index["models"]["vae"] != fingerprint(folder / "vae"):
+        raise InputError(f"{cache_dir}: was encoded with another VAE than that of {args.model}; run cache.py with this model")
+    if drop_captions and not all(s["empty_text"] for s in index["samples"]):
+        raise InputError(f"{cache_dir}: no empty prompt for --caption_dropout_rate; run cache.py --empty_prompt")
+elif args.use_cache: # encoders come and go inside
+    index, problems = cache.make_cache(args, cache_dir, drop_captions, rank, world_size)
+else:
+    pipe = cache.load_pipeline(folder)
+    index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
+    say("\n".join([cache.describe(index), *problems]))
+    cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
+if problems and not args.skip_bad or not index["samples"]:
+    sys.exit(problems[-1] if problems else f"error: {args.data}: nothing to train on")
+samples = index["samples"]
+gc.collect() # the encoders' memory
+if args.device.startswith("cuda"):
+    torch.cuda.empty_cache()
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+
+transformer = load_transformer(folder, args.dtype, args.device)
+linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
+for target in args.lora_targets: # peft is silent as long as any of the names fits
+    if not any(name == target or name.endswith("." + target) for name in linears):
+        known = sorted({re.sub(r".*\d+\.(attn\.)?", "", n) for n in linears if "blocks" in n})
+        raise InputError(f"--lora_targets {target}: no linear layer of that name; there are {' '.join(known)}")
+# the text stream of the last block is never read: a LoRA there would get no gradient
+last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
+dead = [n for n in linears if n.startswith((last + "attn.add_q_proj", last + "attn.to_add_out", last + "txt_mlp"))]
+torch.manual_seed(args.seed)
+transformer.add_adapter(LoraConfig(
+    r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=args.lora_targets,
+    exclude_modules=[n for n in dead if n.endswith(tuple(args.lora_targets))] or None,
+    init_lora_weights="gaussian" if args.lora_init == "gaussian" else True))
+cast_training_params(transformer, torch.float32)
+lora = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+assert all(".lora_" in name for name in lora)
+transformer.train()
+if args.gradient_checkpointing != 0:
+    transformer.enable_gradient_checkpointing()
+    transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
+optimizer = torch.optim.AdamW(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
+say(f"{args.model}: LoRA on {len(lora) // 2} layers, {sum(p.numel() for p in lora.values()):,} parameters, "
+    f"{args.dtype} base on {args.device}, {world_size} process{'es' if world_size > 1 else ''}")
+
+# ---- the stream of samples: functions of (seed, position), of nothing else -------------------------------------------
+
+def generator(*what):
+    # by hash, because neighbouring seeds must not give related streams; 32 bits are all that a CPU generator uses
+    return torch.Generator().manual_seed(int(hashlib.sha256(repr((args.seed, *what)).encode()).hexdigest()[:8], 16))
+
+@lru_cache(maxsize=2)
+def epoch_order(epoch):
+    return torch.randperm(len(samples), generator=generator("order", epoch)).tolist()
+
+def draw(position):
+    """-> (sample, scale, whether its caption is dropped)."""
+    epoch, i = divmod(position, len(samples))
+    sample, g = samples[epoch_order(epoch)[i]], generator("draw", position)
+    scale = sample["scales"][torch.randint(len(sample["scales"]), (), generator=g)]
+    return sample, scale, torch.rand((), generator=g).item() < args.caption_dropout_rate
+
+def tokens_of(sample, scale, dropped):
+    return sum(h * w for _, h, w in scale["img_shapes"]) + sample["empty_text" if dropped else "text"]["tokens"]
+
+def draw_noise(position, img_len, channels):
+    """-> timestep s in (0, 1) and noise (I_0, C), fp32."""
+    g = generator("noise", position)
+    s = torch.rand((), generator=g) if args.timestep_sampling == "uniform" else torch.randn((), generator=g).sigmoid()
+    if args.timestep_sampling == "qwen_shift":
+        mu = calculate_shift(img_len, *[shift_config[k] for k in (
+            "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")])
+        s = math.exp(mu) / (math.exp(mu) + 1 / s - 1)
+    return s, torch.randn(img_len, channels, generator=g)
+
+shift_config = diffusers.FlowMatchEulerDiscreteScheduler.load_config(folder / "scheduler")
+
+def learning_rate(step):
+    """Of the step that takes the run from `step` to `step` + 1."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    return args.lr * dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))[args.lr_scheduler]
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+def load_batch(positions):
+    """Everything that the forward pass over these positions needs, on the device: lists with one entry a sample."""
+    batch = dict(latents=[], prompt_embeds=[], timesteps=[], img_shapes=[], targets=[], weights=[])
+    for p in positions:
+        sample, scale, dropped = draw(p)
+        if args.use_cache:
+            t = load_sample(cache_dir, sample, scale)
+        else:
+            t = {**cache.encode_latents(pipe, sample, scale), **cache.encode_text(pipe, sample, "" if dropped else sample["prompt"])}
+        x0 = t["pixel_latent"].to(args.device, torch.float32)
+        s, noise = draw_noise(p, *x0.shape)
+        noise = noise.to(args.device)
+        noisy = ((1 - s) * x0 + s * noise).to(dtype) # flow matching: data at s = 0, noise at s = 1, velocity noise - data
+        batch["latents"].append(torch.cat([noisy, t["control_latent"].to(args.device, dtype)]))
+        batch["prompt_embeds"].append(t["empty_prompt_embed" if dropped else "prompt_embed"].to(args.device, dtype))
+        batch["timesteps"].append(s)
+        batch["img_shapes"].append([tuple(shape) for shape in t["img_shapes"].tolist()])
+        batch["targets"].append(noise - x0)
+        mask = t["edit_mask"].to(args.device) if "edit_mask" in t else torch.zeros(len(x0), device=args.device)
+        foreground, background = args.mask_foreground_weight, args.mask_background_weight
+        batch["weights"].append(foreground * mask + background * (1 - mask) if "edit_mask" in t else mask + 1)
+    return batch
+
+def batch_loss(batch):
+    """-> (numerator with gradient, denominator): the step's loss is the quotient of their sums over all its batches and
+    processes. Per sample a mean weighted by the edit mask, so that an all-white mask changes nothing."""
+    run = run_packed if args.batching == "packed" else run_padded
+    preds = run(transformer, batch["latents"], batch["prompt_embeds"], torch.stack(batch["timesteps"]).to(args.device),
+                batch["img_shapes"])
+    top = bottom = 0.0
+    for pred, target, weight in zip(preds, batch["targets"], batch["weights"]):
+        per_token = (pred[:len(target)].float() - target).square().mean(dim=-1)
+        total, count = (per_token * weight).sum(), weight.sum() # fp32: bf16 cannot count to 257
+        top, bottom = (top + total / count, bottom + 1) if args.loss_norm == "sample" else (top + total, bottom + count)
+    return top, bottom
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
+    "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache", "skip_bad",
+    "max_tokens", "gradient_checkpointing", "save_every", "keep", "resume")}
+config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
+config["model"] = fingerprint(folder / "transformer")
+config["data"] = cache.content_key(samples=[[s["name"], s["scales"], s["text"]] for s in samples])
+
+def save_lora(path, step):
+    """diffusers' file: its key names, rank and alpha in its metadata; our own entries have the prefix train."""
+    state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
+    meta = {f"transformer.{k}": sorted(v) if isinstance(v, set) else v
+            for k, v in transformer.peft_config["default"].to_dict().items()}
+    geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
+    write_tensors(path, state, {**meta, "train.geometry": geometry, "train.model": args.model, "train.step": step},
+                  meta_key="lora_adapter_metadata")
+
+def save_checkpoint(step):
+    """A folder that appears whole: LoRA, optimizer moments, step and configuration. Older ones beyond --keep go."""
+    tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
+    shutil.rmtree(tmp, ignore_errors=True)
+    save_lora(tmp / LORA_FILE, step)
+    moments = {f"{key}.{name}": optimizer.state[p][key] for name, p in lora.items() for key in ("exp_avg", "exp_avg_sq")}
+    write_tensors(tmp / "optimizer.safetensors", moments, dict(step=step))
+    write_file(tmp / "state.json", json.dumps(dict(step=step, config=config), indent=1).encode())
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(tmp, path)
+    for old in sorted(out_dir.glob("checkpoint-*"))[:-args.keep]:
+        shutil.rmtree(old)
+
+def load_checkpoint(path):
+    """Puts LoRA and optimizer back, bit for bit -> step. InputError that lists what differs from this call's flags."""
+    state = json.loads((path / "state.json").read_text())
+    differ = [f"{k}: {state['config'].get(k)} -> {v}" for k, v in config.items() if state["config"].get(k) != v]
+    if differ:
+        raise InputError(f"--resume: {path} was made with other settings ({'; '.join(differ)}); give the old ones, or "
+                         "start a new run")
+    weights, _ = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
+    moments, _ = read_tensors(path / "optimizer.safetensors")
+    found = set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in weights.items()})
+    assert not found.unexpected_keys and not [k for k in found.missing_keys if ".lora_" in k], found
+    for name, p in lora.items():
+        optimizer.state[p] = {key: moments[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p]["step"] = torch.tensor(float(state["step"]))
+    return state["step"]
+
+step = 0
+if args.resume:
+    step = load_checkpoint(checkpoints[-1])
+    if step >= args.max_steps:
+        say(f"{out_dir}: already done, {step} steps; a larger --max_steps would go on (constant learning rate only)")
+        sys.exit(0)
+    say(f"{out_dir}: going on after step {step}")
+log = out_dir / "log.jsonl"
+if master:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    lines = log.read_text().splitlines() if args.resume else [json.dumps(dict(
+        flags=vars(args), commit=commit, torch=torch.__version__, diffusers=diffusers.__version__, peft=peft.__version__,
+        transformers=transformers.__version__), default=str)]
+    # a killed run has logged steps after its last checkpoint, which are about to be taken again, and perhaps half a line
+    lines = lines[:1] + [line for line in lines[1:] if line.endswith("}") and json.loads(line)["step"] <= step]
+    write_file(log, ("\n".join(lines) + "\n").encode())
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+named = set()
+bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=not master, leave=False)
+while step < args.max_steps:
+    if args.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    t0 = time.perf_counter()
+
+    # this step's samples, dealt to the processes; this process' share in packs. every rank plans the same
+    positions = range(step * args.batch_size, (step + 1) * args.batch_size)
+    lengths = [tokens_of(*draw(p)) for p in positions]
+    mine = deal_to_ranks(lengths, transformer.inner_dim, world_size)[rank]
+    plan = plan_packs if args.batching == "packed" else plan_padded
+    packs = [[mine[i] for i in pack] for pack in plan([lengths[i] for i in mine], args.max_tokens)]
+    for i in mine:
+        if lengths[i] > args.max_tokens and (name := draw(positions[i])[0]["name"]) not in named:
+            named.add(name)
+            tqdm.write(f"{name}: {lengths[i]:,} tokens, over --max_tokens {args.max_tokens:,}; runs alone")
+
+    # gradients of the sum; LoRA dropout is the only user of the global random state
+    top = bottom = computed = 0.0
+    for pack in packs:
+        torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed())
+        batch = load_batch([positions[i] for i in pack])
+        numerator, denominator = batch_loss(batch)
+        numerator.backward()
+        top, bottom = top + numerator.detach(), bottom + denominator
+        computed += sum(lengths[i] for i in pack) if args.batching == "packed" else len(pack) * (
+            max(map(len, batch["latents"])) + max(map(len, batch["prompt_embeds"])))
+
+    # one all-reduce: gradients, numerator, denominator, computed tokens; then divide by what all processes saw together
+    for p in lora.values():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    flat = torch.cat([p.grad.flatten() for p in lora.values()] + [torch.tensor([top, bottom, computed], device=args.device)])
+    if world_size > 1:
+        dist.all_reduce(flat)
+    top, bottom, computed = flat[-3:].tolist()
+    for p, grad in zip(lora.values(), (flat[:-3] / bottom).split([p.numel() for p in lora.values()])):
+        p.grad = grad.view_as(p)
+    loss = top / bottom
+    grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
+    if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every rank; the step is not taken
+        names = ", ".join(draw(p)[0]["name"] for p in positions)
+        raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} ({names}); lower --lr, check "
+                         "these samples, then --resume")
+    lr = learning_rate(step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    step += 1
+    if args.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - t0
+
+    # log and save: nothing below changes the training
+    if master:
+        memory = torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(
+            resource.RUSAGE_SELF).ru_maxrss * 1024
+        tokens = sum(lengths)
+        record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4), images=args.batch_size,
+                      tokens=tokens, computed_tokens=int(computed), memory=memory)
+        with open(log, "a") as f:
+            f.write(json.dumps(record) + "\n")
+        say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
+            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory / 2**30:.1f} GiB"
+            + (f" | {tokens / computed:.0%} of computed tokens valid" if args.batching == "padded" else ""))
+        bar.set_postfix(loss=f"{loss:.4f}", tok_s=int(tokens / seconds))
+        bar.update()
+        if step % args.save_every == 0 or step == args.max_steps:
+            save_checkpoint(step)
+bar.close()
+
+# ---- goodbye ---------------------------------------------------------------------------------------------------------
+
+if master:
+    save_lora(out_dir / LORA_FILE, step)
+    write_file(out_dir / "DONE", f"{step} steps\n".encode())
+    say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
+        f"  python predict.py --model {args.model} --lora {out_dir} --image CONTROL.png --prompt \"...\"")
+if world_size > 1:
+    dist.destroy_process_group()
