@@ -34,6 +34,7 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import transformers
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from PIL import Image, ImageOps
@@ -49,6 +50,8 @@ PREPROCESSING = 1 # part of every key: count it up when pictures or prompts are 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
 LAYOUT = "expected target/NAME.png, target/NAME.txt and control/NAME.png, or metadata.jsonl / metadata.csv"
+
+transformers.utils.logging.disable_progress_bar() # a bar for each of three small models would hide ours
 
 class InputError(SystemExit): # so that a script ends with this one line and status 1, without a traceback
     """Something of the user's is wrong: InputError('<file or flag>: <what is wrong>; <what to do>')."""
@@ -73,10 +76,10 @@ def add_model_flags(parser):
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
                         help="of the frozen models and the cache (default: bfloat16 on CUDA, float32 on CPU)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu; under torchrun one per process")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
 
 def add_data_flags(parser):
-    parser.add_argument("--data", help="dataset folder, or metadata.jsonl / .csv")
+    parser.add_argument("--data", help="dataset folder, or metadata.jsonl / .csv (train.py: none takes --cache_dir as it is)")
     parser.add_argument("--cache_dir", help="where encoded samples go (default: cache/<model>-<data>)")
     parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
                         help="area of the target; several: each step draws one; native: keep each picture's size")
@@ -90,11 +93,17 @@ def add_data_flags(parser):
     parser.add_argument("--vae_encoder_device", help="default: --device")
     parser.add_argument("--text_encoder_device", help="default: --device")
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action): # a default that is None is explained in the help itself
+        return action.help if action.default is None or "default" in action.help else super()._get_help_string(action)
+
 def parse_args(parser, tiny):
     """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`, and devices are filled in."""
+    parser.formatter_class = HelpFormatter
+    parser.epilog = f"With --model tiny these defaults count: {tiny}"
     model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     model.add_argument("--model", default="tiny")
-    if model.parse_known_args()[0].model == "tiny":
+    if model.parse_known_args()[0].model == "tiny" and not {"-h", "--help"} & set(sys.argv):
         parser.set_defaults(**tiny)
     args = parser.parse_args()
     if args.device is None:
@@ -106,6 +115,8 @@ def parse_args(parser, tiny):
                 torch.empty(0, device=value or args.device)
             except (RuntimeError, AssertionError) as e:
                 parser.error(f"argument --{name}: {value or args.device!r} cannot be used ({str(e).splitlines()[0]})")
+    if args.device.startswith("cuda"):
+        torch.cuda.set_device(args.device) # where NCCL works
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     return args
 
@@ -442,6 +453,8 @@ def encode_prompt(pipe, prompt, images, sizes):
 
 def prompt_length(pipe, prompt, sizes):
     """T of encode_prompt, from the tokenizer alone."""
+    if "<|" in prompt:
+        raise InputError(f"prompt {prompt!r}: holds a special token of the encoder; leave out <|...|>")
     counts = [pipe.processor.image_processor.get_number_of_image_patches(h, w) // pipe.processor.image_processor.merge_size**2
               for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
@@ -558,7 +571,8 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
     if pipe.vae is None:
         load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
     problems = []
-    share = list(jobs.items())[rank::world_size]
+    # dealt by key, not by place in the list: a rank that lists the files later finds some of them there already
+    share = [(path, job) for path, job in jobs.items() if int(job[1], 16) % world_size == rank]
     for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0):
         try:
             write_tensors(path, encode(pipe, sample, arg), dict(
@@ -679,7 +693,7 @@ def look_after(cache_dir, index, verify, prune):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     add_model_flags(parser)
     add_data_flags(parser)
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,

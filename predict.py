@@ -97,6 +97,9 @@ def plan_job(pipe, job):
     sizes = [image_size(path) for path in job.image]
     if not is_plus(pipe) and len(sizes) > 1:
         raise InputError(f"{job.image[1]}: Qwen-Image-Edit v1 takes one picture; leave it out")
+    if job.num_inference_steps < 2:
+        raise InputError(f"{job.image[0]}: {job.num_inference_steps} steps; at least 2 are needed, the schedule is stretched "
+                         "between its first and its last")
     width, height = fit_size(image_size(job.size_from or job.image[-1]), job.target_pixels, job.upscale)
     job.width, job.height = (job.width or width) // 16 * 16, (job.height or height) // 16 * 16
     if min(job.width, job.height) < 16:
@@ -185,7 +188,7 @@ def read_jobs(path, defaults):
     return jobs, problems
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     add_model_flags(parser)
     # what to draw
     parser.add_argument("--image", nargs="+", type=Path, help="control picture(s)")
@@ -195,7 +198,7 @@ def main():
     parser.add_argument("--out", default="out.png", help="PNG of --image")
     parser.add_argument("--out_dir", default="out/predict", help="folder for the PNGs of --jobs")
     # how
-    parser.add_argument("--num_inference_steps", type=int, default=20)
+    parser.add_argument("--num_inference_steps", type=int, default=20, help="Euler steps; at least 2")
     parser.add_argument("--true_cfg_scale", type=float, default=4.0, help="at 1 or below no unconditional run, half the time")
     parser.add_argument("--height", type=int, help="pixels (default: from the last picture's aspect)")
     parser.add_argument("--width", type=int, help="pixels")
@@ -205,7 +208,7 @@ def main():
     parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=None,
                         help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
     parser.add_argument("--lora", help="LoRA file or run folder")
-    parser.add_argument("--lora_scale", type=float, default=1.0)
+    parser.add_argument("--lora_scale", type=float, default=1.0, help="strength of the LoRA: 0 is none, 1 as trained")
     parser.add_argument("--max_tokens", type=int, default=20_000, help="tokens per forward pass; lower it if memory runs out")
     parser.add_argument("--vae_device", help="default: --device")
     parser.add_argument("--text_encoder_device", help="default: --device")
@@ -215,7 +218,7 @@ def main():
     args = parse_args(parser, dict(
         target_pixels="native", control_pixels="native", upscale=True, true_cfg_scale=1.0, lora=runs[-1] if runs else None,
         jobs=str(Path(TINY["data"]).with_name("val")) if no_job else None))
-    if bool(args.image) == bool(args.jobs) or bool(args.image) != bool(args.prompt):
+    if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
 
     geometry = {name: getattr(args, name) for name in ("target_pixels", "control_pixels", "upscale")}
@@ -233,6 +236,8 @@ def main():
     good = []
     for job in jobs:
         try:
+            if job.out in [other.out for other in good]:
+                raise InputError(f"{args.jobs}: two jobs write {job.out}; give each its own 'out'")
             plan_job(pipe, job)
             good.append(job)
         except InputError as e:

@@ -56,6 +56,13 @@ def sample_freqs(pos_embed, shapes, txt_len, device):
                          f"{len(txt_freqs)}: the table ends at {ROPE_TABLE}")
     return img_freqs, txt_freqs
 
+def given_freqs(freqs, mask_BN):
+    """A caller's frequencies, (N, R) or (B, N, R), as (B, N, R) with 0 at the pads, where they may hold anything."""
+    batch, n = mask_BN.shape
+    if tuple(freqs.shape[:-1]) not in ((n,), (batch, n)):
+        raise ValueError(f"image_rotary_emb: got shape {tuple(freqs.shape)}, want ({n}, R) or ({batch}, {n}, R)")
+    return freqs.expand(batch, *freqs.shape[-2:]).masked_fill(~mask_BN[..., None], 0)
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 def as_bool_mask(mask, name, want):
@@ -158,6 +165,9 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
     if not isinstance(modulate_index, Ragged):
         return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
                                   image_rotary_emb, joint_attention_kwargs, modulate_index)
+    if not isinstance(self.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
+        raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; want "
+                         "patch_qwen_model_for_multi_resolution, which sets the processors too")
     img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
     img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
 
@@ -250,6 +260,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
             if max(img_lens) > img_len:
                 raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
             if joint_mask is None and min(img_lens) == img_len and not should_use_multi_resolution_mode(shapes):
+                sample_freqs(self.pos_embed, shapes[0], txt_len, device) # for its errors only: stock's are obscure
                 with first_blocks_checkpointed(self): # nothing here that stock cannot do: its own code, bit for bit
                     return type(self).forward(
                         self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
@@ -279,6 +290,8 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
             for b, f in enumerate(img_freqs):
                 img_freqs_BIR[b, :len(f)] = f
             image_rotary_emb = img_freqs_BIR, torch.stack(txt_freqs)
+    elif not packed:
+        image_rotary_emb = tuple(map(given_freqs, image_rotary_emb, (img_mask_BI, txt_mask_BT)))
 
     img_segments = out_segments = [(n, b) for b, n in enumerate(img_rows)]
     if self.zero_cond_t: # the target at its timestep, its controls at t = 0: row batch + b of temb
@@ -328,9 +341,14 @@ def text_mask(mask, txt_lens, batch, txt_len, device):
 
 def patch_qwen_forward_for_multi_resolution(model):
     """Give this QwenImageTransformer2DModel (not its class, not other models) the forward() above, and its blocks
-    block_forward. Parameters, state dict, config and save_pretrained stay stock's. Returns the model."""
+    block_forward. Parameters, state dict, config and save_pretrained stay stock's. Idempotent. Returns the model.
+    ValueError if something else has replaced a forward before: offload and compile come after the patch."""
+    if hasattr(model, "gradient_checkpointing_blocks"): # patched already, and hooks may have come since
+        return model
+    if any("forward" in m.__dict__ for m in [model, *model.transformer_blocks]):
+        raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or other hooks")
     model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
-    model.gradient_checkpointing_blocks = getattr(model, "gradient_checkpointing_blocks", None)
+    model.gradient_checkpointing_blocks = None
     for block in model.transformer_blocks:
         block.forward = MethodType(block_forward, block)
     return model

@@ -47,7 +47,7 @@ from rope_patch import deal_to_ranks, plan_packs, plan_padded, run_packed, run_p
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__)
 cache.add_model_flags(parser)
 cache.add_data_flags(parser)
 # data
@@ -57,9 +57,9 @@ parser.add_argument("--use_cache", action=argparse.BooleanOptionalAction, defaul
 parser.add_argument("--caption_dropout_rate", type=float, default=0.0, help="share of samples trained with the empty prompt")
 parser.add_argument("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 # LoRA
-parser.add_argument("--lora_rank", type=int, default=16)
+parser.add_argument("--lora_rank", type=int, default=16, help="width of the LoRA: more learns more, and costs memory")
 parser.add_argument("--lora_alpha", type=float, help="the LoRA works at alpha / rank times its weights (default: the rank)")
-parser.add_argument("--lora_dropout", type=float, default=0.0)
+parser.add_argument("--lora_dropout", type=float, default=0.0, help="share of the LoRA's inputs set to 0")
 parser.add_argument("--lora_init", choices=["gaussian", "kaiming"], default="gaussian", help="of lora_A; lora_B is zero")
 parser.add_argument("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
                     help="linear layers, by the end of their names")
@@ -69,18 +69,18 @@ parser.add_argument("--batch_size", type=int, default=4, help="samples per optim
 parser.add_argument("--max_tokens", type=int, default=16_384,
                     help="image + text tokens per forward pass; lower this first if you run out of memory")
 parser.add_argument("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
-parser.add_argument("--lr", type=float, default=1e-4)
+parser.add_argument("--lr", type=float, default=1e-4, help="learning rate; lower it if the loss jumps")
 parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up")
-parser.add_argument("--warmup_steps", type=int, default=0)
-parser.add_argument("--weight_decay", type=float, default=0.01)
-parser.add_argument("--max_grad_norm", type=float, default=1.0)
+parser.add_argument("--warmup_steps", type=int, default=0, help="steps over which the learning rate rises from 0")
+parser.add_argument("--weight_decay", type=float, default=0.01, help="of AdamW, on the LoRA's weights")
+parser.add_argument("--max_grad_norm", type=float, default=1.0, help="a longer gradient is cut to this length")
 # loss
 parser.add_argument("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
                     help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 parser.add_argument("--loss_norm", choices=["sample", "token"], default="sample",
                     help="mean per sample, then over samples; or mean over all tokens, so that large pictures weigh more")
 parser.add_argument("--mask_foreground_weight", type=float, default=2.0, help="of the edited region, where there is a mask")
-parser.add_argument("--mask_background_weight", type=float, default=1.0)
+parser.add_argument("--mask_background_weight", type=float, default=1.0, help="of the rest of that picture")
 # memory
 parser.add_argument("--gradient_checkpointing", type=int, metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
@@ -94,8 +94,9 @@ args = cache.parse_args(parser, dict( # what differs with --model tiny: native s
 for name in ("lora_rank", "max_steps", "batch_size", "max_tokens", "save_every", "keep"):
     if getattr(args, name) < 1:
         parser.error(f"argument --{name}: must be at least 1")
-if not args.data and (not args.cache_dir or not args.use_cache):
-    parser.error("argument --data: missing; give a dataset, or --cache_dir with a complete cache")
+if args.data in (None, "none") and not (args.cache_dir and args.use_cache):
+    parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
+args.data = None if args.data == "none" else args.data
 args.lora_alpha = args.lora_rank if args.lora_alpha is None else args.lora_alpha
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
@@ -136,6 +137,8 @@ if not args.data: # a cache that was made elsewhere
     index = cache.load_index(cache_dir)
     if index["models"] and (folder / "vae").is_dir() and index["models"]["vae"] != fingerprint(folder / "vae"):
         raise InputError(f"{cache_dir}: was encoded with another VAE than that of {args.model}; run cache.py with this model")
+    for name in ("target_pixels", "control_pixels", "upscale"): # not this call's flags but those that made the cache
+        setattr(args, name, index.get(name, getattr(args, name)))
     if drop_captions and not all(s["empty_text"] for s in index["samples"]):
         raise InputError(f"{cache_dir}: no empty prompt for --caption_dropout_rate; run cache.py --empty_prompt")
 elif args.use_cache: # encoders come and go inside
@@ -270,6 +273,9 @@ def save_lora(path, step):
     state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
     meta = {f"transformer.{k}": sorted(v) if isinstance(v, set) else v
             for k, v in transformer.peft_config["default"].to_dict().items()}
+    # the layers that have one, by their full names: peft warns when names are more, or exclude_modules finds nothing
+    meta.update({"transformer.target_modules": sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state}),
+                 "transformer.exclude_modules": None})
     geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
     write_tensors(path, state, {**meta, "train.geometry": geometry, "train.model": args.model, "train.step": step},
                   meta_key="lora_adapter_metadata")
