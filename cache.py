@@ -20,6 +20,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ import torch.distributed as dist
 import transformers
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
-from PIL import Image, ImageOps
+from PIL import Image
 from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
@@ -48,6 +49,7 @@ from rope_patch import get_image_shapes_multi_resolution
 VERSION = "2.0" # of the cache files
 PREPROCESSING = 1 # part of every key: count it up when pictures or prompts are prepared in another way
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+OTHER_SUFFIXES = (".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl") # pictures, but not ours: named, not ignored
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
 LAYOUT = "expected target/NAME.png, target/NAME.txt and control/NAME.png, or metadata.jsonl / metadata.csv"
 
@@ -57,7 +59,7 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
     """Something of the user's is wrong: InputError('<file or flag>: <what is wrong>; <what to do>')."""
 
     def __init__(self, message):
-        super().__init__(f"error: {message}")
+        super().__init__("error: " + message.replace("\n", "\\n")) # names may hold anything
 
 # ---- flags that train.py has too -------------------------------------------------------------------------------------
 
@@ -67,9 +69,19 @@ def pixels(text):
     """'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
     if text == "native":
         return text
-    if not re.fullmatch(r"\d+([*x]\d+)?", text):
+    area = math.prod(int(n) for n in re.split(r"[*x]", text)) if re.fullmatch(r"\d+([*x]\d+)?", text) else 0
+    if area < 32 * 32:
         raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1048576, 1024*1024 or native")
-    return int(np.prod([int(n) for n in re.split(r"[*x]", text)]))
+    return area
+
+def number(kind, low, high=float("inf")):
+    """For argparse's type=: an int or a float from low to high; anything else ends the script with status 2."""
+    def parse(text):
+        if not low <= (value := kind(text)) <= high: # False for nan too
+            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+        return value
+    parse.__name__ = kind.__name__ # argparse says "invalid int value"
+    return parse
 
 def add_model_flags(parser):
     parser.add_argument("--model", default="tiny", help="hub id or folder of Qwen-Image-Edit, -2509 or -2511")
@@ -86,7 +98,7 @@ def add_data_flags(parser):
     parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="likewise, of controls")
     parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
                         help="enlarge smaller pictures to the area, as the stock pipeline does")
-    parser.add_argument("--max_sequence_length", type=int, default=1024,
+    parser.add_argument("--max_sequence_length", type=number(int, 1), default=1024,
                         help="tokens of a caption; a longer one is an error, nothing is cut silently")
     parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
                         help="go on without the samples that have an error")
@@ -100,6 +112,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 def parse_args(parser, tiny):
     """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`, and devices are filled in."""
     parser.formatter_class = HelpFormatter
+    for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
+        stream.reconfigure(errors="backslashreplace")
     parser.epilog = f"With --model tiny these defaults count: {tiny}"
     model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     model.add_argument("--model", default="tiny")
@@ -129,7 +143,7 @@ def write_file(path, data):
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        with open(tmp, "xb") as f:
+        with open(tmp, "wb") as f: # of our own number: left by a process that is dead
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -160,12 +174,12 @@ def read_tensors(path, meta_key="json", key=None):
         tensors = safetensors.torch.load(data)
         header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
         meta = json.loads(header["__metadata__"][meta_key])
-        digest = meta.pop("digest")
+        digest = meta.pop("digest").encode()
     except FileNotFoundError:
         raise InputError(f"{path}: missing; run cache.py again") from None
-    except (OSError, SafetensorError, KeyError, ValueError, AttributeError) as e:
+    except (OSError, SafetensorError, KeyError, ValueError, AttributeError, TypeError) as e:
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}") from None
-    if hashlib.sha256(data.replace(digest.encode(), NO_DIGEST.encode(), 1)).hexdigest() != digest:
+    if hashlib.sha256(data.replace(digest, NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
         raise InputError(f"{path}: content does not match its digest; {fix}")
     if key is not None and meta.get("key") != key:
         raise InputError(f"{path}: holds {meta.get('key')}, not what its name says; {fix}")
@@ -202,22 +216,22 @@ def find_files(folder, suffixes):
     return dict(sorted(found.items()))
 
 def read_folder(data):
-    problems, unused = [], {}
+    items, problems = [], []
     targets, controls, masks = [find_files(data / d, SUFFIXES) for d in ("target", "control", "mask")]
     captions = find_files(data / "target", (".txt",))
-    for found in (targets, controls, masks, captions):
-        for paths in found.values():
-            if len(paths) > 1:
-                problems.append(f"error: {paths[0]}: {paths[1].name} has the same name; keep one of them")
-    unused = {stem: paths[0] for stem, paths in controls.items()}
-    items = []
+    unused = {path: stem for found in (controls, masks, captions) for stem, paths in found.items() for path in paths}
+    unused |= {path: stem for d in ("target", "control", "mask")
+               for stem, paths in find_files(data / d, OTHER_SUFFIXES).items() for path in paths}
     for name, (target, *_) in targets.items():
         further = sorted((int(m[1]), s) for s in controls if (m := re.fullmatch(re.escape(name) + r"_(\d+)", s)))
         clash = [s for _, s in further if s in targets]
-        caption = captions.get(name)
-        for s in [name] + [s for _, s in further]:
-            unused.pop(s, None)
+        caption = captions.get(name, [])
+        own = targets[name] + caption + masks.get(name, []) + [p for s in [name, *[s for _, s in further]] for p in controls.get(s, [])]
+        unused = {path: stem for path, stem in unused.items() if path not in own}
         try:
+            twins = [p for p in own if sum((q.parent, q.stem, q.suffix == ".txt") == (p.parent, p.stem, p.suffix == ".txt") for q in own) > 1]
+            if twins:
+                raise InputError(f"{twins[0]}: {twins[1].name} has the same name; keep one of them")
             if name not in controls:
                 raise InputError(f"{target}: no control; expected {data / 'control' / name}.png")
             if clash:
@@ -228,24 +242,31 @@ def read_folder(data):
             if not caption:
                 raise InputError(f"{target}: no caption; expected {target.with_suffix('.txt')}")
             prompt = read_text(caption[0]).strip()
+            check_prompt(caption[0], prompt)
             if not prompt:
                 raise InputError(f"{caption[0]}: empty caption; write the instruction into it")
             items.append(dict(name=name, target=target, controls=[controls[s][0] for s in [name] + [s for _, s in further]],
                               mask=masks.get(name, [None])[0], prompt=prompt))
         except InputError as e:
             problems.append(str(e))
-    problems += [f"error: {path}: no target of that name; add {data / 'target' / stem}.png or delete it"
-                 for stem, path in unused.items()]
+    problems += [str(InputError(f"{path}: not used, for there is no {data / 'target' / stem}.png; add that, or delete this"))
+                 for path, stem in unused.items()]
     return items, problems
 
 def read_manifest(path):
     items, problems, seen = [], [], {}
     text = read_text(path)
     if path.suffix == ".jsonl":
-        rows = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        rows = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     elif path.suffix == ".csv":
-        reader = csv.DictReader(io.StringIO(text), restkey="")
-        rows = [(reader.line_num, {k: v for k, v in row.items() if v}) for row in reader]
+        csv.field_size_limit(2**31 - 1) # an overlong caption has its own error
+        try:
+            reader = csv.DictReader(io.StringIO(text, newline=""), restkey="cells without a column")
+            rows = [(reader.line_num, {k: v for k, v in row.items() if v and v != "NaN" and v != "nan"}) for row in reader]
+        except csv.Error as e:
+            raise InputError(f"{path}: no CSV ({e}); save it as comma-separated UTF-8") from None
+        if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
+            raise InputError(f"{path}: two columns of the same name in {reader.fieldnames}; rename one")
     else:
         raise InputError(f"{path}: no dataset; {LAYOUT}")
     for n, row in rows:
@@ -254,20 +275,24 @@ def read_manifest(path):
             if isinstance(row, str):
                 try:
                     row = json.loads(row)
-                except ValueError as e:
+                except (ValueError, RecursionError) as e:
                     raise InputError(f"{where}: no JSON ({e}); one object a line") from None
             if not isinstance(row, dict):
                 raise InputError(f"{where}: {type(row).__name__} instead of an object; one object a line")
+            if "cells without a column" in row:
+                raise InputError(f"{where}: more cells than columns; put a prompt that holds a comma in quotes")
             if isinstance(row.get("control"), str): # csv: control, control_1, ...
-                row["control"] = [row["control"]] + [row[k] for k in sorted(row) if re.fullmatch(r"control_\d+", k or "")]
+                further = sorted((int(m[1]), row[k]) for k in row if (m := re.fullmatch(r"control_(\d+)", k)))
+                row["control"] = [row["control"]] + [c for _, c in further]
             for column, kind in (("target", str), ("prompt", str), ("control", list)):
                 if not isinstance(row.get(column), kind) or not row[column] or not str(row[column]).strip():
                     raise InputError(f"{where}: column {column!r} is {row.get(column)!r}; want {kind.__name__}, not empty")
             controls = [inside(path, c, where, "control") for c in row["control"]]
-            item = dict(name=str(Path(row["target"]).with_suffix("")), target=inside(path, row["target"], where, "target"),
-                        controls=controls, prompt=row["prompt"].strip(),
-                        mask=inside(path, row["mask"], where, "mask") if row.get("mask") else None)
-            same = seen.setdefault(json.dumps([str(item["target"]), [str(c) for c in controls], item["prompt"]]), n)
+            item = dict(target=inside(path, row["target"], where, "target"), controls=controls,
+                        mask=inside(path, row["mask"], where, "mask") if row.get("mask") else None,
+                        name=str(Path(row["target"]).with_suffix("")), prompt=row["prompt"].strip())
+            check_prompt(f"{where}: column 'prompt'", item["prompt"])
+            same = seen.setdefault(json.dumps([str(p.resolve()) for p in [item["target"], *controls]] + [item["prompt"]]), n)
             if same != n:
                 raise InputError(f"{where}: the same as line {same}; delete one")
             items.append(item)
@@ -278,14 +303,27 @@ def read_manifest(path):
 def inside(manifest, name, where, column):
     """A manifest's path: relative, a file, and inside the manifest's folder also after following links. No URLs."""
     root = manifest.parent.resolve()
-    if not isinstance(name, str) or "://" in name or not (root / name).resolve().is_relative_to(root):
-        raise InputError(f"{where}: column {column!r}: {name!r} is outside {manifest.parent}; move the file inside")
+    try:
+        os.fsencode(name)
+        if Path(name).is_absolute() or "://" in name or not (root / name).resolve().is_relative_to(root):
+            raise InputError(f"{where}: column {column!r}: {name!r} is outside {manifest.parent}; move the file inside and "
+                             "give its relative path")
+        if not (root / name).is_file():
+            raise InputError(f"{where}: column {column!r}: no file {name!r} in {manifest.parent}; add it")
+    except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character or NUL in it, links in a circle
+        raise InputError(f"{where}: column {column!r}: {name!r} is no file name; give a relative path") from None
     return manifest.parent / name
 
 def read_text(path):
+    """A text file in UTF-8. InputError names the file."""
     try:
-        return path.read_bytes().decode("utf-8-sig") # editors on Windows write a BOM
-    except UnicodeDecodeError:
+        if not path.is_file(): # a FIFO would hang
+            raise InputError(f"{path}: no file; write text into it")
+        text = path.read_bytes().decode("utf-8-sig") # editors on Windows write a BOM
+        if "\0" in text: # UTF-16 can pass for UTF-8
+            raise ValueError
+        return text
+    except ValueError:
         raise InputError(f"{path}: not UTF-8 (Latin-1 or UTF-16?); save it as UTF-8") from None
     except OSError as e:
         raise InputError(f"{path}: {e.strerror}; make it readable") from None
@@ -307,11 +345,23 @@ def open_image(path):
         raise InputError(f"{path}: animated; export one frame")
     return image
 
+TURN = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90}
+
+def orientation(image):
+    """EXIF orientation, 1 to 8, from the header alone: PngImageFile.getexif would decode every picture of a dataset, and
+    ImageOps.exif_transpose trips over damaged EXIF, which must not matter."""
+    try:
+        value = Image.Image.getexif(image).get(0x0112)
+    except Exception: # whatever a damaged block makes PIL do
+        value = None
+    return value if value in TURN else 1
+
 def image_size(path):
     """(width, height) as it will be seen, i.e. after the EXIF rotation. InputError for sizes that make no sense."""
     with open_image(path) as image:
         w, h = image.size
-        if image.getexif().get(0x0112, 1) in (5, 6, 7, 8): # orientations that lie on their side
+        if orientation(image) >= 5: # lies on its side
             w, h = h, w
     if min(w, h) < 32 or max(w, h) > 10 * min(w, h):
         raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
@@ -320,11 +370,12 @@ def image_size(path):
 def read_image(path):
     """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone would clip it)."""
     with open_image(path) as image:
+        turn = TURN.get(orientation(image))
         try:
-            image = ImageOps.exif_transpose(image)
             image.load()
         except (OSError, ValueError, SyntaxError) as e:
             raise InputError(f"{path}: broken picture ({e}); replace it") from None
+        image = image.transpose(turn) if turn is not None else image
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -380,11 +431,26 @@ def find_model(model, parts):
         except Exception as e: # a dozen kinds: no such name, no network, no login, ...
             raise InputError(f"--model {model}: neither a folder nor to be had from the hub ({type(e).__name__}); "
                              "check the name, or log in with `hf auth login`") from None
-    for name in ["model_index.json", *parts]:
-        if not (folder / name).exists():
-            raise InputError(f"{folder / name}: missing; --model wants a diffusers folder of Qwen-Image-Edit")
+    for file in [folder / "model_index.json", *[folder / p / CONFIG_FILE[p] for p in parts]]:
+        try:
+            json.loads(file.read_text())
+        except (OSError, ValueError):
+            if file.name != "tokenizer.json" or not file.with_name("vocab.json").is_file(): # older tokenizers
+                raise InputError(f"{file}: missing or broken; --model wants a complete diffusers folder of Qwen-Image-Edit, "
+                                 "so download it again (after a git clone: git lfs pull)") from None
+    for part in parts:
+        shards = {folder / part / name for index in (folder / part).glob("*.safetensors.index.json")
+                  for name in json.loads(index.read_text())["weight_map"].values()}
+        for file in sorted(shards | set((folder / part).glob("*.safetensors"))):
+            try:
+                safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
+            except (OSError, SafetensorError) as e:
+                raise InputError(f"{file}: no weights ({str(e).splitlines()[0]}); download it again (after a git clone: "
+                                 "git lfs pull)") from None
     return folder
 
+CONFIG_FILE = dict(vae="config.json", text_encoder="config.json", transformer="config.json", tokenizer="tokenizer.json",
+                   processor="preprocessor_config.json", scheduler="scheduler_config.json")
 ENCODER_PARTS = ["vae", "text_encoder", "tokenizer", "processor", "scheduler"]
 
 def load_pipeline(folder):
@@ -405,9 +471,13 @@ def load_pipeline(folder):
 def load_part(cls, folder, part, dtype):
     """One frozen model from its safetensors files. InputError names the folder."""
     try:
-        model = cls.from_pretrained(folder / part, torch_dtype=getattr(torch, dtype), use_safetensors=True)
-    except (OSError, ValueError, SafetensorError) as e:
+        model, info = cls.from_pretrained(folder / part, torch_dtype=getattr(torch, dtype), use_safetensors=True,
+                                          output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise InputError(f"{folder / part}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?") from None
+    if info["missing_keys"]: # they would be random numbers
+        raise InputError(f"{folder / part}: {len(info['missing_keys'])} tensors are missing, for instance "
+                         f"{sorted(info['missing_keys'])[0]}; download it again")
     return model.requires_grad_(False).eval()
 
 def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device):
@@ -416,6 +486,12 @@ def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device):
     pipe.vae.encoder.to(vae_encoder_device)
     pipe.vae.quant_conv.to(vae_encoder_device)
     pipe.text_encoder = load_part(Qwen2_5_VLForConditionalGeneration, folder, "text_encoder", dtype).to(text_encoder_device)
+
+def model_fingerprints(folder):
+    """What decides latents and what decides prompt embeddings, of those parts that are there."""
+    text = ["text_encoder", "tokenizer", "processor"]
+    return {name: content_key(**{p: fingerprint(folder / p) for p in parts})
+            for name, parts in (("vae", ["vae"]), ("text", text)) if all((folder / p).is_dir() for p in parts)}
 
 def is_plus(pipe):
     return type(pipe).__name__ == "QwenImageEditPlusPipeline"
@@ -453,8 +529,6 @@ def encode_prompt(pipe, prompt, images, sizes):
 
 def prompt_length(pipe, prompt, sizes):
     """T of encode_prompt, from the tokenizer alone."""
-    if "<|" in prompt:
-        raise InputError(f"prompt {prompt!r}: holds a special token of the encoder; leave out <|...|>")
     counts = [pipe.processor.image_processor.get_number_of_image_patches(h, w) // pipe.processor.image_processor.merge_size**2
               for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
@@ -480,6 +554,15 @@ def encode_text(pipe, sample, prompt):
     name = "prompt_embed" if prompt else "empty_prompt_embed"
     return finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample["target"])
 
+def check_prompt(where, prompt):
+    """InputError for what the tokenizer would take for its own marks, or cannot take at all."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: half a character in the prompt {prompt!r}; write it anew") from None
+    if "<|" in prompt:
+        raise InputError(f"{where}: a special token of the encoder in the prompt {prompt!r}; leave out <|...|>")
+
 def finite(tensors, path):
     for name, t in tensors.items():
         if not t.isfinite().all():
@@ -498,11 +581,10 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
     """Reads every picture's header and hash -> (index, problems). index["samples"]: name, sources, prompt; `text` and
     `empty_text`, each a key with its number of tokens; `scales`, one per --target_pixels: key and img_shapes."""
     items, problems = read_dataset(args.data)
-    models = dict(vae=fingerprint(folder / "vae"), text=content_key(**{p: fingerprint(folder / p) for p in (
-        "text_encoder", "tokenizer", "processor")}))
+    models = model_fingerprints(folder)
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=type(pipe).__name__, dtype=args.dtype)
     samples = []
-    for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet, leave=False):
+    for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
         try:
             files = [item["target"], *item["controls"]]
             sizes = [image_size(f) for f in files]
@@ -573,7 +655,7 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
     problems = []
     # dealt by key, not by place in the list: a rank that lists the files later finds some of them there already
     share = [(path, job) for path, job in jobs.items() if int(job[1], 16) % world_size == rank]
-    for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0):
+    for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0 or None):
         try:
             write_tensors(path, encode(pipe, sample, arg), dict(
                 version=VERSION, key=key, sources=[sample["target"], *sample["control"]], sizes=sample["sizes"]))
@@ -585,6 +667,13 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
 
 def make_cache(args, cache_dir, empty_prompt=False, rank=0, world_size=1):
     """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank."""
+    try:
+        for kind in ("latents", "text"):
+            Path(cache_dir, kind).mkdir(parents=True, exist_ok=True)
+            write_file(Path(cache_dir, kind, f".tmp-{os.getpid()}"), b"") # a folder may be there and be read-only
+            os.remove(Path(cache_dir, kind, f".tmp-{os.getpid()}"))
+    except OSError as e:
+        raise InputError(f"{cache_dir}: cannot be written ({e.strerror}); choose another --cache_dir") from None
     folder = find_model(args.model, ENCODER_PARTS)
     pipe = load_pipeline(folder)
     index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
@@ -598,10 +687,14 @@ def make_cache(args, cache_dir, empty_prompt=False, rank=0, world_size=1):
     if rank == 0:
         if index["samples"]:
             write_file(Path(cache_dir, "index.json"), json.dumps(index, indent=1).encode())
-        print(describe(index))
-        for p in problems:
-            print(p, file=sys.stderr)
+        report(index, problems)
     return index, problems
+
+def report(index, problems):
+    """What will be trained on stdout, what is wrong on stderr. None of a progress bar's letters stand before an error."""
+    print(describe(index))
+    for p in problems:
+        print(p, file=sys.stderr)
 
 def describe(index):
     """One paragraph on what will be trained: counts, tokens, and what rounding to 32 pixels does to the shapes."""
@@ -634,8 +727,15 @@ def load_sample(cache_dir, sample, scale):
 def load_index(cache_dir):
     """index.json of a folder that cache.py wrote; or, for a folder of version 1.0 dictionaries (one safetensors file a
     sample, height and width instead of img_shapes), the same made from the files."""
-    if Path(cache_dir, "index.json").is_file():
-        return json.loads(Path(cache_dir, "index.json").read_text())
+    path = Path(cache_dir, "index.json")
+    if path.is_file():
+        try:
+            index = json.loads(path.read_text())
+            if index["version"] != VERSION or not index["samples"]:
+                raise ValueError(f"version {index['version']}, {len(index['samples'])} samples")
+            return index
+        except (ValueError, KeyError, TypeError) as e:
+            raise InputError(f"{path}: no index of version {VERSION} ({e}); run cache.py again") from None
     samples = []
     for path in sorted(p for p in Path(cache_dir).glob("*") if p.is_file()):
         if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
@@ -664,8 +764,10 @@ def read_v1(path):
             if text in tensors:
                 tensors[text] = tensors[text][tensors.get(text + "s_mask", torch.ones(len(tensors[text]))).bool()]
                 tensors[text + "s_mask"] = torch.ones(len(tensors[text]), dtype=torch.bool)
+        if any(tensors[k].ndim != 2 for k in ("pixel_latent", "control_latent", "prompt_embed")):
+            raise ValueError("want (tokens, channels)")
         tokens = len(tensors["pixel_latent"]), len(tensors["control_latent"])
-    except (OSError, SafetensorError, KeyError, IndexError) as e:
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as e:
         raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again with cache.py") from None
     areas = shapes.prod(-1).tolist()
     if tokens != (areas[0], sum(areas[1:])):
@@ -677,7 +779,7 @@ def look_after(cache_dir, index, verify, prune):
     when asked."""
     used = {path: key for s in index["samples"] for path, (key, *_) in sample_files(cache_dir, s).items()}
     problems = []
-    for path, key in tqdm(used.items(), desc="verifying", unit=" files") if verify else []:
+    for path, key in tqdm(used.items(), desc="verifying", unit=" files", disable=None) if verify else []:
         try:
             read_tensors(path, key=key)
         except InputError as e:
@@ -693,7 +795,7 @@ def look_after(cache_dir, index, verify, prune):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add_model_flags(parser)
     add_data_flags(parser)
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
@@ -708,14 +810,15 @@ def main():
         dist.init_process_group("gloo", timeout=timedelta(days=7))
     cache_dir = Path(args.cache_dir or default_cache_dir(args))
     index, problems = make_cache(args, cache_dir, args.empty_prompt, rank, world_size)
+    damaged = []
     if rank == 0:
-        problems += look_after(cache_dir, index, args.verify, args.prune)
+        damaged = look_after(cache_dir, index, args.verify, args.prune)
     if world_size > 1:
         dist.destroy_process_group()
-    if rank == 0 and not problems:
-        print(f"{cache_dir}: complete. next: python train.py with the same flags")
-    if not index["samples"] or (problems and not args.skip_bad):
+    if not index["samples"] or damaged or (problems and not args.skip_bad):
         sys.exit(1)
+    if rank == 0:
+        print(f"{cache_dir}: complete. next: python train.py with the same flags")
 
 if __name__ == "__main__":
     main()

@@ -27,9 +27,9 @@ from diffusers.utils.torch_utils import randn_tensor
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, encode_image, encode_prompt, find_model, fit_size,
-                   image_size, is_plus, load_encoders, load_part, load_pipeline, parse_args, pixels, prompt_length,
-                   prompt_size, read_dataset, read_image, read_text, write_file)
+from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, check_prompt, encode_image, encode_prompt, find_model, fit_size,
+                   image_size, is_plus, load_encoders, load_part, load_pipeline, number, parse_args, pixels,
+                   prompt_length, prompt_size, read_dataset, read_image, read_tensors, read_text, write_file)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
@@ -50,15 +50,25 @@ def read_lora(path):
         with safetensors.safe_open(file, "pt") as f:
             meta = json.loads((f.metadata() or {}).get("lora_adapter_metadata", "{}"))
             raw = {k: f.get_tensor(k) for k in f.keys()}
-        state = QwenImageEditPlusPipeline.lora_state_dict(dict(raw))
+        if not isinstance(meta, dict):
+            raise ValueError("metadata is no dictionary")
+        if "digest" in meta: # one of ours
+            raw, meta = read_tensors(file, "lora_adapter_metadata")
+        state = QwenImageEditPlusPipeline.lora_state_dict(raw)
     except (OSError, SafetensorError, ValueError, KeyError) as e:
         raise InputError(f"{file}: cannot be read as a LoRA ({str(e).splitlines()[0]}); take another file") from None
     if not all(k.startswith("transformer.") and ".lora_" in k for k in state) or not state:
         other = next((k for k in state if not k.startswith("transformer.") or ".lora_" not in k), "nothing")
         raise InputError(f"{file}: no LoRA of a Qwen-Image transformer: it holds {other}; want transformer.*.lora_A.weight")
-    a, b = [{k.rsplit(".lora_", 1)[0] for k in state if f".lora_{x}." in k} for x in "AB"]
-    if a != b:
-        raise InputError(f"{file}: lora_A or lora_B is missing for {sorted(a ^ b)[0]}; the file is incomplete")
+    a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
+    targets = meta.get("transformer.target_modules")
+    missing = [] if not isinstance(targets, list) else [t for t in targets if not any(k.endswith("." + t) for k in a)]
+    if a.keys() != b.keys() or missing:
+        raise InputError(f"{file}: lora_A or lora_B of {[*(a.keys() ^ b.keys()), *missing][0]} is missing; the file is incomplete")
+    odd = [k for k in a if a[k].ndim != 2 or b[k].ndim != 2 or a[k].shape[0] != b[k].shape[1]]
+    if odd:
+        raise InputError(f"{file}: shapes {tuple(a[odd[0]].shape)} and {tuple(b[odd[0]].shape)} of {odd[0]} do not go together; "
+                         "the file is broken")
     bad = [k for k, v in state.items() if not v.isfinite().all()]
     if bad:
         raise InputError(f"{file}: NaN or Inf in {bad[0]}; the training diverged, take an earlier checkpoint")
@@ -84,7 +94,10 @@ def load_lora(transformer, path, scale=1.0, name="default"):
     if misfit:
         raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was made "
                          "for another model")
-    QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=meta or None)
+    try:
+        QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=meta or None)
+    except (TypeError, ValueError, KeyError, RuntimeError) as e:
+        raise InputError(f"{path}: diffusers cannot load it ({str(e).splitlines()[0]}); take another file") from None
     transformer.set_adapters([name], [scale])
     return meta
 
@@ -102,8 +115,10 @@ def plan_job(pipe, job):
                          "between its first and its last")
     width, height = fit_size(image_size(job.size_from or job.image[-1]), job.target_pixels, job.upscale)
     job.width, job.height = (job.width or width) // 16 * 16, (job.height or height) // 16 * 16
-    if min(job.width, job.height) < 16:
-        raise InputError(f"{job.image[0]}: width {job.width}, height {job.height}; give at least 16 each")
+    if min(job.width, job.height) < 32:
+        raise InputError(f"{job.image[0]}: width {job.width}, height {job.height}; give at least 32 each")
+    for prompt in (job.prompt, job.negative_prompt):
+        check_prompt(job.image[0], prompt)
     job.control_sizes = [fit_size(s, job.control_pixels, job.upscale) for s in sizes]
     job.prompt_sizes = [prompt_size(pipe, s, job.control_pixels, job.upscale) for s in sizes]
     job.img_shapes = [(1, h // 16, w // 16) for w, h in [(job.width, job.height), *job.control_sizes]]
@@ -132,7 +147,7 @@ def encode_job(pipe, job, transformer):
 def denoise(transformer, jobs, max_tokens, progress=False):
     """Euler steps on job.latents of all jobs at once; each forward pass takes at most max_tokens tokens. Jobs may differ
     in everything, the number of steps too."""
-    for i in tqdm(range(max(len(j.timesteps) for j in jobs)), desc=f"{len(jobs)} jobs", unit=" steps", disable=not progress):
+    for i in tqdm(range(max(len(j.timesteps) for j in jobs)), desc=f"{len(jobs)} jobs", unit=" steps", disable=not progress or None):
         active = [j for j in jobs if i < len(j.timesteps)]
         runs = [(j, embeds) for j in active for embeds in j.prompt_embeds]
         preds = [None] * len(runs)
@@ -188,7 +203,7 @@ def read_jobs(path, defaults):
     return jobs, problems
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add_model_flags(parser)
     # what to draw
     parser.add_argument("--image", nargs="+", type=Path, help="control picture(s)")
@@ -198,10 +213,10 @@ def main():
     parser.add_argument("--out", default="out.png", help="PNG of --image")
     parser.add_argument("--out_dir", default="out/predict", help="folder for the PNGs of --jobs")
     # how
-    parser.add_argument("--num_inference_steps", type=int, default=20, help="Euler steps; at least 2")
+    parser.add_argument("--num_inference_steps", type=number(int, 2), default=20, help="Euler steps; at least 2")
     parser.add_argument("--true_cfg_scale", type=float, default=4.0, help="at 1 or below no unconditional run, half the time")
-    parser.add_argument("--height", type=int, help="pixels (default: from the last picture's aspect)")
-    parser.add_argument("--width", type=int, help="pixels")
+    parser.add_argument("--height", type=number(int, 32), help="pixels (default: from the last picture's aspect)")
+    parser.add_argument("--width", type=number(int, 32), help="pixels")
     parser.add_argument("--target_pixels", type=pixels, metavar="AREA",
                         help="area of the result, or native (default: as the LoRA was trained, else 1024*1024)")
     parser.add_argument("--control_pixels", type=pixels, metavar="AREA", help="likewise, of the pictures given")
@@ -209,7 +224,7 @@ def main():
                         help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
     parser.add_argument("--lora", help="LoRA file or run folder")
     parser.add_argument("--lora_scale", type=float, default=1.0, help="strength of the LoRA: 0 is none, 1 as trained")
-    parser.add_argument("--max_tokens", type=int, default=20_000, help="tokens per forward pass; lower it if memory runs out")
+    parser.add_argument("--max_tokens", type=number(int, 1), default=20_000, help="tokens per forward pass; lower it if memory runs out")
     parser.add_argument("--vae_device", help="default: --device")
     parser.add_argument("--text_encoder_device", help="default: --device")
     parser.add_argument("--transformer_device", help="default: --device")

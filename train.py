@@ -41,62 +41,59 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from tqdm import tqdm
 
 import cache
-from cache import ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, read_tensors, write_file, write_tensors
+from cache import ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, number, read_tensors, write_file, write_tensors
 from predict import LORA_FILE, load_transformer
 from rope_patch import deal_to_ranks, plan_packs, plan_padded, run_packed, run_padded
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 cache.add_model_flags(parser)
 cache.add_data_flags(parser)
 # data
 parser.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
                     help="encode once, then train with only the transformer on the device; --no-use_cache encodes each "
                          "batch anew and keeps all models there")
-parser.add_argument("--caption_dropout_rate", type=float, default=0.0, help="share of samples trained with the empty prompt")
+parser.add_argument("--caption_dropout_rate", type=number(float, 0, 1), default=0.0, help="share of samples trained with the empty prompt")
 parser.add_argument("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 # LoRA
-parser.add_argument("--lora_rank", type=int, default=16, help="width of the LoRA: more learns more, and costs memory")
-parser.add_argument("--lora_alpha", type=float, help="the LoRA works at alpha / rank times its weights (default: the rank)")
-parser.add_argument("--lora_dropout", type=float, default=0.0, help="share of the LoRA's inputs set to 0")
+parser.add_argument("--lora_rank", type=number(int, 1), default=16, help="width of the LoRA: more learns more, and costs memory")
+parser.add_argument("--lora_alpha", type=number(float, 0), help="the LoRA works at alpha / rank times its weights (default: the rank)")
+parser.add_argument("--lora_dropout", type=number(float, 0, 1), default=0.0, help="share of the LoRA's inputs set to 0")
 parser.add_argument("--lora_init", choices=["gaussian", "kaiming"], default="gaussian", help="of lora_A; lora_B is zero")
 parser.add_argument("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
                     help="linear layers, by the end of their names")
 # step
-parser.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
-parser.add_argument("--batch_size", type=int, default=4, help="samples per optimizer step, over all processes")
-parser.add_argument("--max_tokens", type=int, default=16_384,
+parser.add_argument("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
+parser.add_argument("--batch_size", type=number(int, 1), default=4, help="samples per optimizer step, over all processes")
+parser.add_argument("--max_tokens", type=number(int, 1), default=16_384,
                     help="image + text tokens per forward pass; lower this first if you run out of memory")
 parser.add_argument("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
-parser.add_argument("--lr", type=float, default=1e-4, help="learning rate; lower it if the loss jumps")
+parser.add_argument("--lr", type=number(float, 0), default=1e-4, help="learning rate; lower it if the loss jumps")
 parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up")
-parser.add_argument("--warmup_steps", type=int, default=0, help="steps over which the learning rate rises from 0")
-parser.add_argument("--weight_decay", type=float, default=0.01, help="of AdamW, on the LoRA's weights")
-parser.add_argument("--max_grad_norm", type=float, default=1.0, help="a longer gradient is cut to this length")
+parser.add_argument("--warmup_steps", type=number(int, 0), default=0, help="steps over which the learning rate rises from 0")
+parser.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="of AdamW, on the LoRA's weights")
+parser.add_argument("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this length")
 # loss
 parser.add_argument("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
                     help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 parser.add_argument("--loss_norm", choices=["sample", "token"], default="sample",
                     help="mean per sample, then over samples; or mean over all tokens, so that large pictures weigh more")
-parser.add_argument("--mask_foreground_weight", type=float, default=2.0, help="of the edited region, where there is a mask")
-parser.add_argument("--mask_background_weight", type=float, default=1.0, help="of the rest of that picture")
+parser.add_argument("--mask_foreground_weight", type=number(float, 0), default=2.0, help="of the edited region, where there is a mask")
+parser.add_argument("--mask_background_weight", type=number(float, 0), default=1.0, help="of the rest of that picture")
 # memory
-parser.add_argument("--gradient_checkpointing", type=int, metavar="BLOCKS",
+parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
 # run
-parser.add_argument("--save_every", type=int, default=200, help="steps between checkpoints")
-parser.add_argument("--keep", type=int, default=2, help="newest checkpoints that stay on disk")
+parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
+parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
 parser.add_argument("--resume", action="store_true", help="go on with --out_dir, or with the newest run of this model and data")
 args = cache.parse_args(parser, dict( # what differs with --model tiny: native sizes, and a minute on two CPU cores
     **cache.TINY, max_steps=200, batch_size=16, max_tokens=4096, lr=2e-3, lr_scheduler="linear", warmup_steps=10,
     gradient_checkpointing=0, save_every=100))
-for name in ("lora_rank", "max_steps", "batch_size", "max_tokens", "save_every", "keep"):
-    if getattr(args, name) < 1:
-        parser.error(f"argument --{name}: must be at least 1")
-if args.data in (None, "none") and not (args.cache_dir and args.use_cache):
+if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
-args.data = None if args.data == "none" else args.data
+args.data = None if args.data in ("", "none") else args.data
 args.lora_alpha = args.lora_rank if args.lora_alpha is None else args.lora_alpha
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
@@ -135,8 +132,11 @@ cache_dir = Path(args.cache_dir or cache.default_cache_dir(args))
 problems = []
 if not args.data: # a cache that was made elsewhere
     index = cache.load_index(cache_dir)
-    if index["models"] and (folder / "vae").is_dir() and index["models"]["vae"] != fingerprint(folder / "vae"):
-        raise InputError(f"{cache_dir}: was encoded with another VAE than that of {args.model}; run cache.py with this model")
+    pipeline = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    for part, here in [*cache.model_fingerprints(folder).items(), ("pipeline", pipeline)]:
+        made = {**(index["models"] or {}), "pipeline": index.get("pipeline")}.get(part)
+        if made not in (None, here):
+            raise InputError(f"{cache_dir}: was encoded with another model than {args.model} ({part}); run cache.py with this one")
     for name in ("target_pixels", "control_pixels", "upscale"): # not this call's flags but those that made the cache
         setattr(args, name, index.get(name, getattr(args, name)))
     if drop_captions and not all(s["empty_text"] for s in index["samples"]):
@@ -146,10 +146,13 @@ elif args.use_cache: # encoders come and go inside
 else:
     pipe = cache.load_pipeline(folder)
     index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
-    say("\n".join([cache.describe(index), *problems]))
+    if master:
+        cache.report(index, problems)
     cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
-if problems and not args.skip_bad or not index["samples"]:
-    sys.exit(problems[-1] if problems else f"error: {args.data}: nothing to train on")
+if problems and not args.skip_bad: # they have been reported
+    sys.exit(1)
+if not index["samples"]:
+    raise InputError(f"{args.data}: no usable sample; mend those named above")
 samples = index["samples"]
 gc.collect() # the encoders' memory
 if args.device.startswith("cuda"):
@@ -330,7 +333,7 @@ if master:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 named = set()
-bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=not master, leave=False)
+bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=not master or None, leave=False)
 while step < args.max_steps:
     if args.device.startswith("cuda"):
         torch.cuda.synchronize()
