@@ -665,8 +665,9 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
             raise InputError(f"{path}: cannot be written ({e.strerror}); free some space and run again") from None
     return problems
 
-def make_cache(args, cache_dir, empty_prompt=False, rank=0, world_size=1):
-    """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank."""
+def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1):
+    """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe` is
+    load_pipeline's; it has its encoders afterwards if there was something to encode."""
     try:
         for kind in ("latents", "text"):
             Path(cache_dir, kind).mkdir(parents=True, exist_ok=True)
@@ -674,8 +675,6 @@ def make_cache(args, cache_dir, empty_prompt=False, rank=0, world_size=1):
             os.remove(Path(cache_dir, kind, f".tmp-{os.getpid()}"))
     except OSError as e:
         raise InputError(f"{cache_dir}: cannot be written ({e.strerror}); choose another --cache_dir") from None
-    folder = find_model(args.model, ENCODER_PARTS)
-    pipe = load_pipeline(folder)
     index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
     found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size)
     if world_size > 1:
@@ -809,7 +808,8 @@ def main():
     if world_size > 1:
         dist.init_process_group("gloo", timeout=timedelta(days=7))
     cache_dir = Path(args.cache_dir or default_cache_dir(args))
-    index, problems = make_cache(args, cache_dir, args.empty_prompt, rank, world_size)
+    folder = find_model(args.model, ENCODER_PARTS)
+    index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size)
     damaged = []
     if rank == 0:
         damaged = look_after(cache_dir, index, args.verify, args.prune)

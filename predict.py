@@ -126,27 +126,31 @@ def plan_job(pipe, job):
     img_len = sum(h * w for _, h, w in job.img_shapes)
     job.tokens = sum(img_len + prompt_length(pipe, p, job.prompt_sizes) for p in job.prompts)
 
-def encode_job(pipe, job, transformer):
-    """Noise, control latents, prompt embeddings and schedule, on the transformer's device."""
-    device, channels = transformer.device, transformer.config.in_channels // 4
+def encode_job(pipe, job, device):
+    """Noise, control latents and prompt embeddings, on the transformer's device."""
     images = [read_image(path) for path in job.image]
     job.control_latent = torch.cat([encode_image(pipe, im, s) for im, s in zip(images, job.control_sizes)]).to(device)
     job.prompt_embeds = [encode_prompt(pipe, p, images, job.prompt_sizes).to(device) for p in job.prompts]
-    shape = 1, 1, channels, job.height // 8, job.width // 8
+    shape = 1, 1, pipe.vae.config.z_dim, job.height // 8, job.width // 8
     noise = randn_tensor(shape, torch.Generator().manual_seed(job.seed), device, job.prompt_embeds[0].dtype)
-    job.latents = pipe._pack_latents(noise, 1, channels, *shape[3:])[0]
-    config = pipe.scheduler.config
-    mu = calculate_shift(len(job.latents), config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096),
+    job.noise = pipe._pack_latents(noise, 1, *shape[2:])[0]
+
+def set_schedule(job, config):
+    """The job's own timesteps: their shift depends on the target's number of tokens."""
+    mu = calculate_shift(len(job.noise), config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096),
                          config.get("base_shift", 0.5), config.get("max_shift", 1.15))
-    job.scheduler = FlowMatchEulerDiscreteScheduler.from_config(config) # one a job: mu differs by size
+    job.scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
     sigmas = np.linspace(1.0, 1 / job.num_inference_steps, job.num_inference_steps)
-    job.timesteps, _ = retrieve_timesteps(job.scheduler, device=device, sigmas=sigmas, mu=mu)
+    job.timesteps, _ = retrieve_timesteps(job.scheduler, device=job.noise.device, sigmas=sigmas, mu=mu)
     job.scheduler.set_begin_index(0)
 
 @torch.no_grad()
-def denoise(transformer, jobs, max_tokens, progress=False):
-    """Euler steps on job.latents of all jobs at once; each forward pass takes at most max_tokens tokens. Jobs may differ
-    in everything, the number of steps too."""
+def denoise(transformer, scheduler_config, jobs, max_tokens, progress=False):
+    """Euler steps from job.noise to job.latents, (I_0, 64), for all jobs at once; each forward pass takes at most max_tokens
+    tokens. Jobs may differ in everything, the number of steps too."""
+    for j in jobs:
+        set_schedule(j, scheduler_config)
+        j.latents = j.noise
     for i in tqdm(range(max(len(j.timesteps) for j in jobs)), desc=f"{len(jobs)} jobs", unit=" steps", disable=not progress or None):
         active = [j for j in jobs if i < len(j.timesteps)]
         runs = [(j, embeds) for j in active for embeds in j.prompt_embeds]
@@ -271,8 +275,8 @@ def main():
     for pack in plan_packs([j.tokens for j in good], args.max_tokens):
         batch = [good[i] for i in pack]
         for job in batch:
-            encode_job(pipe, job, transformer)
-        denoise(transformer, batch, args.max_tokens, progress=True)
+            encode_job(pipe, job, args.transformer_device)
+        denoise(transformer, pipe.scheduler.config, batch, args.max_tokens, progress=True)
         for job in batch:
             png = io.BytesIO()
             decode(pipe, job.latents, job.height, job.width).save(png, format="PNG")

@@ -128,6 +128,7 @@ if world_size > 1:
 
 drop_captions = args.caption_dropout_rate > 0
 folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if args.data else []))
+pipe = cache.load_pipeline(folder) if args.data else None
 cache_dir = Path(args.cache_dir or cache.default_cache_dir(args))
 problems = []
 if not args.data: # a cache that was made elsewhere
@@ -141,10 +142,10 @@ if not args.data: # a cache that was made elsewhere
         setattr(args, name, index.get(name, getattr(args, name)))
     if drop_captions and not all(s["empty_text"] for s in index["samples"]):
         raise InputError(f"{cache_dir}: no empty prompt for --caption_dropout_rate; run cache.py --empty_prompt")
-elif args.use_cache: # encoders come and go inside
-    index, problems = cache.make_cache(args, cache_dir, drop_captions, rank, world_size)
+elif args.use_cache:
+    index, problems = cache.make_cache(pipe, folder, args, cache_dir, drop_captions, rank, world_size)
+    pipe = None # with the encoders, if they were needed
 else:
-    pipe = cache.load_pipeline(folder)
     index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
     if master:
         cache.report(index, problems)
