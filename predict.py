@@ -15,6 +15,7 @@ import argparse
 import io
 import json
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.utils.torch_utils import randn_tensor
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -178,8 +180,60 @@ def decode(pipe, latents, height, width):
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
     return pipe.image_processor.postprocess(pipe.vae.decode(z, return_dict=False)[0][:, :, 0])[0]
 
+# ---- looking at results ----------------------------------------------------------------------------------------------
+
+def psnr(image, reference):
+    """dB between two pictures of one size; equal ones have 99."""
+    error = np.mean((np.asarray(image, float) - np.asarray(reference, float)) ** 2)
+    return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
+
+def drift(image, reference, keep):
+    """What an edit did where nothing should change -> dict of shift (pixels), zoom (%), colour (levels of 255) and PSNR.
+    keep: bool (H, W). Least squares of image - reference on the reference's gradients (Lucas and Kanade 1981): unlike
+    phase correlation it can leave the edited pixels out. For motions of about a pixel; larger ones are underestimated."""
+    a, b = np.asarray(image, float), np.asarray(reference, float)
+    h, w = keep.shape
+    dy, dx = np.gradient(b.mean(-1))
+    y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
+    # a(x) = b(x - shift - zoom * x) + colour
+    columns = np.stack([-dx, -dy, -(dx * x + dy * y), np.ones((h, w))], -1)[keep]
+    sx, sy, zoom, _ = np.linalg.lstsq(columns, (a - b).mean(-1)[keep], rcond=None)[0]
+    colour = np.abs((a - b)[keep].mean(0)).max()
+    return dict(shift=float(np.hypot(sx, sy)), zoom=float(100 * abs(zoom)), colour=float(colour), psnr=psnr(a[keep], b[keep]))
+
+def contact_sheet(rows, titles, cell=192):
+    """Rows of pictures (text stands for itself, None stays empty) under titles -> one PIL image to look at."""
+    sheet = Image.new("RGB", (len(titles) * (cell + 8), len(rows) * (cell + 8) + 24), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+    for i, title in enumerate(titles):
+        pen.text((i * (cell + 8) + cell // 2, 4), title, "black", font, anchor="ma")
+    for j, row in enumerate(rows):
+        for i, entry in enumerate(row):
+            x, y = i * (cell + 8) + 4, j * (cell + 8) + 28
+            if isinstance(entry, str):
+                pen.multiline_text((x + cell // 2, y + cell // 2), textwrap.fill(entry, cell // 8), "black", font, "mm", align="center")
+            elif entry is not None:
+                entry = ImageOps.contain(entry, (cell, cell), Image.Resampling.LANCZOS)
+                sheet.paste(entry, (x + (cell - entry.width) // 2, y + (cell - entry.height) // 2))
+    return sheet
+
+def sheet_row(job):
+    """The first columns of a job's row: control pictures, side by side, and instruction."""
+    controls = [ImageOps.contain(read_image(p), (192, 192)) for p in job.image]
+    beside = Image.new("RGB", (sum(c.width for c in controls), max(c.height for c in controls)), "white")
+    for i, c in enumerate(controls):
+        beside.paste(c, (sum(c.width for c in controls[:i]), 0))
+    return [beside, job.prompt]
+
+def save_png(image, path):
+    png = io.BytesIO()
+    image.save(png, format="PNG")
+    write_file(path, png.getvalue())
+
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
+SAMPLING = dict(negative_prompt=" ", num_inference_steps=20, true_cfg_scale=4.0, height=None, width=None, size_from=None)
+TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
 JOB_KEYS = dict(prompt=str, negative_prompt=str, out=str, height=int, width=int, seed=int, num_inference_steps=int,
                 true_cfg_scale=(int, float))
 
@@ -187,8 +241,8 @@ def read_jobs(path, defaults):
     """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
     if Path(path).is_dir():
         items, problems = read_dataset(path)
-        return [SimpleNamespace(**{**defaults, "image": i["controls"], "prompt": i["prompt"], "size_from": i["target"],
-                                   "out": i["name"].replace("/", "-") + ".png"}) for i in items], problems
+        return [SimpleNamespace(**{**defaults, "image": i["controls"], "prompt": i["prompt"], "name": i["name"],
+                                   "size_from": i["target"], "out": i["name"].replace("/", "-") + ".png"}) for i in items], problems
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; give jobs.jsonl or a dataset folder")
     jobs, problems = [], []
@@ -212,13 +266,13 @@ def main():
     # what to draw
     parser.add_argument("--image", nargs="+", type=Path, help="control picture(s)")
     parser.add_argument("--prompt", help="the instruction")
-    parser.add_argument("--negative_prompt", default=" ", help="what the unconditional run is told (default: one blank)")
+    parser.add_argument("--negative_prompt", help="what the unconditional run is told (default: one blank)")
     parser.add_argument("--jobs", help="jobs.jsonl, or a dataset folder: many pictures in one batch")
     parser.add_argument("--out", default="out.png", help="PNG of --image")
     parser.add_argument("--out_dir", default="out/predict", help="folder for the PNGs of --jobs")
     # how
-    parser.add_argument("--num_inference_steps", type=number(int, 2), default=20, help="Euler steps; at least 2")
-    parser.add_argument("--true_cfg_scale", type=float, default=4.0, help="at 1 or below no unconditional run, half the time")
+    parser.add_argument("--num_inference_steps", type=number(int, 2), help="Euler steps; at least 2")
+    parser.add_argument("--true_cfg_scale", type=float, help="at 1 or below no unconditional run, half the time")
     parser.add_argument("--height", type=number(int, 32), help="pixels (default: from the last picture's aspect)")
     parser.add_argument("--width", type=number(int, 32), help="pixels")
     parser.add_argument("--target_pixels", type=pixels, metavar="AREA",
@@ -234,8 +288,9 @@ def main():
     parser.add_argument("--transformer_device", help="default: --device")
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)
     no_job = not any(a.split("=")[0] in ("--image", "--jobs") for a in sys.argv[1:])
-    args = parse_args(parser, dict(
-        target_pixels="native", control_pixels="native", upscale=True, true_cfg_scale=1.0, lora=runs[-1] if runs else None,
+    parser.set_defaults(**SAMPLING)
+    args = parse_args(parser, TINY_SAMPLING | dict(
+        target_pixels="native", control_pixels="native", upscale=True, lora=runs[-1] if runs else None,
         jobs=str(Path(TINY["data"]).with_name("val")) if no_job else None))
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
@@ -245,8 +300,7 @@ def main():
         trained = read_lora(args.lora)[1].get("train.geometry", {}) # so that inference sees the scale of training
         geometry = {name: trained.get(name) if value is None else value for name, value in geometry.items()}
     geometry = {name: (True if name == "upscale" else 1024 * 1024) if v is None else v for name, v in geometry.items()}
-    defaults = {**geometry, "size_from": None, **{name: getattr(args, name) for name in (
-        "image", "prompt", "negative_prompt", "out", "height", "width", "seed", "num_inference_steps", "true_cfg_scale")}}
+    defaults = {**geometry, **{name: getattr(args, name) for name in ("image", "prompt", "out", "seed", *SAMPLING)}}
     jobs, problems = ([SimpleNamespace(**defaults)], []) if args.image else read_jobs(args.jobs, defaults)
     out_dir = Path("") if args.image else Path(args.out_dir)
 
@@ -272,17 +326,22 @@ def main():
     if args.lora:
         load_lora(transformer, args.lora, args.lora_scale)
         print(f"LoRA {args.lora} at scale {args.lora_scale}")
+    rows = []
     for pack in plan_packs([j.tokens for j in good], args.max_tokens):
         batch = [good[i] for i in pack]
         for job in batch:
             encode_job(pipe, job, args.transformer_device)
         denoise(transformer, pipe.scheduler.config, batch, args.max_tokens, progress=True)
         for job in batch:
-            png = io.BytesIO()
-            decode(pipe, job.latents, job.height, job.width).save(png, format="PNG")
-            write_file(out_dir / job.out, png.getvalue())
+            result = decode(pipe, job.latents, job.height, job.width)
+            save_png(result, out_dir / job.out)
+            if len(rows) < 24:
+                rows.append(sheet_row(job) + [result])
             print(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
             job.latents = job.control_latent = job.prompt_embeds = None # a thousand jobs' would fill the memory
+    if args.jobs:
+        save_png(contact_sheet(rows, ["control", "instruction", "result"]), out_dir / "sheet.png")
+        print(f"{out_dir / 'sheet.png'}: {len(rows)} of them side by side")
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import peft
 import torch
 import torch.distributed as dist
@@ -38,9 +39,11 @@ import transformers
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from PIL import Image
 from tqdm import tqdm
 
 import cache
+import predict
 from cache import ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, number, read_tensors, write_file, write_tensors
 from predict import LORA_FILE, load_transformer
 from rope_patch import deal_to_ranks, plan_packs, plan_padded, run_packed, run_padded
@@ -85,12 +88,14 @@ parser.add_argument("--mask_background_weight", type=number(float, 0), default=1
 parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
 # run
+parser.add_argument("--val_data", nargs="+", default=[], metavar="DATA",
+                    help="dataset folders that are not trained on: drawn and measured at the end, without and with the LoRA")
 parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
 parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
 parser.add_argument("--resume", action="store_true", help="go on with --out_dir, or with the newest run of this model and data")
 args = cache.parse_args(parser, dict( # what differs with --model tiny: native sizes, and a minute on two CPU cores
     **cache.TINY, max_steps=200, batch_size=16, max_tokens=4096, lr=2e-3, lr_scheduler="linear", warmup_steps=10,
-    gradient_checkpointing=0, save_every=100))
+    gradient_checkpointing=0, save_every=100, val_data=[str(Path(cache.TINY["data"]).with_name(name)) for name in ("val", "known")]))
 if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
 args.data = None if args.data in ("", "none") else args.data
@@ -144,7 +149,6 @@ if not args.data: # a cache that was made elsewhere
         raise InputError(f"{cache_dir}: no empty prompt for --caption_dropout_rate; run cache.py --empty_prompt")
 elif args.use_cache:
     index, problems = cache.make_cache(pipe, folder, args, cache_dir, drop_captions, rank, world_size)
-    pipe = None # with the encoders, if they were needed
 else:
     index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
     if master:
@@ -155,7 +159,31 @@ if problems and not args.skip_bad: # they have been reported
 if not index["samples"]:
     raise InputError(f"{args.data}: no usable sample; mend those named above")
 samples = index["samples"]
-gc.collect() # the encoders' memory
+
+# held-out pictures: encoded now, while the encoders are here, and drawn at the end
+held_out, geometry = [], dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
+for path in args.val_data if master else []:
+    if pipe is None:
+        raise InputError("--val_data: needs the encoders; leave it out with --data none")
+    jobs, wrong = predict.read_jobs(path, {**predict.SAMPLING, **geometry, "seed": args.seed,
+                                           **(predict.TINY_SAMPLING if args.model == "tiny" else {})})
+    if wrong:
+        sys.exit("\n".join(wrong))
+    for job in jobs: # a dataset with folders is measured folder by folder
+        job.group = "/".join([Path(path).name, *Path(job.name).parent.parts])
+        predict.plan_job(pipe, job)
+    held_out += jobs
+if held_out and pipe.vae is None:
+    cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
+for job in tqdm(held_out, desc="encoding held-out pictures", disable=None, leave=False):
+    predict.encode_job(pipe, job, args.device)
+    job.target = cache.read_image(job.size_from).resize((job.width, job.height), Image.Resampling.LANCZOS)
+    job.target_latent = cache.encode_image(pipe, job.target, job.target.size)
+if args.use_cache and pipe is not None: # only the transformer stays on the device
+    pipe.text_encoder = None
+    if pipe.vae is not None:
+        pipe.vae.to("cpu")
+gc.collect()
 if args.device.startswith("cuda"):
     torch.cuda.empty_cache()
 
@@ -267,7 +295,7 @@ def batch_loss(batch):
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache", "skip_bad",
-    "max_tokens", "gradient_checkpointing", "save_every", "keep", "resume")}
+    "max_tokens", "gradient_checkpointing", "val_data", "save_every", "keep", "resume")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 config["model"] = fingerprint(folder / "transformer")
 config["data"] = cache.content_key(samples=[[s["name"], s["scales"], s["text"]] for s in samples])
@@ -280,7 +308,6 @@ def save_lora(path, step):
     # the layers that have one, by their full names: peft warns when names are more, or exclude_modules finds nothing
     meta.update({"transformer.target_modules": sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state}),
                  "transformer.exclude_modules": None})
-    geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
     write_tensors(path, state, {**meta, "train.geometry": geometry, "train.model": args.model, "train.step": step},
                   meta_key="lora_adapter_metadata")
 
@@ -404,6 +431,48 @@ while step < args.max_steps:
         if step % args.save_every == 0 or step == args.max_steps:
             save_checkpoint(step)
 bar.close()
+
+# ---- before and after ------------------------------------------------------------------------------------------------
+
+def draw_held_out():
+    """Every held-out picture, sizes mixed -> PIL images."""
+    for pack in plan_packs([j.tokens for j in held_out], args.max_tokens):
+        predict.denoise(transformer, pipe.scheduler.config, [held_out[i] for i in pack], args.max_tokens)
+    return [predict.decode(pipe, j.latents, j.height, j.width) for j in held_out]
+
+def measure_held_out(before, after):
+    """-> {group: means}: PSNR to the target of the input, without and with the LoRA, and of the VAE alone, which is the
+    ceiling; and what the LoRA's pictures do where the target equals the input."""
+    groups = {}
+    for job, b, a in zip(held_out, before, after):
+        given = cache.read_image(job.image[0]).resize(job.target.size, Image.Resampling.LANCZOS)
+        ceiling = predict.decode(pipe, job.target_latent.to(args.device), job.height, job.width)
+        record = dict(input=predict.psnr(given, job.target), before=predict.psnr(b, job.target),
+                      after=predict.psnr(a, job.target), vae=predict.psnr(ceiling, job.target))
+        keep = np.abs(np.asarray(given, int) - np.asarray(job.target, int)).max(-1) <= 8
+        if keep.mean() > 0.1:
+            record.update({f"kept_{k}": v for k, v in predict.drift(a, job.target, keep).items()})
+        groups.setdefault(job.group, []).append(record)
+    return {g: {"pictures": len(rs), **{k: float(np.mean([r[k] for r in rs if k in r])) for k in rs[0]}} for g, rs in groups.items()}
+
+if held_out: # on the master alone
+    transformer.eval()
+    pipe.vae.to(args.vae_encoder_device)
+    transformer.disable_adapters()
+    before = draw_held_out()
+    transformer.enable_adapters()
+    after = draw_held_out()
+    measured = measure_held_out(before, after)
+    sheet = out_dir / "samples" / f"step_{step:06d}.png"
+    rows = [[*predict.sheet_row(j), b, a, j.target] for j, b, a in zip(held_out, before, after)]
+    predict.save_png(predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"]), sheet)
+    write_file(sheet.with_suffix(".json"), json.dumps(measured, indent=1).encode())
+    say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
+    say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
+    for group, m in measured.items():
+        say(f"{group:16} {m['pictures']:8} {m['input']:6.1f} {m['before']:7.1f} {m['after']:7.1f} {m['vae']:5.1f} |" + (
+            f"{m['kept_psnr']:7.1f} {m['kept_shift']:9.2f} {m['kept_zoom']:7.2f} {m['kept_colour']:7.1f}" if "kept_psnr" in m else ""))
+    say(f"{sheet}: control, instruction, before, after, target")
 
 # ---- goodbye ---------------------------------------------------------------------------------------------------------
 
