@@ -39,8 +39,9 @@ def apply_rotary_emb_qwen_batched(x, freqs_cis):
     told apart by ndim. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which knows the
     shared form only (a 3D freqs_cis broadcasts over its heads without a word). ValueError if lengths do not fit."""
     want = (x.shape[1], x.shape[3] // 2) if freqs_cis.ndim == 2 else (x.shape[0], x.shape[1], x.shape[3] // 2)
-    if tuple(freqs_cis.shape) != want:
-        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, want {want} for x {tuple(x.shape)}")
+    if tuple(freqs_cis.shape) != want or not freqs_cis.is_complex():
+        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want {want}, complex, "
+                         f"for x {tuple(x.shape)}")
     x_BSHR = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(x_BSHR * freqs_cis.unsqueeze(-2)).flatten(3).type_as(x)
 
@@ -237,9 +238,10 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
     joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
 
-    if encoder_hidden_states.shape[0] != rows or timestep.numel() not in (1, batch):
-        raise ValueError(f"batch: got {encoder_hidden_states.shape[0]} rows of text and {timestep.numel()} timesteps, "
-                         f"want {rows} and {batch}")
+    per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
+    if encoder_hidden_states.shape[0] != rows or any(n != batch and (n != 1 or packed) for n in per_sample):
+        raise ValueError(f"batch: got {encoder_hidden_states.shape[0]} rows of text and {per_sample} timesteps and "
+                         f"additional_t_cond, want {rows} and {batch} each")
     if img_shapes is None and (image_rotary_emb is None or packed or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
     shapes = None if img_shapes is None else sample_shapes(img_shapes, batch)
@@ -266,9 +268,9 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
                         self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
                         attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
                         additional_t_cond=additional_t_cond, return_dict=return_dict)
+        img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
+        if image_rotary_emb is None or (joint_mask is None and shapes is not None):
             img_mask_BI = torch.arange(img_len, device=device) < torch.tensor(img_lens, device=device)[:, None]
-        else:
-            img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
         if txt_mask_BT is None:
             txt_mask_BT = torch.ones(batch, txt_len, dtype=torch.bool, device=device)
         joint_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
@@ -310,7 +312,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
         timestep = timestep.to(img.dtype).expand(batch)
         if self.zero_cond_t:
             timestep = torch.cat([timestep, timestep * 0])
-            additional_t_cond = None if additional_t_cond is None else additional_t_cond.repeat(2)
+            additional_t_cond = None if additional_t_cond is None else additional_t_cond.expand(batch).repeat(2)
         temb = self.time_text_embed(timestep, img, additional_t_cond)
         for i, block in enumerate(self.transformer_blocks):
             args = img, txt, None, temb, image_rotary_emb, kwargs, ragged
@@ -343,24 +345,26 @@ def patch_qwen_forward_for_multi_resolution(model):
     """Give this QwenImageTransformer2DModel (not its class, not other models) the forward() above, and its blocks
     block_forward. Parameters, state dict, config and save_pretrained stay stock's. Idempotent. Returns the model.
     ValueError if something else has replaced a forward before: offload and compile come after the patch."""
-    if hasattr(model, "gradient_checkpointing_blocks"): # patched already, and hooks may have come since
+    if hasattr(model, "multi_resolution"): # patched already, and hooks may have come since
         return model
     if any("forward" in m.__dict__ for m in [model, *model.transformer_blocks]):
         raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or other hooks")
     model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
-    model.gradient_checkpointing_blocks = None
+    model.multi_resolution = True
+    model.gradient_checkpointing_blocks = getattr(model, "gradient_checkpointing_blocks", None)
     for block in model.transformer_blocks:
         block.forward = MethodType(block_forward, block)
     return model
 
 def patch_qwen_model_for_multi_resolution(model):
     """The one call that users need: attention processors and forward. Idempotent. Returns the model."""
+    patch_qwen_forward_for_multi_resolution(model)
     for block in model.transformer_blocks:
         if not isinstance(block.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
             processor = QwenDoubleStreamAttnProcessor2_0_MultiRes()
             processor.__dict__.update(block.attn.processor.__dict__) # a backend that was chosen before the patch
             block.attn.set_processor(processor)
-    return patch_qwen_forward_for_multi_resolution(model)
+    return model
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 

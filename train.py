@@ -88,14 +88,17 @@ parser.add_argument("--mask_background_weight", type=number(float, 0), default=1
 parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
 # run
-parser.add_argument("--val_data", nargs="+", default=[], metavar="DATA",
-                    help="dataset folders that are not trained on: drawn and measured at the end, without and with the LoRA")
+parser.add_argument("--val_data", nargs="*", metavar="DATA",
+                    help="dataset folders that are not trained on: drawn and measured at the end, without and with the LoRA "
+                         "(default: none; those of the toy dataset come with it)")
 parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
 parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
 parser.add_argument("--resume", action="store_true", help="go on with --out_dir, or with the newest run of this model and data")
 args = cache.parse_args(parser, dict( # what differs with --model tiny: native sizes, and a minute on two CPU cores
     **cache.TINY, max_steps=200, batch_size=16, max_tokens=4096, lr=2e-3, lr_scheduler="linear", warmup_steps=10,
-    gradient_checkpointing=0, save_every=100, val_data=[str(Path(cache.TINY["data"]).with_name(name)) for name in ("val", "known")]))
+    gradient_checkpointing=0, save_every=100))
+if args.val_data is None:
+    args.val_data = [str(Path(args.data).with_name(name)) for name in ("val", "known")] if args.data == cache.TINY["data"] else []
 if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
 args.data = None if args.data in ("", "none") else args.data

@@ -1,0 +1,19 @@
+"""Options of test_consistency.py, which imports OPTIONS from here."""
+import torch
+
+OPTIONS = {}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and inputs")
+    parser.addoption("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.addoption("--full", action="store_true", help="the 8,192-token samples at full size (minutes on a CPU)")
+
+
+def pytest_configure(config):
+    OPTIONS.update(dtype=getattr(torch, config.getoption("--dtype")), device=torch.device(config.getoption("--device")),
+                   full=config.getoption("--full"))
+    if not OPTIONS["full"]:
+        torch.set_num_threads(1)  # the test models are too small for more: two threads take three times as long
+    if OPTIONS["device"].type == "cuda":  # some attention kernels add up gradients in any order; here they are compared
+        torch.use_deterministic_algorithms(True, warn_only=True)
