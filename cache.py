@@ -249,6 +249,10 @@ def read_folder(data):
                               mask=masks.get(name, [None])[0], prompt=prompt))
         except InputError as e:
             problems.append(str(e))
+    problems += [str(InputError(f"{p}: a link to a folder, which is not followed; copy the pictures"))
+                 for d in ("target", "control", "mask") for p in (data / d).rglob("*") if p.is_symlink() and p.is_dir()]
+    problems += [str(InputError(f"{p}: not used, for there is a folder of targets; give it as --data, or move it away"))
+                 for p in data.glob("metadata.*") if p.suffix in (".jsonl", ".csv")]
     problems += [str(InputError(f"{path}: not used, for there is no {data / 'target' / stem}.png; add that, or delete this"))
                  for path, stem in unused.items()]
     return items, problems
@@ -304,15 +308,15 @@ def inside(manifest, name, where, column):
     """A manifest's path: relative, a file, and inside the manifest's folder also after following links. No URLs."""
     root = manifest.parent.resolve()
     try:
-        os.fsencode(name)
+        file = Path(os.path.normpath(manifest.parent / os.fsdecode(os.fsencode(name))))
         if Path(name).is_absolute() or "://" in name or not (root / name).resolve().is_relative_to(root):
             raise InputError(f"{where}: column {column!r}: {name!r} is outside {manifest.parent}; move the file inside and "
                              "give its relative path")
-        if not (root / name).is_file():
+        if not file.is_file():
             raise InputError(f"{where}: column {column!r}: no file {name!r} in {manifest.parent}; add it")
     except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character or NUL in it, links in a circle
         raise InputError(f"{where}: column {column!r}: {name!r} is no file name; give a relative path") from None
-    return manifest.parent / name
+    return file
 
 def read_text(path):
     """A text file in UTF-8. InputError names the file."""

@@ -339,7 +339,7 @@ def main():
                 rows.append(sheet_row(job) + [result])
             print(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
             job.latents = job.control_latent = job.prompt_embeds = None # a thousand jobs' would fill the memory
-    if args.jobs:
+    if len(rows) > 1:
         save_png(contact_sheet(rows, ["control", "instruction", "result"]), out_dir / "sheet.png")
         print(f"{out_dir / 'sheet.png'}: {len(rows)} of them side by side")
     sys.exit(1 if problems else 0)

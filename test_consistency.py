@@ -9,32 +9,63 @@ $ pytest test_consistency.py -k packed -s                       # -s prints each
 Shapes: B samples, I image tokens (target first, then controls), T text tokens, S = T + I (joint rows: [text, image]),
 C channels, J text channels, E inner channels, O output channels, H heads, D head dim, R = D/2 complex rotations.
 """
+import contextlib
 import copy
+import csv
 import functools
+import importlib
 import inspect
+import io
+import json
+import math
+import os
+import pickle
 import random
 import re
+import runpy
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import unicodedata
+import zlib
 from collections import Counter
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from conftest import OPTIONS
 from diffusers import QwenImageTransformer2DModel
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers import transformer_qwenimage as stock_code
-from peft import LoraConfig
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as v1_code
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_code
+from peft import LoraConfig, set_peft_model_state_dict
+from PIL import Image, ImageOps
+from tqdm import tqdm
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
+import cache
+import predict
+import rope_patch
 from rope_patch import (
     QwenDoubleStreamAttnProcessor2_0_MultiRes,
     apply_rotary_emb_qwen_batched,
+    deal_to_ranks,
     extract_batch_field,
     get_image_shapes_multi_resolution,
     pad_latents_for_multi_res,
     patch_qwen_forward_for_multi_resolution,
     patch_qwen_model_for_multi_resolution,
     plan_packs,
+    plan_padded,
     should_use_multi_resolution_mode,
 )
 
@@ -1053,3 +1084,1962 @@ def test_processor_takes_positions_per_sample_and_a_joint_mask():
         want = stock(hidden_states=image_BIE[i:i + 1, :I], encoder_hidden_states=text_BTE[i:i + 1, :T],
                      image_rotary_emb=(img_freqs_BIR[i, :I], txt_freqs_BTR[i, :T]))
         assert_equals_stock([image_out[i:i + 1, :I], text_out[i:i + 1, :T]], want)
+
+
+# ==== chapter 2: dataset, pictures and cache ==========================================================================
+# What cache.py promises, and train.py and predict.py where they read pictures, caches and LoRA files. A small dataset
+# is made, spoiled in one respect, and read: all that is wrong must be named, all the rest must go on working.
+
+# ---- scripts, datasets, refusals: shared by this chapter ----
+
+HERE = Path(cache.__file__).parent
+TINY = HERE / "tiny"
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+ON_DEVICE = ["--dtype", DTYPE_NAME, "--device", DEVICE]
+NATIVE = ["--target_pixels", "native", "--control_pixels", "native"]  # the default of --model tiny only
+
+
+def run_script(script, *flags):
+    """`python SCRIPT FLAGS` in an empty folder -> exit status, what it wrote, and its errors. In this process, because
+    imports take seconds; cache.py and predict.py as the imported modules, so that a test may replace functions."""
+    out, err = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
+    with (tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch,
+          contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [script, *map(str, flags)])
+        names = {}
+        try:
+            if script == "train.py":
+                names = runpy.run_path(str(HERE / script), run_name="__main__")
+            else:
+                {"cache.py": cache, "predict.py": predict}[script].main()
+            status = 0
+        except SystemExit as e:  # as the interpreter does it
+            status = e.code if isinstance(e.code, int) else int(e.code is not None)
+            if isinstance(e.code, str):
+                print(e.code, file=err)
+    tqdm._instances.clear()  # bars that a script left open must not move those of the next
+    texts = []
+    for stream in (out, err):
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode())
+    errors = list(dict.fromkeys(re.findall(r"\berror: [^\r\n]*", texts[1])))  # also behind a progress bar
+    return SimpleNamespace(status=status, out=texts[0], err=texts[1], errors=errors, globals=names)
+
+
+def make_cache(data, cache_dir, *flags):
+    return run_script("cache.py", "--data", data, "--cache_dir", cache_dir, *ON_DEVICE, *flags)
+
+
+def train(data, tmp_path, *flags):
+    """Two steps -> result of run_script, with the losses."""
+    out_dir = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
+    result = run_script("train.py", *(["--data", data] if data else []), "--out_dir", out_dir, "--max_steps", 2,
+                        "--batch_size", 2, "--lora_rank", 2, *ON_DEVICE, *flags)
+    log = out_dir / "log.jsonl"
+    result.losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()[1:]] if log.exists() else []
+    return result
+
+
+def is_one_line(line, *named):
+    """The form that a person can act on: error: <file or flag>: <what is wrong>; <what to do>."""
+    return bool(re.fullmatch(r"error: \S.*: .+; .+", line)) and all(str(n) in line for n in named)
+
+
+@contextlib.contextmanager
+def refused(*named):
+    with pytest.raises(cache.InputError) as e:
+        yield
+    assert is_one_line(str(e.value), *named), e.value
+
+
+@contextlib.contextmanager
+def within(seconds):
+    """Fails if the block hangs, as reading a FIFO does."""
+    def stop(*_):
+        pytest.fail(f"hangs for {seconds} s")
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def draw_picture(size=(64, 64), seed=0, mode="RGB"):
+    """Smooth, colourful, not symmetric, another one for every seed."""
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize(size, Image.BICUBIC).convert(mode)
+
+
+def save(image, path, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+    return path
+
+
+def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border", mask=None):
+    """target/NAME.png of the first size, control/NAME.png, NAME_1.png, ... of the others, target/NAME.txt."""
+    seed = zlib.crc32(name.encode(errors="surrogateescape"))
+    for k, size in enumerate(sizes):
+        file = f"target/{name}.png" if k == 0 else f"control/{name}.png" if k == 1 else f"control/{name}_{k - 1}.png"
+        save(draw_picture(size, seed=(seed, k)), data / file)
+    (data / f"target/{name}.txt").write_text(caption, encoding="utf-8")
+    if mask:
+        save(mask, data / f"mask/{name}.png")
+    return data
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Two items: `good`, which stays so, and `cat`, which a test spoils."""
+    return add_item(add_item(tmp_path / "data", "good"), "cat")
+
+
+def copy_model(folder):
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data", "val", "*.py"))
+    return folder
+
+
+def change_weight(part):
+    """One weight of one tensor, by one part in a hundred."""
+    file, = part.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    tensors[max(tensors)].view(-1)[0] += 0.01 * tensors[max(tensors)].abs().max()
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+
+
+def as_v1(model):
+    index = json.loads((model / "model_index.json").read_text())
+    (model / "model_index.json").write_text(json.dumps(index | {"_class_name": "QwenImageEditPipeline"}))
+    return model
+
+
+@pytest.fixture(scope="session")
+def pipes(tmp_path_factory):
+    """The tiny model under both names, with encoders. Plus is what 2509 and 2511 are."""
+    folders = dict(Plus=TINY, v1=as_v1(copy_model(tmp_path_factory.mktemp("model") / "v1")))
+    pipes = {family: cache.load_pipeline(folder) for family, folder in folders.items()}
+    for pipe in pipes.values():
+        cache.load_encoders(pipe, TINY, DTYPE_NAME, DEVICE, DEVICE)
+    return pipes
+
+
+@pytest.fixture
+def plus(pipes):
+    return pipes["Plus"]
+
+
+def flags_for(data, **changes):
+    """What the command line would give; pictures keep their sizes."""
+    return SimpleNamespace(**dict(
+        data=data, dtype=DTYPE_NAME, target_pixels=["native"], control_pixels="native", upscale=True,
+        max_sequence_length=1024, vae_encoder_device=DEVICE, text_encoder_device=DEVICE) | changes)
+
+
+def index_of(pipe, data, empty_prompt=False, **changes):
+    """-> samples by name, problems."""
+    index, problems = cache.build_index(pipe, TINY, flags_for(data, **changes), empty_prompt, quiet=True)
+    return {s["name"]: s for s in index["samples"]}, problems
+
+
+def encode(pipe, sample, prompt=None):
+    prompt = sample["prompt"] if prompt is None else prompt
+    return cache.encode_latents(pipe, sample, sample["scales"][0]) | cache.encode_text(pipe, sample, prompt)
+
+
+def load(cache_dir, name=None):
+    """One sample's tensors and its entry in the index."""
+    sample = next(s for s in cache.load_index(cache_dir)["samples"] if name in (None, s["name"]))
+    return cache.load_sample(cache_dir, sample, sample["scales"][0]), sample
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype and torch.equal(got[name].cpu(), want[name].cpu()), name
+
+
+def cached_files(cache_dir):
+    return {p.relative_to(cache_dir): p.stat().st_mtime_ns for p in cache_dir.glob("*/*")}
+
+
+# ---- encoding equals the stock pipeline ----
+
+AREA = 128 * 128  # instead of the stock pipeline's 1024 * 1024, so that it takes milliseconds
+
+
+def stock_processor(pipe):
+    """The stock class without its constructor, which needs torchvision; its call needs it for videos only."""
+    processor = object.__new__(Qwen2VLProcessor)
+    processor.tokenizer, processor.image_processor = pipe.tokenizer, pipe.processor.image_processor
+    processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
+    processor.image_token_id, processor.video_token_id = pipe.tokenizer.convert_tokens_to_ids(
+        [processor.image_token, processor.video_token])
+    return processor
+
+
+def given_by_stock(pipe, monkeypatch, **call):
+    """What the stock pipeline hands to the transformer in its first step: keyword arguments of the call."""
+    class Caught(Exception):
+        pass
+
+    def forward(**kwargs):
+        raise Caught(kwargs)
+
+    stock_dimensions = v1_code.calculate_dimensions
+    monkeypatch.setattr(plus_code, "VAE_IMAGE_SIZE", AREA)
+    monkeypatch.setattr(v1_code, "calculate_dimensions", lambda area, ratio: stock_dimensions(AREA, ratio))
+    model = diffusers.QwenImageTransformer2DModel
+    transformer = model.from_config(model.load_config(TINY / "transformer")).to(DEVICE, DTYPE)
+    transformer.forward = forward
+    parts = dict(pipe.components, transformer=transformer, processor=stock_processor(pipe))
+    stock = getattr(diffusers, type(pipe).__name__)(**parts)
+    stock.set_progress_bar_config(disable=True)
+    with pytest.raises(Caught) as caught:
+        stock(**call, num_inference_steps=2, true_cfg_scale=1.0, output_type="latent")
+    return SimpleNamespace(**caught.value.args[0])
+
+
+@pytest.mark.parametrize("family, sizes", [
+    ("Plus", [(96, 64), (100, 75)]),  # enlarged
+    ("Plus", [(64, 96), (257, 301), (640, 64), (48, 80)]),  # shrunk, long, one side rounded up; three controls
+    ("v1", [(96, 64), (100, 75)]),
+    ("v1", [(64, 64), (64, 301)]),
+], ids=str)
+@pytest.mark.parametrize("prompt", ["turn the {red} circle blue", "", "\u96ea \U0001f431\n 100% <b>"], ids=ascii)
+def test_samples_are_encoded_as_the_stock_pipeline_encodes_them(tmp_path, pipes, monkeypatch, family, sizes, prompt):
+    pipe = pipes[family]
+    data = add_item(tmp_path, "cat", sizes, prompt or "the prompt that is dropped")
+    sample = index_of(pipe, data, empty_prompt=True, control_pixels=AREA)[0]["cat"]
+    got = encode(pipe, sample, prompt)
+    name = "prompt" if prompt else "empty_prompt"
+
+    images = [Image.open(c) for c in sample["control"]]
+    stock = given_by_stock(pipe, monkeypatch, image=images if family == "Plus" else images[0], prompt=prompt,
+                           width=sizes[0][0], height=sizes[0][1])
+    target_len = len(got["pixel_latent"])
+    assert torch.equal(got["control_latent"], stock.hidden_states[0, target_len:])
+    assert torch.equal(got[name + "_embed"], stock.encoder_hidden_states[0])
+    assert got[name + "_embeds_mask"].all() and stock.encoder_hidden_states_mask is None
+    assert list(map(tuple, got["img_shapes"].tolist())) == stock.img_shapes[0]
+    assert sample["text" if prompt else "empty_text"]["tokens"] == len(got[name + "_embed"])  # known without encoding
+
+
+def test_tokens_are_those_of_the_stock_processor(plus):
+    images = [draw_picture((64, 64)), draw_picture((320, 32))]
+    texts = ["a <|image_pad|> b", "<|image_pad|>, a longer text"]
+    want = stock_processor(plus)(text=texts, images=images, padding=True, return_tensors="pt")
+    assert_same(dict(plus.processor(text=texts, images=images)), {k: v for k, v in want.items() if "type" not in k})
+
+
+def test_latents_are_the_normalised_mode_of_the_posterior(plus):
+    image, vae = draw_picture((96, 64)), plus.vae
+    got = cache.encode_image(plus, image, (96, 64))
+    assert torch.equal(got, cache.encode_image(plus, image, (96, 64)))  # nothing is drawn
+    x = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    mode = vae.encode(x.to(DEVICE, DTYPE)).latent_dist.mode()[0, :, 0].cpu().float()
+    mean, std = [torch.tensor(v)[:, None, None] for v in (vae.config.latents_mean, vae.config.latents_std)]
+    z = (mode - mean) / std
+    patches = z.reshape(16, 4, 2, 6, 2).permute(1, 3, 0, 2, 4).reshape(24, 64)  # row by row; in a token channel, y, x
+    torch.testing.assert_close(got.cpu().float(), patches, rtol=0, atol=1e-5 if DTYPE == torch.float32 else 0.05)
+    unpacked = plus._unpack_latents(got[None], 64, 96, 8)
+    assert torch.equal(plus._pack_latents(unpacked, 1, 16, 8, 12)[0], got)
+
+
+@pytest.mark.parametrize("size, area, upscale, want", [
+    ((1000, 1000), 1024 * 1024, True, (1024, 1024)),
+    ((1920, 1080), 1024 * 1024, True, (1376, 768)),  # sqrt(area * 16 / 9) = 1365 is nearest to 43 * 32
+    ((64, 48), 1024 * 1024, True, (1184, 896)),
+    ((64, 48), 1024 * 1024, False, (64, 64)),  # its own size, sides rounded to 32, never enlarged to the area
+    ((4000, 3000), 1024 * 1024, False, (1184, 896)),
+    ((1920, 1080), "native", True, (1920, 1088)),
+    ((33, 330), "native", False, (32, 320)),
+    ((640, 64), 64 * 64, True, (192, 32)),
+    ((640, 64), 32 * 32, True, (96, 32)),  # the stock formula gives a side of 0 here, and crashes
+])
+def test_sizes_are_the_stock_geometry(size, area, upscale, want):
+    assert cache.fit_size(size, area, upscale) == want
+
+
+def test_the_text_encoder_sees_384_times_384_or_in_v1_what_the_vae_sees(pipes):
+    assert cache.prompt_size(pipes["Plus"], (1920, 1080), AREA, False) == (512, 288)
+    assert cache.prompt_size(pipes["v1"], (1920, 1080), AREA, True) == cache.fit_size((1920, 1080), AREA) == (160, 96)
+
+
+@pytest.mark.parametrize("empty_prompt", [False, True])
+def test_the_same_prompt_for_another_picture_is_another_text(data, plus, empty_prompt):
+    add_item(data, "copy")
+    shutil.copy(data / "control/cat.png", data / "control/copy.png")
+    samples, _ = index_of(plus, data, empty_prompt=True)
+    text, embed, prompt = ("empty_text", "empty_prompt_embed", "") if empty_prompt else ("text", "prompt_embed", None)
+    keys = {name: s[text]["key"] for name, s in samples.items()}
+    assert keys["cat"] != keys["good"] and keys["cat"] == keys["copy"]
+    embeds = {name: encode(plus, s, prompt)[embed] for name, s in samples.items()}
+    assert not torch.equal(embeds["cat"], embeds["good"]) and torch.equal(embeds["cat"], embeds["copy"])
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "RGB"])
+@pytest.mark.parametrize("mask_size", [(64, 64), (128, 128), (256, 64)], ids=str)
+def test_the_edit_mask_is_the_edited_share_of_each_token(tmp_path, plus, mode, mask_size):
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:, :24] = 255  # one and a half of the four columns of tokens
+    mask[63, 63] = 255
+    mask = Image.fromarray(mask).resize(mask_size, Image.NEAREST).convert(mode)
+    sample = index_of(plus, add_item(tmp_path, "cat", mask=mask))[0]["cat"]
+    want = torch.tensor([[1, 0.5, 0, 0]]).repeat(4, 1)
+    want[3, 3] = 1 / 256  # a single pixel counts, but not for a whole token
+    torch.testing.assert_close(encode(plus, sample)["edit_mask"].reshape(4, 4), want, rtol=0, atol=0.5 / 255 + 1e-6)
+
+
+def test_every_target_area_has_its_own_latents_and_all_share_the_text(data, tmp_path, plus):
+    areas = ["64*64", "128x64", "16384", "native"]  # native is 64 * 64 here, so that its file is the first one's
+    assert make_cache(data, tmp_path / "c", "--target_pixels", *areas, "--control_pixels", "32*32").status == 0
+    sample = cache.load_index(tmp_path / "c")["samples"][0]
+    loaded = [cache.load_sample(tmp_path / "c", sample, scale) for scale in sample["scales"]]
+    assert [t["img_shapes"].tolist()[0] for t in loaded] == [[1, 4, 4], [1, 6, 6], [1, 8, 8], [1, 4, 4]]
+    assert all(t["img_shapes"].tolist()[1] == [1, 2, 2] for t in loaded)
+    assert [len(t["pixel_latent"]) for t in loaded] == [16, 36, 64, 16]
+    assert len({s["key"] for s in sample["scales"]}) == 3
+    assert len(list((tmp_path / "c/latents").iterdir())) == 6 and len(list((tmp_path / "c/text").iterdir())) == 2
+
+
+def test_a_cached_sample_holds_what_the_contract_names(cached_dataset):
+    """cat: 64x64 with one control and a mask; dog: 64x32 with three controls."""
+    for name, target_len, control_len, mask in (("cat", 16, 16, {"edit_mask": (16,)}), ("dog", 8, 16 + 16 + 8, {})):
+        tensors, sample = load(cached_dataset / "cache", name)
+        text_len, images = sample["text"]["tokens"], 1 + len(sample["control"])
+        assert {k: tuple(v.shape) for k, v in tensors.items()} == mask | dict(
+            pixel_latent=(target_len, 64), control_latent=(control_len, 64), img_shapes=(images, 3),
+            prompt_embed=(text_len, 64), prompt_embeds_mask=(text_len,))
+        assert all(tensors[k].dtype == DTYPE for k in ("pixel_latent", "control_latent", "prompt_embed"))
+        assert tensors["prompt_embeds_mask"].dtype == torch.bool
+    for path in (cached_dataset / "cache").glob("*/*"):
+        with safetensors.safe_open(path, "pt") as f:
+            text, = f.metadata().values()  # one string, because several come out in any order
+        meta = json.loads(text)
+        assert {"digest", "sources", "sizes"} <= meta.keys() and meta["version"] == "2.0" and meta["key"] == path.stem
+
+
+def test_counts_and_the_largest_change_of_aspect_are_reported(data, tmp_path):
+    add_item(data, "wide", [(70, 64), (64, 64)])
+    result = make_cache(data, tmp_path / "c")
+    assert "3 samples" in result.out and "8.6%" in result.out and "wide" in result.out
+
+
+# ---- what a cached file depends on ----
+
+def overwrite(path, image):
+    """Other content under the same name, with the same time and, being BMP, the same length."""
+    times = path.stat()
+    image.save(path, format="BMP")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def redraw(file):
+    return lambda data, model, monkeypatch: overwrite(data / file, draw_picture((64, 64), seed=99))
+
+
+def write_caption(content):
+    return lambda data, model=None, monkeypatch=None: (data / "target/cat.txt").write_bytes(content)
+
+
+def with_flags(*flags):
+    return lambda data, model, monkeypatch: flags
+
+
+def swap_files(a, b):
+    content = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(content)
+
+
+def change_config(part, file):
+    def change(data, model, monkeypatch):
+        path = model / part / file
+        path.write_text(path.read_text().rstrip() + "\n\n")
+    return change
+
+
+OTHER_DTYPE = "bfloat16" if DTYPE == torch.float32 else "float32"
+CHANGES = {  # of two items, cat with a mask and dog with three controls: how many latents and texts are encoded again
+    "nothing": (lambda d, m, mp: None, 0, 0),
+    "time of a file": (lambda d, m, mp: os.utime(d / "target/cat.png"), 0, 0),
+    "folder's name": (lambda d, m, mp: d.rename(d.with_name("renamed")), 0, 0),
+    "item's name": (lambda d, m, mp: [p.rename(p.with_stem("tom")) for p in d.glob("*/cat.*")], 0, 0),
+    "line end of a caption": (write_caption(b"\xef\xbb\xbfadd a red border\r\n"), 0, 0),
+    "transformer": (lambda d, m, mp: change_weight(m / "transformer"), 0, 0),
+    "another item": (lambda d, m, mp: add_item(d, "new"), 1, 1),
+    "target": (redraw("target/cat.png"), 1, 0),
+    "mask": (redraw("mask/cat.png"), 1, 0),
+    "no mask": (lambda d, m, mp: (d / "mask/cat.png").unlink(), 1, 0),
+    "control": (redraw("control/cat.png"), 1, 1),
+    "second control": (redraw("control/dog_1.png"), 1, 1),
+    "one control more": (lambda d, m, mp: save(draw_picture(), d / "control/cat_1.png"), 1, 1),
+    "order of controls": (lambda d, m, mp: swap_files(d / "control/dog.png", d / "control/dog_1.png"), 1, 1),
+    "caption": (write_caption(b"add a blue border"), 0, 1),
+    "target size": (with_flags("--target_pixels", "32*32"), 2, 0),
+    "control size": (with_flags("--control_pixels", "32*32"), 2, 0),
+    "dtype": (with_flags("--dtype", OTHER_DTYPE), 2, 2),
+    "empty prompt": (with_flags("--empty_prompt"), 0, 2),
+    "VAE": (lambda d, m, mp: change_weight(m / "vae"), 2, 0),
+    "text encoder": (lambda d, m, mp: change_weight(m / "text_encoder"), 0, 2),
+    "tokenizer": (change_config("tokenizer", "tokenizer_config.json"), 0, 2),
+    "processor": (change_config("processor", "preprocessor_config.json"), 0, 2),
+    "model family": (lambda d, m, mp: as_v1(m) and [(d / f"control/dog_{k}.png").unlink() for k in (1, 2)], 2, 2),
+    "preprocessing": (lambda d, m, mp: mp.setattr(cache, "PREPROCESSING", "another"), 2, 2),
+    "cache version": (lambda d, m, mp: mp.setattr(cache, "VERSION", "2.1"), 2, 2),
+}
+
+
+@pytest.fixture(scope="session")
+def cached_dataset(tmp_path_factory):
+    """A folder with model, data and cache, to be copied."""
+    folder = tmp_path_factory.mktemp("cached")
+    copy_model(folder / "model")
+    add_item(folder / "data", "cat", mask=draw_picture())
+    add_item(folder / "data", "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
+    for path in folder.glob("data/*/*.png"):
+        overwrite(path, Image.open(path))
+    assert make_cache(folder / "data", folder / "cache", "--model", folder / "model", *NATIVE).status == 0
+    return folder
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_encodes_again_what_it_touches_and_nothing_else(tmp_path, cached_dataset, monkeypatch, change):
+    root = shutil.copytree(cached_dataset, tmp_path / "root")
+    apply, latents, texts = CHANGES[change]
+    flags = apply(root / "data", root / "model", monkeypatch)
+    if latents + texts == 0:  # not even the models are loaded
+        monkeypatch.setattr(cache, "load_encoders", lambda *_: pytest.fail("encoders loaded"))
+    before = cached_files(root / "cache")
+    data, = [p for p in root.iterdir() if (p / "target").is_dir()]
+    result = make_cache(data, root / "cache", "--model", root / "model", *NATIVE,
+                        *(flags if isinstance(flags, tuple) else ()))
+    assert result.status == 0, result.err
+    new = [path.parent.name for path, time in cached_files(root / "cache").items() if before.get(path) != time]
+    assert (new.count("latents"), new.count("text"), len(new)) == (latents, texts, latents + texts)
+
+
+def test_a_large_weight_file_is_known_by_its_length_its_begin_its_middle_and_its_end(tmp_path):
+    path = tmp_path / "part/model.safetensors"
+    path.parent.mkdir()
+
+    def print_of(size, place=None):
+        with open(path, "wb") as f:
+            f.truncate(size)
+            if place is not None:
+                f.seek(place)
+                f.write(b"x")
+        return cache.fingerprint(path.parent)
+
+    size = 2**25
+    prints = [print_of(size)] + [print_of(size + 1)] + [print_of(size, place) for place in (0, size // 2, size - 1)]
+    assert len(set(prints)) == len(prints)
+    assert print_of(size) == prints[0]
+    path.rename(path.with_name("other.safetensors"))
+    assert cache.fingerprint(path.parent) != prints[0]
+
+
+# ---- damaged files ----
+
+def flip(bit):
+    return lambda data: data[:bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1:]
+
+
+def damage_tensors(path):
+    """One bit near the end of the file, where the tensors are."""
+    path.write_bytes(flip(8 * (path.stat().st_size - 100))(path.read_bytes()))
+
+
+def test_no_damage_to_a_cache_file_goes_unnoticed(tmp_path):
+    path = tmp_path / "f.safetensors"
+    meta = dict(version="2.0", key="k")
+    cache.write_tensors(path, dict(a=torch.zeros(4, 4), b=torch.ones(7, dtype=torch.bool)), meta)
+    sound = path.read_bytes()
+    assert cache.read_tensors(path, key="k")[1] == meta
+    damages = {f"bit {n}": flip(n) for n in range(8 * len(sound))}
+    damages |= {f"cut to {n}": lambda data, n=n: data[:n] for n in range(len(sound))}
+    damages |= {f"junk of {n}": lambda data, n=n: data + bytes(n) for n in (1, 8, 512)}
+    damages |= {f"hole at {n}": lambda data, n=n: data[:n] + bytes(16) + data[n + 16:]
+                for n in range(0, len(sound) - 16, 8) if any(sound[n:n + 16])}
+    for name, damage in damages.items():
+        path.write_bytes(damage(sound))
+        try:
+            cache.read_tensors(path, key="k")
+        except cache.InputError as e:
+            assert is_one_line(str(e), path), (name, e)
+        else:
+            pytest.fail(f"{name} went unnoticed")
+
+
+@pytest.mark.parametrize("meta", ["[]", "5", "null", '{"digest": 5}', '{"digest": ""}', "{"])
+def test_a_file_with_strange_metadata_is_refused(tmp_path, meta):
+    path = tmp_path / "f.safetensors"
+    safetensors.torch.save_file({"a": torch.zeros(2)}, path, metadata={"json": meta})
+    with refused(path):
+        cache.read_tensors(path)
+
+
+def rewrite(path, version):
+    tensors, meta = cache.read_tensors(path)
+    cache.write_tensors(path, tensors, meta | {"version": version})
+
+
+SPOILED = {
+    "cut": lambda a, b: a.write_bytes(a.read_bytes()[:-1]),
+    "bit": lambda a, b: damage_tensors(a),
+    "empty": lambda a, b: a.write_bytes(b""),
+    "swapped": swap_files,
+    "another's copy": lambda a, b: shutil.copy(b, a),
+    "latents for a text": lambda a, b: shutil.copy(next(a.parent.parent.glob("latents/*")), a),
+    "gone": lambda a, b: a.unlink(),
+    "version 3.0": lambda a, b: rewrite(a, "3.0"),
+    "a folder": lambda a, b: a.unlink() or a.mkdir(),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_training_stops_at_a_spoiled_file_and_names_it(tmp_path, cached_dataset, how):
+    cache_dir = shutil.copytree(cached_dataset / "cache", tmp_path / "cache")
+    a, b = sorted(cache_dir.glob("text/*"))
+    SPOILED[how](a, b)
+    result = train(None, tmp_path, "--cache_dir", cache_dir, "--model", cached_dataset / "model")
+    assert result.status == 1 and not result.losses[1:]
+    assert is_one_line(result.errors[-1], "text/") and (a.name in result.errors[-1] or b.name in result.errors[-1])
+
+
+def test_an_error_begins_its_own_line(tmp_path, cached_dataset):
+    """Also where a progress bar stands."""
+    root = shutil.copytree(cached_dataset, tmp_path / "root")
+    for path in root.glob("cache/text/*"):
+        path.write_bytes(b"")
+    flags = ["--model", root / "model", *NATIVE]
+    for result in (train(None, tmp_path, "--cache_dir", root / "cache", "--model", root / "model"),
+                   make_cache(root / "data", root / "cache", *flags, "--verify")):
+        assert result.status == 1 and result.errors
+        assert all(re.search(r"(^|[\r\n])" + re.escape(line), result.err) for line in result.errors), result.err
+
+
+def test_verify_names_every_damaged_file_and_after_deletion_only_these_are_encoded(tmp_path, cached_dataset):
+    root = shutil.copytree(cached_dataset, tmp_path / "root")
+    flags = ["--model", root / "model", *NATIVE]
+    before = cached_files(root / "cache")
+    assert make_cache(root / "data", root / "cache", *flags, "--verify").status == 0
+    damaged = [min(root.glob("cache/latents/*")), max(root.glob("cache/text/*"))]
+    for path in damaged:
+        damage_tensors(path)
+    for skip_bad in ([], ["--skip_bad"]):  # which speaks of samples of the dataset, not of damage
+        result = make_cache(root / "data", root / "cache", *flags, "--verify", *skip_bad)
+        assert result.status == 1
+        assert len(result.errors) == 2 and all(is_one_line(e) for e in result.errors)
+        assert all(any(path.name in e for e in result.errors) for path in damaged)
+    for path in damaged:
+        path.unlink()
+    assert make_cache(root / "data", root / "cache", *flags, "--verify").status == 0
+    after = cached_files(root / "cache")
+    assert {p for p in after if after[p] != before[p]} == {p.relative_to(root / "cache") for p in damaged}
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, fails):
+    path = tmp_path / "sub/f.bin"
+    cache.write_file(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, fails, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.write_file(path, b"new")
+    assert path.read_bytes() == b"old" and [p.name for p in path.parent.iterdir()] == ["f.bin"]
+    # what a killed process of the same number has left; in a container all runs have the same numbers
+    for pid in range(os.getpid() - 1, os.getpid() + 2):
+        (path.parent / f".tmp-{pid}-f.bin").write_bytes(b"left")
+    cache.write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask  # a shared cache stays readable to the group
+
+
+def test_the_same_sample_is_the_same_bytes(data, tmp_path):
+    for name in "ab":
+        make_cache(data, tmp_path / name)
+    files = list(cached_files(tmp_path / "a"))
+    assert files and files == list(cached_files(tmp_path / "b"))
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"version": "2.0", "samples": []}',
+                                     b'{"version": "3.0", "models": null, "samples": [{}]}'])
+def test_a_damaged_index_is_named(tmp_path, cached_dataset, content):
+    cache_dir = shutil.copytree(cached_dataset / "cache", tmp_path / "cache")
+    (cache_dir / "index.json").write_bytes(content)
+    result = train(None, tmp_path, "--cache_dir", cache_dir, "--model", cached_dataset / "model")
+    assert result.status == 1 and is_one_line(result.errors[-1], "index.json")
+
+
+@pytest.mark.parametrize("what", ["vae", "text_encoder", "tokenizer", "processor", "model family"])
+def test_training_refuses_a_cache_of_another_model(tmp_path, cached_dataset, what):
+    model = copy_model(tmp_path / "model")
+    if what == "model family":  # Edit and Edit-2509 share VAE and text encoder, but show them other pictures
+        as_v1(model)
+    elif what in ("vae", "text_encoder"):
+        change_weight(model / what)
+    else:
+        path = model / what / "tokenizer_config.json"
+        path.write_text(path.read_text() + "\n")
+    result = train(None, tmp_path, "--cache_dir", cached_dataset / "cache", "--model", model)
+    assert result.status == 1 and is_one_line(result.errors[-1], cached_dataset / "cache") and not result.losses
+
+
+# ---- caches of version 1.0, and pickles ----
+
+def as_version_1(tensors, form):
+    """A dictionary as the older code wrote it: sizes in pixels instead of img_shapes, prompts padded."""
+    (_, h, w), *controls = tensors["img_shapes"].tolist()
+    old = {k: v for k, v in tensors.items() if k != "img_shapes"}
+    old |= dict(height=torch.tensor([16 * h]), width=torch.tensor([16 * w]))
+    for k, (_, h, w) in enumerate(controls):
+        suffix = "_control" + (f"_{k}" if k else "")
+        old |= {"height" + suffix: torch.tensor(16 * h), "width" + suffix: torch.tensor(16 * w)}
+    if form != "unpadded":
+        for name in ("prompt_embed", "empty_prompt_embed"):
+            embed = old[name]
+            old[name] = torch.cat([embed, embed.new_full((7, embed.shape[1]), torch.nan)])
+            old[name + "s_mask"] = (torch.arange(len(embed) + 7) < len(embed)).to(torch.int64)
+    if form == "unpadded":  # as some wrote it: no masks where nothing is padded
+        old = {k: v for k, v in old.items() if not k.endswith("s_mask")}
+        old["n_controls"] = torch.tensor(len(controls) - 1)
+    if form == "batch of 1":
+        old = {k: v[None] if v.ndim == 2 or k.endswith("mask") else v for k, v in old.items()}
+    return {k: v.contiguous() for k, v in old.items()}
+
+
+@pytest.fixture(scope="session")
+def new_and_old(tmp_path_factory, cached_dataset):
+    """The same samples as a cache of today and as version 1.0 in three forms."""
+    root = tmp_path_factory.mktemp("old")
+    make_cache(cached_dataset / "data", root / "new", "--empty_prompt", "--model", cached_dataset / "model", *NATIVE)
+    for form in ("padded", "unpadded", "batch of 1"):
+        (root / form).mkdir()
+        for name in ("cat", "dog"):
+            old = as_version_1(load(root / "new", name)[0], form)
+            safetensors.torch.save_file(old, root / form / f"{name}.safetensors")
+    return root
+
+
+@pytest.mark.parametrize("form", ["padded", "unpadded", "batch of 1"])
+def test_version_1_dictionaries_are_read_and_trained_as_today_s_cache(tmp_path, cached_dataset, new_and_old, form):
+    for name in ("cat", "dog"):
+        want = load(new_and_old / "new", name)[0]
+        assert_same({k: v for k, v in load(new_and_old / form, name)[0].items() if k in want}, want)
+    new, old = [train(None, tmp_path, "--cache_dir", new_and_old / name, "--model", cached_dataset / "model",
+                      "--caption_dropout_rate", 0.5, "--max_steps", 1) for name in ("new", form)]
+    assert len(new.losses) == 1 and old.losses == new.losses, old.err
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda t: t.pop("height"), lambda t: t.pop("width_control"), lambda t: t.pop("pixel_latent"),
+    lambda t: t.pop("prompt_embed"), lambda t: t.update(height=torch.tensor([32])),
+    lambda t: t.update(prompt_embeds_mask=torch.ones(3)), lambda t: t.update(img_shapes=torch.ones(5)),
+    lambda t: t.update(pixel_latent=torch.zeros(16)), lambda t: t.update(height=torch.tensor([64, 64, 64])[None])])
+def test_a_broken_version_1_dictionary_is_named(tmp_path, new_and_old, spoil):
+    tensors = safetensors.torch.load_file(new_and_old / "padded/cat.safetensors")
+    spoil(tensors)
+    safetensors.torch.save_file(tensors, tmp_path / "cat.safetensors")
+    with refused("cat.safetensors"):
+        cache.load_index(tmp_path)
+
+
+def test_an_unknown_version_is_refused(tmp_path, new_and_old):
+    tensors = safetensors.torch.load_file(new_and_old / "padded/cat.safetensors")
+    safetensors.torch.save_file(tensors, tmp_path / "cat.safetensors", metadata={"version": "1.7"})
+    with refused("cat.safetensors", "1.7"):
+        cache.load_index(tmp_path)
+
+
+class Bomb:
+    """Unpickling it runs code: here, it makes a file."""
+    marker = None
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.pth", "a.bin", "a.ckpt", "a.pkl", "a.safetensors"])
+@pytest.mark.parametrize("write", [lambda bomb, f: torch.save(bomb, f), pickle.dump], ids=["torch", "pickle"])
+def test_no_pickle_is_ever_opened(tmp_path, name, write):
+    path, bomb = tmp_path / "files" / name, Bomb()
+    bomb.marker = tmp_path / "marker"
+    path.parent.mkdir()
+    with open(path, "wb") as f:
+        write(bomb, f)
+    for read in (cache.read_tensors, predict.read_lora, lambda path: cache.load_index(path.parent)):
+        with refused(name):
+            read(path)
+    assert not bomb.marker.exists()
+    pickle.loads(pickle.dumps(bomb))
+    assert bomb.marker.exists()  # so it would have gone off
+
+
+# ---- cached equals live ----
+
+def test_cached_samples_equal_live_encoding_bit_for_bit(tmp_path, cached_dataset, plus):
+    for sample in index_of(plus, cached_dataset / "data")[0].values():
+        assert_same(load(cached_dataset / "cache", sample["name"])[0], encode(plus, sample))
+
+
+def test_cached_and_live_training_log_the_same_losses(tmp_path, cached_dataset):
+    flags = ["--cache_dir", tmp_path / "cache", "--model", cached_dataset / "model", *NATIVE, "--max_steps", 3,
+             "--target_pixels", "native", "32*64", "--caption_dropout_rate", 0.5]
+    cached = train(cached_dataset / "data", tmp_path, *flags)
+    live = train(cached_dataset / "data", tmp_path, *flags, "--no-use_cache")
+    assert len(cached.losses) == 3 and cached.losses == live.losses
+
+
+# ---- what is wrong with a dataset ----
+
+def instead(file, make):
+    def spoil(d):
+        (d / file).unlink(missing_ok=True)
+        (d / file).parent.mkdir(exist_ok=True)
+        make(d / file)
+    return spoil
+
+
+def resized(file, *size):
+    return instead(file, lambda path: draw_picture(size).save(path))
+
+
+def animation(path, **options):
+    draw_picture().save(path, save_all=True, append_images=[draw_picture(seed=s) for s in (1, 2)], **options)
+
+
+def claim_size(width, height):
+    """A PNG whose header, checksum included, says that it is this large."""
+    def make(path):
+        header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        sound = save(draw_picture(), path).read_bytes()
+        path.write_bytes(sound[:12] + header + struct.pack(">I", zlib.crc32(header)) + sound[33:])
+    return make
+
+
+BAD_ITEMS = {  # what is done to cat, and what the one line about it must name
+    "no control": (lambda d: (d / "control/cat.png").unlink(), "target/cat.png", "control/cat.png"),
+    "no caption": (lambda d: (d / "target/cat.txt").unlink(), "target/cat.txt"),
+    "empty caption": (write_caption(b""), "target/cat.txt"),
+    "blank caption": (write_caption(b"\xef\xbb\xbf \r\n\t"), "target/cat.txt"),
+    "Latin-1": (write_caption("caf\u00e9".encode("latin-1")), "target/cat.txt"),
+    "UTF-16": (write_caption("caf\u00e9".encode("utf-16")), "target/cat.txt"),
+    "UTF-16 without its mark": (write_caption("red".encode("utf-16-le")), "target/cat.txt"),
+    "long caption": (write_caption(b"red " * 2000), "cat", "1024"),
+    "caption with a token of the template": (write_caption(b"a <|image_pad|> b"), "cat"),
+    "two targets": (lambda d: draw_picture().save(d / "target/cat.jpg"), "cat.jpg", "cat.png"),
+    "two controls": (lambda d: draw_picture().save(d / "control/cat.WEBP"), "cat.WEBP", "cat.png"),
+    "second control, or another item's first": (lambda d: add_item(d, "cat_1"), "cat_1"),
+    "second control, but no first": (lambda d: (d / "control/cat.png").rename(d / "control/cat_1.png"), "cat.png"),
+    "third control, but no second": (lambda d: draw_picture().save(d / "control/cat_2.png"), "cat"),
+    "one pixel": (resized("control/cat.png", 1, 1), "control/cat.png", "1x1"),
+    "thin": (resized("target/cat.png", 10000, 1), "target/cat.png", "10000x1"),
+    "31 pixels": (resized("control/cat.png", 64, 31), "control/cat.png", "64x31"),
+    "aspect above 10": (resized("target/cat.png", 32, 321), "target/cat.png", "32x321"),
+    "empty file": (instead("control/cat.png", Path.touch), "control/cat.png"),
+    "web page": (instead("control/cat.png", lambda p: p.write_text("<html>404</html>")), "control/cat.png"),
+    "TIFF": (instead("control/cat.png", lambda p: draw_picture().save(p, format="TIFF")), "control/cat.png"),
+    "animated PNG": (instead("target/cat.png", animation), "target/cat.png"),
+    "animated WebP": (instead("target/cat.png", lambda p: animation(p, format="WEBP")), "target/cat.png"),
+    "GIF": (instead("target/cat.png", lambda p: animation(p, format="GIF")), "target/cat.png"),
+    "3600 megapixels": (instead("control/cat.png", claim_size(60000, 60000)), "control/cat.png", "pixels"),
+    "121 megapixels": (instead("mask/cat.png", claim_size(11000, 11000)), "mask/cat.png", "megapixels"),
+    "FIFO as target": (instead("target/cat.png", os.mkfifo), "target/cat.png"),
+    "FIFO as control": (instead("control/cat.png", os.mkfifo), "control/cat.png"),
+    "FIFO as mask": (instead("mask/cat.png", os.mkfifo), "mask/cat.png"),
+    "FIFO as caption": (instead("target/cat.txt", os.mkfifo), "target/cat.txt"),
+    "folder as control": (instead("control/cat.png", Path.mkdir), "control/cat.png"),
+    "folder as caption": (instead("target/cat.txt", Path.mkdir), "target/cat.txt"),
+    "dangling link": (instead("control/cat.png", lambda p: p.symlink_to("nowhere.png")), "control/cat.png"),
+    "link to itself": (instead("target/cat.png", lambda p: p.symlink_to(p)), "target/cat.png"),
+    "broken mask": (instead("mask/cat.png", lambda p: p.write_bytes(b"x")), "mask/cat.png"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ITEMS)
+def test_a_bad_item_is_named_and_left_out_and_the_others_stay(data, plus, kind):
+    spoil, *named = BAD_ITEMS[kind]
+    with within(2):
+        spoil(data)
+        samples, problems = index_of(plus, data)
+    assert len(problems) == 1 and is_one_line(problems[0], *named), problems
+    assert "good" in samples and "cat" not in samples
+    assert all(s["target"] != s["control"][0] for s in samples.values())
+
+
+STRAYS = {
+    "control": lambda d: draw_picture().save(d / "control/dog.png"),
+    "mask": lambda d: save(draw_picture(), d / "mask/dog.png"),
+    "caption": lambda d: (d / "target/dog.txt").write_text("add a border"),
+    "numbered mask": lambda d: save(draw_picture(), d / "mask/dog_1.png"),
+    "picture in another format": lambda d: animation(d / "target/dog.gif"),
+    "link to a folder": lambda d: (d / "target/dog").symlink_to(add_item(d.with_name("more"), "x") / "target"),
+    "manifest": lambda d: (d / "metadata.jsonl").write_text(ROW % '"mask": "dog.png"'),
+}
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_no_file_is_passed_over_in_silence(data, plus, kind):
+    STRAYS[kind](data)
+    samples, problems = index_of(plus, data)
+    assert len(samples) == 2
+    assert problems and all(is_one_line(p, "metadata.jsonl" if kind == "manifest" else "dog") for p in problems)
+
+
+def test_version_1_of_the_model_takes_one_control(data, pipes):
+    draw_picture().save(data / "control/cat_1.png")
+    samples, problems = index_of(pipes["v1"], data)
+    assert list(samples) == ["good"] and is_one_line(problems[0], "control/cat_1.png") and len(problems) == 1
+
+
+EMPTY = {
+    "no such folder": lambda d: None,
+    "empty folder": lambda d: d.mkdir(),
+    "empty folders": lambda d: [(d / name).mkdir(parents=True) for name in ("target", "control")],
+    "empty manifest": lambda d: d.mkdir() or (d / "metadata.jsonl").write_text("\n \n"),
+    "only a header": lambda d: d.mkdir() or (d / "metadata.csv").write_text("target,control,prompt\n"),
+    "two manifests": lambda d: d.mkdir() or [(d / f"metadata.{s}").write_text("x") for s in ("csv", "jsonl")],
+    "a text file": lambda d: d.write_text("hello"),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+@pytest.mark.parametrize("script", ["cache.py", "train.py"])
+def test_no_dataset_is_one_line_and_exit_1(tmp_path, monkeypatch, kind, script):
+    monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("a model was loaded"))
+    EMPTY[kind](tmp_path / "photos")
+    result = run_script(script, "--data", tmp_path / "photos")
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "photos")
+
+
+# ---- names, captions, manifests that are right ----
+
+NAMES = ["\u65e5\u672c \u8a9e", "\U0001f431", "[1] (2)*", "it's", 'quo"te', "a.b.c", "50%", "-dash", "tab\tand\nline",
+         "{x}", "#1;2", "Upper", "a/x", "b/x", "a/b/x", "cafe\u0301", "\udcff"]
+
+
+def test_names_of_every_kind_work(tmp_path):
+    for name in NAMES:
+        add_item(tmp_path / "data", name, [(70, 64), (64, 64)])
+    for old, new in (("target/cafe\u0301.txt", "target/caf\u00e9.txt"),  # macOS takes names apart, Linux does not
+                     ("control/cafe\u0301.png", "control/caf\u00e9.png"), ("target/Upper.png", "target/Upper.PNG")):
+        (tmp_path / "data" / old).rename(tmp_path / "data" / new)
+    result = make_cache(tmp_path / "data", tmp_path / "c", "--control_pixels", "32*32")
+    assert result.status == 0, result.err
+    samples = cache.load_index(tmp_path / "c")["samples"]
+    assert {s["name"] for s in samples} == {unicodedata.normalize("NFC", n) for n in NAMES}
+    assert len({s["scales"][0]["key"] for s in samples}) == len(NAMES)
+    assert all(cache.load_sample(tmp_path / "c", s, s["scales"][0]) for s in samples)
+
+
+@pytest.mark.parametrize("name", ["\udcff", "tab\tand\nline"], ids=ascii)
+def test_no_script_stumbles_over_a_strange_name(tmp_path, name):
+    """Each says it: cache.py of the picture with the largest change of aspect, train.py of one above --max_tokens,
+    predict.py of every job; and all in errors."""
+    data = add_item(tmp_path / "data", name, [(70, 64), (64, 64)])
+    assert make_cache(data, tmp_path / "c").status == 0
+    for live in ([], ["--no-use_cache"]):
+        flags = ["--cache_dir", tmp_path / "c", "--max_tokens", 1, "--max_steps", 1]
+        assert train(data, tmp_path, *flags, *live).status == 0
+    assert run_script("predict.py", "--jobs", data, "--out_dir", tmp_path / "o", "--num_inference_steps", 2, "--lora",
+                      "", *ON_DEVICE).status == 0
+    assert len(list((tmp_path / "o").iterdir())) == 1
+    (data / f"control/{name}.png").write_bytes(b"")
+    for result in (make_cache(data, tmp_path / "c"), train(data, tmp_path, "--no-use_cache"),
+                   run_script("predict.py", "--jobs", data, *ON_DEVICE)):
+        assert result.status == 1 and "empty file" in result.err
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbfadd a red border", b"\n add a red border \r\n\t"])
+def test_a_caption_is_read_without_its_mark_and_its_line_ends(data, plus, content):
+    write_caption(content)(data)
+    assert index_of(plus, data)[0]["cat"]["prompt"] == "add a red border"
+
+
+def test_controls_differ_in_number_and_size_and_are_counted_not_spelled(tmp_path, plus):
+    add_item(tmp_path, "one", [(64, 64), (96, 32)])
+    add_item(tmp_path, "many", [(32, 32)] + [(32, 32 * (1 + k)) for k in range(1, 8)] * 2)  # _10 follows _9, not _1
+    samples, problems = index_of(plus, tmp_path)
+    assert not problems
+    assert samples["one"]["scales"][0]["img_shapes"] == [(1, 4, 4), (1, 2, 6)]
+    assert [h for _, h, _ in samples["many"]["scales"][0]["img_shapes"]] == [2] + [2 * (1 + k) for k in range(1, 8)] * 2
+
+
+PROMPT = 'say "hi",\u2028 and\u0085go\u00a0on'  # str.splitlines, but not JSON, takes two of these for ends of lines
+
+
+def write_jsonl(path, rows, ascii=False):
+    lines = [json.dumps(row, ensure_ascii=ascii) for row in rows]
+    path.write_text("\ufeff" + "\r\n\r\n".join(lines), encoding="utf-8", newline="")
+
+
+def write_csv(path, rows):
+    with open(path, "w", encoding="utf-8-sig", newline="") as f:
+        columns = ["prompt", "control"] + [f"control_{k}" for k in range(1, 12)] + ["mask", "target"]
+        writer = csv.DictWriter(f, columns)
+        writer.writeheader()
+        for row in rows:
+            first, *others = row.pop("control")
+            writer.writerow(row | dict(control=first) | {f"control_{k}": c for k, c in enumerate(others, 1)})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "ascii jsonl", "csv"])
+def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, kind):
+    data = add_item(tmp_path / "data", "cat", [(64, 32)] + [(32, 32 * (1 + k % 3)) for k in range(12)], PROMPT,
+                    mask=draw_picture())
+    add_item(data, "sub/[1] \U0001f431", [(64, 64), (32, 32)])
+    want, problems = index_of(plus, data)
+    assert len(want) == 2 and not problems
+    relative = lambda path: os.path.relpath(path, data)
+    rows = [dict(target=relative(s["target"]), control=[relative(c) for c in s["control"]], prompt=s["prompt"])
+            | (dict(mask=relative(s["mask"])) if s["mask"] else {}) for s in want.values()]
+    if kind == "csv":
+        write_csv(data / "metadata.csv", rows)
+    else:
+        write_jsonl(data / "metadata.jsonl", rows, ascii=kind == "ascii jsonl")
+    got, problems = index_of(plus, next(data.glob("metadata.*")))
+    assert not problems
+    content = lambda samples: sorted((s["scales"][0]["key"], s["text"]["key"], s["prompt"]) for s in samples.values())
+    assert content(got) == content(want)
+
+
+def test_a_folder_with_a_manifest_but_no_target_folder_is_read_by_its_manifest(tmp_path, plus):
+    for name in "ab":
+        save(draw_picture(seed=ord(name)), tmp_path / f"{name}.png")
+    (tmp_path / "metadata.jsonl").write_text('{"target": "a.png", "control": "b.png", "prompt": "add a border"}')
+    samples, problems = index_of(plus, tmp_path)
+    assert list(samples) == ["a"] and not problems
+
+
+ROW = '{"target": "target/cat.png", "control": ["control/cat.png"], "prompt": "go", %s}'
+BAD_ROWS = {  # line 2 of metadata.jsonl, and what is named beside the line number
+    "no JSON": ('{"target": "target/cat.png", ',),
+    "no object": ('["target/cat.png"]',),
+    "null": ("null",),
+    "no target": (ROW % '"target": null', "target"),
+    "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
+    "empty list": (ROW % '"control": []', "control"),
+    "number among controls": (ROW % '"control": ["control/cat.png", 5]', "control"),
+    "NaN": (ROW % '"prompt": NaN', "prompt"),
+    "blank prompt": (ROW % '"prompt": " "', "prompt"),
+    "number": (ROW % '"prompt": 5', "prompt"),
+    "duplicate": (ROW % '"target": "target/good.png", "control": ["control/good.png"]', "line 1"),
+    "duplicate by a detour": (ROW % '"target": "./mask/../target/good.png", "control": ["control/good.png"]', "line 1"),
+    "parent": (ROW % '"control": ["../secret.png"]', "control", "../secret.png"),
+    "parent in the middle": (ROW % '"mask": "control/../../secret.png"', "mask"),
+    "absolute": (ROW % '"target": "/etc/passwd"', "target", "/etc/passwd"),
+    "URL": (ROW % '"control": ["http://localhost:1/cat.png"]', "control", "http://localhost:1/cat.png"),
+    "link to the outside": (ROW % '"control": ["control/link.png"]', "control", "link.png"),
+    "link to itself": (ROW % '"control": ["control/loop.png"]', "control", "loop.png"),
+    "folder": (ROW % '"target": "."', "target"),
+    "NUL": (ROW % r'"target": "a\u0000.png"', "target"),
+    "half a character in a name": (ROW % r'"target": "\ud83d.png"', "target"),
+    "half a character": (ROW % r'"prompt": "add a \ud83d"', "prompt"),
+    "deep": ("[" * 100_000,),
+}
+
+
+@pytest.fixture
+def manifest(data):
+    """A folder from which `target/good.png` is read by line 1; outside it lies secret.png, inside it a link to that."""
+    save(draw_picture(), data / "../secret.png")
+    (data / "control/link.png").symlink_to("../../secret.png")
+    (data / "control/loop.png").symlink_to("loop.png")
+    return data / "metadata.jsonl"
+
+
+GOOD_ROW = '{"target": "target/good.png", "control": ["control/good.png"], "prompt": "go"}\n'
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_of_a_manifest_is_named_by_line_and_column(manifest, plus, kind):
+    line, *named = BAD_ROWS[kind]
+    manifest.write_text(GOOD_ROW + line.replace(", }", "}") + "\n")
+    samples, problems = index_of(plus, manifest)
+    assert len(samples) == 1 and len(problems) == 1 and is_one_line(problems[0], "metadata.jsonl:2", *named), problems
+
+
+def test_an_absolute_path_is_refused_even_if_it_leads_inside(manifest, plus):
+    manifest.write_text(GOOD_ROW + ROW.replace(", %s", "").replace("target/cat", f"{manifest.parent}/target/cat"))
+    assert is_one_line(index_of(plus, manifest)[1][0], "metadata.jsonl:2", "target")
+
+
+def test_a_missing_picture_of_a_manifest_is_named(manifest, plus):
+    manifest.write_text(GOOD_ROW + ROW.replace(", %s", "").replace("control/cat", "control/tom"))
+    assert is_one_line(index_of(plus, manifest)[1][0], "control/tom.png")
+
+
+BAD_CSV_ROWS = {
+    "no prompt": ("target/cat.png,control/cat.png,", ":3", "prompt"),
+    "no control": ("target/cat.png,,go", ":3", "control"),
+    "too few": ("target/cat.png", ":3"),
+    "comma in a prompt without quotes": ("target/cat.png,control/cat.png,make it red, not blue", ":3"),
+    "NaN": ("target/cat.png,control/cat.png,NaN", ":3", "prompt"),
+    "outside": ("../secret.png,control/cat.png,go", ":3", "target", "../secret.png"),
+    "very long": ("target/cat.png,control/cat.png," + "red " * 40_000,),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CSV_ROWS)
+def test_a_bad_row_of_a_csv_is_named(manifest, plus, kind):
+    row, *named = BAD_CSV_ROWS[kind]
+    path = manifest.with_suffix(".csv")
+    path.write_text(f"target,control,prompt\ntarget/good.png,control/good.png,go\n{row}\n")
+    samples, problems = index_of(plus, path)
+    assert len(samples) == 1 and len(problems) == 1 and is_one_line(problems[0], *named)
+
+
+@pytest.mark.parametrize("columns", ["target;control;prompt", "target/cat.png,control/cat.png,go",
+                                     "target,control,prompt,prompt", 'target,"control,prompt'])
+def test_a_csv_without_its_columns_is_refused(data, plus, columns):
+    path = data / "metadata.csv"
+    path.write_text(f"{columns}\ntarget/good.png,control/good.png,go,go\n")
+    try:
+        samples, problems = index_of(plus, path)
+    except cache.InputError as e:
+        samples, problems = {}, [str(e)]
+    assert not samples and problems and all(is_one_line(p, "metadata.csv") for p in problems)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_csv_may_have_any_line_ends(data, plus, end):
+    path = data / "metadata.csv"
+    path.write_text(end.join(["target,control,prompt", "target/good.png,control/good.png,go", ""]), newline="")
+    samples, problems = index_of(plus, path)
+    assert len(samples) == 1 and not problems
+
+
+# ---- pictures ----
+
+TURNS = {  # what the EXIF standard says about orientation 1 to 8
+    1: lambda a: a, 2: lambda a: a[:, ::-1], 3: lambda a: a[::-1, ::-1], 4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2), 6: lambda a: np.rot90(a, -1), 7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+    8: lambda a: np.rot90(a),
+}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_pictures_are_turned_as_exif_says(tmp_path, suffix, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = save(draw_picture((96, 64)), tmp_path / f"a.{suffix}", exif=exif)
+    want = TURNS[orientation](np.asarray(Image.open(path).convert("RGB")))
+    assert np.array_equal(np.asarray(cache.read_image(path)), want)
+    assert cache.image_size(path) == (want.shape[1], want.shape[0])
+
+
+def strange_exif():
+    """Blocks with damage of every kind; all of them hold an orientation at first."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010e], exif[0x011a] = 6, "a description", 72.0
+    sound, rng = exif.tobytes(), np.random.default_rng(0)
+    yield from (b"", b"Exif\0\0", b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff")
+    yield from (sound[:n] for n in range(6, len(sound)))
+    for _ in range(300):
+        damaged = bytearray(sound)
+        for place in rng.integers(6, len(sound), 3):
+            damaged[place] = rng.integers(256)
+        yield bytes(damaged)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PIL, about the damage
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_damaged_exif_is_ignored(tmp_path, suffix):
+    image = draw_picture((96, 64))
+    for n, block in enumerate(strange_exif()):
+        path = save(image, tmp_path / f"{n}.{suffix}", exif=block)
+        try:
+            assert cache.image_size(path) == cache.read_image(path).size
+        except BaseException as e:
+            pytest.fail(f"EXIF {block!r}: {type(e).__name__}: {e}")
+
+
+@pytest.mark.parametrize("mode, suffix, level", [
+    ("RGBA", "png", 0), ("LA", "png", 0), ("P", "png", 0), ("RGB", "png", 0), ("L", "png", 0), ("RGBA", "webp", 3)])
+def test_what_is_transparent_becomes_white(tmp_path, mode, suffix, level):
+    """A quarter of the picture is transparent over a hidden 200, the rest opaque."""
+    gray, alpha = np.full((64, 64), 30, np.uint8), np.full((64, 64), 255, np.uint8)
+    gray[:32, :32], alpha[:32, :32] = 200, 0
+    image, options = Image.fromarray(gray), {}
+    if mode in ("RGBA", "LA"):
+        image = image.convert(mode[:-1])
+        image.putalpha(Image.fromarray(alpha))
+    else:  # one colour, or one entry of the palette, is declared transparent
+        image = image.convert(mode)
+        options["transparency"] = (200, 200, 200) if mode == "RGB" else 200 if mode == "L" else image.getpixel((0, 0))
+    got = np.asarray(cache.read_image(save(image, tmp_path / f"a.{suffix}", **options)))
+    assert (got[:32, :32] == 255).all()
+    assert (abs(got[32:].astype(int) - 30) <= level).all()
+
+
+def test_half_transparent_is_half_white(tmp_path):
+    path = save(Image.new("RGBA", (32, 32), (0, 100, 200, 128)), tmp_path / "a.png")
+    assert cache.read_image(path).getpixel((0, 0)) == pytest.approx((127, 177, 227), abs=1)
+
+
+def test_16_bit_gray_is_scaled_not_clipped(tmp_path):
+    levels = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    got = np.asarray(cache.read_image(save(Image.fromarray(levels), tmp_path / "a.png"))).astype(float)
+    assert abs(got - (levels / 257)[..., None]).max() <= 1
+
+
+@pytest.mark.parametrize("mode, name", [("CMYK", "a.jpg"), ("1", "a.png"), ("1", "a.bmp"), ("L", "a.jpg"),
+                                        ("P", "a.png"), ("RGB", "a.JPEG"), ("L", "a.bmp")])
+def test_other_modes_become_rgb(tmp_path, mode, name):
+    path = save(draw_picture(mode=mode), tmp_path / name)
+    want = Image.open(path).convert("RGB")
+    assert cache.read_image(path).mode == "RGB" and np.array_equal(np.asarray(cache.read_image(path)), np.asarray(want))
+
+
+def test_the_content_counts_not_the_suffix(tmp_path):
+    image = draw_picture()
+    path = tmp_path / "a.jpg"
+    image.save(path, format="PNG")
+    assert np.array_equal(np.asarray(cache.read_image(path)), np.asarray(image))
+    image.save(path, format="MPO", save_all=True, append_images=[image])  # a JPEG with a preview, as phones write them
+    assert cache.image_size(path) == cache.read_image(path).size == (64, 64)
+
+
+FORMATS = dict(png="PNG", jpg="JPEG", webp="WEBP", bmp="BMP")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_no_damage_to_a_picture_is_a_traceback(tmp_path, suffix):
+    """PNG and a truncated file of any kind can be told; a flipped bit of a JPEG cannot, but must do no harm."""
+    path, rng = save(draw_picture((96, 64)), tmp_path / f"a.{suffix}"), np.random.default_rng(0)
+    sound = path.read_bytes()
+    cuts = [sound[:n] for n in sorted({int(n) for n in np.linspace(0, len(sound) // 2, 40)})]
+    flips = [flip(int(bit))(sound) for bit in [*range(8 * 60), *rng.integers(0, 8 * len(sound), 300)]]
+    for n, content in enumerate(cuts + flips):
+        path.write_bytes(content)
+        for read in (cache.image_size, cache.read_image):
+            try:
+                with within(5):
+                    read(path)
+                assert n >= len(cuts) or read is cache.image_size, f"cut to {len(content)} bytes went unnoticed"
+            except cache.InputError as e:
+                assert is_one_line(str(e), path)
+            except Exception as e:
+                pytest.fail(f"{read.__name__}, {'cut' if n < len(cuts) else 'flip'} {n}: {type(e).__name__}: {e}")
+
+
+def test_a_picture_with_a_bomb_in_its_text_is_refused(tmp_path):
+    data = b"zTXt", b"Comment\0\0" + zlib.compress(bytes(80 * 2**20))
+    chunk = struct.pack(">I", len(data[1])) + data[0] + data[1] + struct.pack(">I", zlib.crc32(data[0] + data[1]))
+    path = save(draw_picture(), tmp_path / "a.png")
+    sound = path.read_bytes()
+    for where in (33, -12):  # after the header, and before the end
+        path.write_bytes(sound[:where] + chunk + sound[where:])
+        for read in (cache.image_size, cache.read_image):
+            with contextlib.suppress(cache.InputError):
+                read(path)
+
+
+def test_every_picture_of_a_sample_is_prepared_alike(tmp_path, plus):
+    """A turned picture with transparency equals the one that a person sees, as target, control, mask and prompt."""
+    seen = draw_picture((96, 64))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    hidden = Image.new("RGBA", seen.size)
+    hidden.paste(seen.convert("RGBA"), (0, 0))
+    hidden.putpixel((5, 5), (1, 2, 3, 0))
+    seen.putpixel((5, 5), (255, 255, 255))
+    samples = []
+    for name, image, options in (("seen", seen, {}), ("raw", hidden.transpose(Image.ROTATE_90), dict(exif=exif))):
+        data = tmp_path / name
+        for folder in ("target", "control", "mask"):
+            save(image, data / folder / "cat.png", **options)
+        (data / "target/cat.txt").write_text("add a red border")
+        samples.append(index_of(plus, data)[0]["cat"])
+    assert samples[0]["sizes"] == samples[1]["sizes"] == [(96, 64), (96, 64)]
+    assert_same(*[encode(plus, s) for s in samples])
+
+
+# ---- good items go on ----
+
+def test_good_items_are_cached_although_others_are_bad(data, tmp_path):
+    """Bad in ways that are seen early and in ways that show only when the picture is decoded; each is named once."""
+    for suffix, fmt in FORMATS.items():
+        add_item(data, suffix)
+        path = data / f"control/{suffix}.png"
+        draw_picture((96, 64)).save(path, format=fmt)
+        path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    (data / "target/cat.txt").unlink()
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 1 and len(result.errors) == 5
+    for name in ["target/cat.txt"] + [f"control/{suffix}.png" for suffix in FORMATS]:
+        assert sum(is_one_line(line, data / name) for line in result.errors) == 1, result.errors
+    assert [s["name"] for s in cache.load_index(tmp_path / "c")["samples"]] == ["good"]
+    assert load(tmp_path / "c", "good")
+
+    # the same call with --skip_bad is a success, and train.py trains what is left, cached or live
+    assert make_cache(data, tmp_path / "c", "--skip_bad").status == 0
+    assert train(data, tmp_path, "--cache_dir", tmp_path / "c").status == 1
+    assert len(train(data, tmp_path, "--cache_dir", tmp_path / "c", "--skip_bad").losses) == 2
+
+
+def test_errors_go_to_stderr_and_each_is_said_once(data, tmp_path):
+    (data / "target/cat.txt").unlink()
+    for result in (make_cache(data, tmp_path / "c"), train(data, tmp_path, "--cache_dir", tmp_path / "c"),
+                   train(data, tmp_path, "--no-use_cache")):
+        assert result.status == 1 and "error:" not in result.out
+        assert result.err.count("target/cat.txt") == 1
+
+
+def test_nothing_usable_is_an_error_not_a_loop(data, tmp_path):
+    for path in data.glob("target/*.txt"):
+        path.unlink()
+    for flags in ([], ["--skip_bad"]):
+        assert make_cache(data, tmp_path / "c", *flags).status == 1
+        for live in ([], ["--no-use_cache"]):
+            result = train(data, tmp_path, "--cache_dir", tmp_path / "c", *flags, *live)
+            assert result.status == 1 and is_one_line(result.errors[-1])
+
+
+@pytest.mark.parametrize("part", ["encode_image", "encode_prompt"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e5])
+def test_what_is_not_finite_is_not_cached(data, tmp_path, monkeypatch, part, value):
+    """1e5 is finite, but not in float16. Only the samples that have it are lost."""
+    stock, calls = getattr(cache, part), []
+
+    def spoiled(*args):
+        calls.append(args)
+        x = stock(*args)
+        return x.index_fill(0, torch.tensor([0]), value).to(torch.float16) if len(calls) == 1 else x
+    monkeypatch.setattr(cache, part, spoiled)
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "target/cat.png")
+    assert [s["name"] for s in cache.load_index(tmp_path / "c")["samples"]] == ["good"]
+    tensors = [cache.read_tensors(f)[0] for f in (tmp_path / "c").glob("*/*.safetensors")]
+    assert len(tensors) == 3 and all(t.isfinite().all() for each in tensors for t in each.values())
+
+
+def test_files_of_removed_items_stay_until_they_are_pruned(data, tmp_path):
+    make_cache(data, tmp_path / "c")
+    before = cached_files(tmp_path / "c")
+    for path in data.glob("*/cat.*"):
+        path.unlink()
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 0 and "2 files" in result.out and cached_files(tmp_path / "c") == before
+    assert [s["name"] for s in cache.load_index(tmp_path / "c")["samples"]] == ["good"]  # so that nobody trains them
+    assert make_cache(data, tmp_path / "c", "--prune").status == 0
+    assert len(cached_files(tmp_path / "c")) == 2 and load(tmp_path / "c", "good")
+
+
+def test_processes_that_share_the_work_leave_nothing_out(tmp_path, plus):
+    """Each rank decides alone which files are its own, perhaps when others have written theirs already."""
+    for n in range(5):
+        add_item(tmp_path / "data", str(n))
+    flags = flags_for(tmp_path / "data")
+    index, _ = cache.build_index(plus, TINY, flags, False, quiet=True)
+    shares = []
+    for rank in range(3):
+        before = cached_files(tmp_path / "c")
+        assert not cache.encode_missing(plus, TINY, index, tmp_path / "c", flags, rank, 3)
+        shares.append(len(cached_files(tmp_path / "c")) - len(before))
+    assert sum(shares) == 10
+    assert all(file.exists() for s in index["samples"] for file in cache.sample_files(tmp_path / "c", s))
+
+
+def test_a_full_disk_is_told_before_the_models_are_loaded(data, tmp_path, monkeypatch):
+    make_cache(data, tmp_path / "a")
+    size = sum(path.stat().st_size for path in (tmp_path / "a").glob("*/*"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+    assert make_cache(data, tmp_path / "b").status == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0.8 * size))
+    monkeypatch.setattr(cache, "load_encoders", lambda *_: pytest.fail("encoders loaded"))
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "c")
+
+
+def test_a_cache_folder_that_cannot_be_made_is_one_line(data, tmp_path):
+    (tmp_path / "c").write_text("a file")
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "c")
+
+
+# ---- flags and model folders ----
+
+BAD_FLAGS = [f"{script} {flags}" for script, every in {
+    "cache.py": ["--target_pixels 0", "--target_pixels 12.5", "--target_pixels 1024*", "--control_pixels big",
+                 "--dtype float64", "--device banana", "--vae_encoder_device cuda:99", "--max_sequence_length 0",
+                 "--max_sequence_length many", "--no_such_flag", "--data", "--model"],
+    "train.py": ["--batch_size 0", "--max_steps 0", "--max_tokens 0", "--lora_rank 0", "--save_every 0", "--keep 0",
+                 "--lr fast", "--lr -1", "--lr nan", "--lr_scheduler step", "--caption_dropout_rate 1.5",
+                 "--lora_dropout -0.1", "--warmup_steps -1", "--gradient_checkpointing -1", "--max_grad_norm 0",
+                 "--lora_targets", "--seed x", "--data= --no-use_cache", "--batching both",
+                 "--mask_foreground_weight -1"],
+    "predict.py": ["--num_inference_steps 0", "--height 0", "--width -16", "--max_tokens 0", "--true_cfg_scale x",
+                   "--image a.png", "--prompt go", "--image a.png --prompt go --jobs b.jsonl", "--lora_scale big"],
+}.items() for flags in every]
+
+
+@pytest.mark.parametrize("line", BAD_FLAGS)
+def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("not told before the work began"))
+    monkeypatch.setattr(predict, "load_pipeline", cache.load_pipeline)
+    result = run_script(*line.split())
+    assert result.status == 2 and re.search(r"--\w+", line)[0] in result.err.splitlines()[-1], result.err
+
+
+@pytest.mark.parametrize("script", ["cache.py", "train.py", "predict.py"])
+def test_a_shortened_flag_is_refused(tmp_path, monkeypatch, script):
+    """--mod would be understood as --model, but too late for the defaults that depend on it."""
+    monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("taken for another flag"))
+    monkeypatch.setattr(predict, "load_pipeline", cache.load_pipeline)
+    assert run_script(script, "--mod", "no/such-model").status == 2
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5000000000\n"
+
+
+def lose_a_tensor(path):
+    tensors = safetensors.torch.load_file(path)
+    tensors.pop(sorted(tensors)[len(tensors) // 2])
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def lose_a_shard(path):
+    """As a download of several files that broke off."""
+    shards = [f"{path.stem}-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    weight_map = {name: shards[n % 2] for n, name in enumerate(safetensors.torch.load_file(path))}
+    path.with_name(path.name + ".index.json").write_text(json.dumps(dict(metadata={}, weight_map=weight_map)))
+    path.rename(path.with_name(shards[0]))
+
+
+WEIGHTS = ["vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors",
+           "transformer/diffusion_pytorch_model.safetensors"]
+CONFIGS = ["model_index.json", "vae/config.json", "text_encoder/config.json", "transformer/config.json",
+           "tokenizer/tokenizer.json", "processor/preprocessor_config.json", "scheduler/scheduler_config.json"]
+DAMAGES = {"gone": Path.unlink, "LFS pointer": lambda p: p.write_bytes(POINTER), "empty": lambda p: p.write_bytes(b""),
+           "cut": lambda p: p.write_bytes(p.read_bytes()[:p.stat().st_size // 2]), "no shard": lose_a_shard,
+           "one tensor less": lose_a_tensor}
+
+
+@pytest.mark.parametrize("file, how", [(f, how) for f in WEIGHTS for how in DAMAGES]
+                         + [(f, how) for f in CONFIGS for how in ("gone", "LFS pointer", "empty")])
+def test_an_incomplete_model_is_named(data, tmp_path, file, how):
+    model = copy_model(tmp_path / "model")
+    DAMAGES[how](model / file)
+    result = train(data, tmp_path, "--model", model, "--cache_dir", tmp_path / "c", *NATIVE)
+    part, name = os.path.split(model / file)
+    named = {"one tensor less": [], "no shard": [Path(name).stem + "-00002-of-00002"]}.get(how, [name])
+    assert result.status == 1 and is_one_line(result.errors[-1], part, *named), result.err[-500:]
+
+
+def test_a_model_of_another_kind_is_refused(data, tmp_path):
+    model = copy_model(tmp_path / "model")
+    (model / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    assert is_one_line(make_cache(data, tmp_path / "c", "--model", model).errors[0], "model_index.json", "FluxPipeline")
+
+
+def test_an_unmatched_lora_target_is_an_error(data, tmp_path):
+    result = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--lora_targets", "to_q", "to_kk")  # peft would go on
+    assert result.status == 1 and is_one_line(result.errors[-1], "--lora_targets", "to_kk", "to_k ")
+
+
+# ---- LoRA files ----
+
+def tiny_transformer():
+    return predict.load_transformer(TINY, DTYPE_NAME, DEVICE)
+
+
+def lora_tensors(rank=2, names=("attn.to_q", "attn.to_out.0", "img_mlp.net.2"), blocks=(0, 1), prefix="transformer."):
+    shapes = dict(safetensors.torch.load_file(TINY / WEIGHTS[2]))
+    rng, tensors = torch.Generator().manual_seed(0), {}
+    for layer in [f"transformer_blocks.{b}.{name}" for b in blocks for name in names]:
+        out_len, in_len = shapes[f"{layer}.weight"].shape
+        tensors[f"{prefix}{layer}.lora_A.weight"] = torch.randn(rank, in_len, generator=rng)
+        tensors[f"{prefix}{layer}.lora_B.weight"] = torch.randn(out_len, rank, generator=rng)
+    return tensors
+
+
+def lora_file(tmp_path, tensors, **meta):
+    path = tmp_path / predict.LORA_FILE
+    safetensors.torch.save_file(tensors, path, metadata=dict(lora_adapter_metadata=json.dumps(meta)) if meta else None)
+    return path
+
+
+def effect(transformer):
+    """What the adapter adds to each layer's weight."""
+    layers = {name: m for name, m in transformer.named_modules() if "default" in getattr(m, "lora_A", {})}
+    matrix = lambda part: part["default"].weight.float().cpu()
+    return {name: m.scaling["default"] * matrix(m.lora_B) @ matrix(m.lora_A) for name, m in layers.items()}
+
+
+def renamed(old, new):
+    return lambda tensors: {k.replace(old, new): v for k, v in tensors.items()}
+
+
+def as_kohya(tensors):
+    names = {k: k.removeprefix("transformer.").rsplit(".lora_", 1)[0].replace(".", "_") for k in tensors}
+    return {f"lora_unet_{names[k]}.lora_{'down' if 'lora_A' in k else 'up'}.weight": v for k, v in tensors.items()}
+
+
+def with_alpha(tensors):
+    """alpha equal to the rank, which changes nothing."""
+    return tensors | {k.rsplit(".lora_", 1)[0] + ".alpha": torch.tensor(2.0) for k in tensors}
+
+
+FOREIGN = {
+    "diffusers": lambda t: t,
+    "ComfyUI": renamed("transformer.", "diffusion_model."),
+    "ComfyUI, alpha": lambda t: with_alpha(renamed("transformer.", "diffusion_model.")(t)),
+    "kohya, alpha": lambda t: with_alpha(as_kohya(t)),
+    "peft": renamed("transformer.", "base_model.model."),
+    "peft, adapter named": lambda t: {k.replace("transformer.tr", "tr").replace(".weight", ".default.weight"): v
+                                      for k, v in t.items()},
+    "no prefix": lambda t: {k.removeprefix("transformer."): v for k, v in t.items()},
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_lora_of_any_tool_is_loaded_whole_or_refused(tmp_path, kind, scale):
+    """diffusers itself only warns, and draws the base model's picture."""
+    transformer, tensors = tiny_transformer(), lora_tensors()
+    path = lora_file(tmp_path, FOREIGN[kind](tensors))
+    try:
+        predict.load_lora(transformer, path, scale)
+    except cache.InputError as e:
+        assert kind in ("no prefix", "peft") and is_one_line(str(e), path)
+        return
+    got = effect(transformer)
+    layers = {k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors}
+    assert got.keys() == layers
+    for name in layers:
+        a, b = [tensors[f"transformer.{name}.lora_{x}.weight"].to(DTYPE).float() for x in "AB"]
+        torch.testing.assert_close(got[name], scale * b @ a)
+
+
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
+BAD_LORAS = {  # what becomes of a good one's six layers, and what the error counts or names
+    "nothing in it": (lambda t: {},),
+    "another model's layers": (renamed("to_q", "qkv"), "2 of 6"),
+    "more blocks than the model has": (renamed("blocks.1", "blocks.57"), "3 of 6"),
+    "A only": (lambda t: {k: v for k, v in t.items() if "lora_A" in k}, "lora_B"),
+    "one B missing": (lambda t: {k: v for k, v in t.items() if k != B}, "to_q"),
+    "wrong width": (lambda t: t | {A: torch.ones(2, 96)}, "to_q", "96"),
+    "wrong height": (lambda t: t | {B: torch.ones(96, 2)}, "to_q", "96"),
+    "A and B of different rank": (lambda t: t | {B: torch.ones(128, 4)}, "to_q"),
+    "a vector": (lambda t: t | {A: torch.ones(128)}, "to_q"),
+    "NaN": (lambda t: t | {A: t[A].index_fill(1, torch.tensor(5), math.nan)}, "to_q"),
+    "Inf": (lambda t: t | {B: t[B].index_fill(0, torch.tensor(5), math.inf)}, "to_q"),
+    "a checkpoint": (lambda t: {f"{LAYER}.weight": torch.ones(128, 128)}, "to_q"),
+    "a text encoder's": (renamed("transformer.", "text_encoder."), "text_encoder"),
+    "of a layer that is not linear": (renamed("to_q", "norm_q"), "norm_q"),
+    "kohya of another model": (lambda t: as_kohya(renamed("attn.to_q", "self_attn.qkv")(t)),),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LORAS)
+def test_a_lora_that_does_not_fit_is_an_error_with_counts(tmp_path, kind):
+    change, *named = BAD_LORAS[kind]
+    path = lora_file(tmp_path, change(lora_tensors()))
+    with refused(tmp_path, *named):
+        predict.load_lora(tiny_transformer(), path)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft says it too, as a warning
+@pytest.mark.parametrize("short_names", [True, False])
+def test_a_lora_without_half_of_the_layers_it_was_trained_with_is_an_error(tmp_path, short_names):
+    whole = lora_tensors(names=["attn.to_q", "attn.to_out.0"], blocks=range(3))
+    layers = ["to_q", "to_out.0"] if short_names else [k.removeprefix("transformer.").removesuffix(".lora_A.weight")
+                                                       for k in whole if "lora_A" in k]
+    meta = {f"transformer.{k}": v for k, v in dict(r=2, lora_alpha=2, target_modules=layers).items()}
+    predict.load_lora(tiny_transformer(), lora_file(tmp_path, whole, **meta))
+    half = {k: v for k, v in whole.items() if "to_q" in k}
+    with refused(tmp_path):
+        predict.load_lora(tiny_transformer(), lora_file(tmp_path, half, **meta))
+
+
+@pytest.mark.parametrize("name, content", [
+    ("gone.safetensors", None), ("no/such/user", None), ("run", "folder"), ("empty.safetensors", b""),
+    ("pointer.safetensors", POINTER), ("picture.png", b"\x89PNG")])
+def test_a_lora_that_is_no_lora_is_one_line(tmp_path, name, content):
+    path = tmp_path / name
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    result = run_script("predict.py", "--lora", path, *ON_DEVICE)
+    assert result.status == 1 and is_one_line(result.errors[-1], name)
+
+
+@pytest.mark.parametrize("meta", ["{", "[]", "5", '{"transformer.r": 2}'])
+def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):
+    path = tmp_path / predict.LORA_FILE
+    safetensors.torch.save_file(lora_tensors(), path, metadata=dict(lora_adapter_metadata=meta))
+    image = save(draw_picture(), tmp_path / "a.png")
+    result = run_script("predict.py", "--lora", path, "--image", image, "--prompt", "go", "--num_inference_steps", 2,
+                        *ON_DEVICE)
+    assert result.status == 0 or is_one_line(result.errors[-1], path)
+
+
+def test_a_lora_that_was_damaged_after_training_is_refused(data, tmp_path):
+    train(data, tmp_path, "--cache_dir", tmp_path / "c", "--max_steps", 1)
+    path = tmp_path / "run-0" / predict.LORA_FILE
+    assert predict.read_lora(path)[1]["train.step"] == 1
+    damage_tensors(path)
+    with refused(path):
+        predict.read_lora(path)
+
+
+# ---- chapter 3: predict.py -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stock_area(area):
+    """The stock pipelines work at 1024*1024 and 384*384; here at `area`, so that a CPU is done in a second."""
+    plus, v1 = [importlib.import_module(f"diffusers.pipelines.qwenimage.pipeline_qwenimage_edit{s}") for s in ("_plus", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        small = lambda real: lambda target_area, ratio: real(area if target_area == 1024 * 1024 else target_area, ratio)
+        for module in (plus, v1):
+            patch.setattr(module, "calculate_dimensions", small(module.calculate_dimensions))
+        yield
+
+
+def stock_pipeline(folder):
+    """The unmodified pipeline, with weights, and with our processor, since its own needs torchvision."""
+    pipe = cache.load_pipeline(folder)
+    cache.load_encoders(pipe, folder, "float32", "cpu", "cpu")
+    pipe.transformer = cache.load_part(QwenImageTransformer2DModel, folder, "transformer", "float32")
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def tiny_v1(tmp_path_factory):
+    """tiny as a Qwen-Image-Edit v1: the same weights, the other pipeline class."""
+    folder = tmp_path_factory.mktemp("v1") / "tiny"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data", "val", "known"))
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "QwenImageEditPipeline"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Three pictures of different sizes and aspects."""
+    folder = tmp_path_factory.mktemp("photos")
+    return [save(draw_picture(size, seed), folder / f"{seed}.png") for seed, size in enumerate([(100, 60), (64, 128), (90, 90)])]
+
+
+def make_input(model, shapes, txt_lens):
+    """Random packed samples for one call of a transformer; the stock call if it is one."""
+    g, c = torch.Generator().manual_seed(0), model.config
+    packed = dict(txt_seq_lens=txt_lens) if len(shapes) > 1 else {}
+    return packed | dict(hidden_states=torch.randn(1, sum(prod(p) for s in shapes for p in s), c.in_channels, generator=g),
+                         encoder_hidden_states=torch.randn(1, sum(txt_lens), c.joint_attention_dim, generator=g),
+                         timestep=torch.rand(len(shapes), generator=g), img_shapes=shapes)
+
+
+def job_of(images, area=64 * 64, **fields):
+    return SimpleNamespace(**{**dict(
+        image=images, prompt="add a red border", negative_prompt=" ", height=None, width=None, seed=3, num_inference_steps=3,
+        true_cfg_scale=4.0, target_pixels=area, control_pixels=area, upscale=True, size_from=None), **fields})
+
+
+def predict_latents(pipe, transformer, jobs, max_tokens=10_000):
+    for job in jobs:
+        predict.plan_job(pipe, job)
+        predict.encode_job(pipe, job, "cpu")
+    predict.denoise(transformer, pipe.scheduler.config, jobs, max_tokens)
+    return [job.latents for job in jobs]
+
+
+@pytest.mark.parametrize("version, pictures, fields", [
+    ("v1", 1, {}), ("plus", 1, {}), ("plus", 2, {}), ("plus", 3, dict(true_cfg_scale=1.0, num_inference_steps=4)),
+    ("plus", 1, dict(height=96, width=200))])
+def test_single_job_equals_stock_pipeline(version, pictures, fields, tiny_v1, photos):
+    """Same seed, same pictures: the latents of predict.py and of the stock pipeline differ by at most 1e-5."""
+    folder = tiny_v1 if version == "v1" else TINY
+    pipe, area = stock_pipeline(folder), 96 * 96
+    job = job_of(photos[:pictures], area, **fields)
+    with stock_area(area):
+        images = [Image.open(p) for p in job.image]
+        stock = pipe(image=images if version == "plus" else images[0], prompt=job.prompt, negative_prompt=job.negative_prompt,
+                     num_inference_steps=job.num_inference_steps, true_cfg_scale=job.true_cfg_scale, height=job.height,
+                     width=job.width, generator=torch.manual_seed(job.seed), output_type="latent").images
+    ours, = predict_latents(pipe, patch_qwen_model_for_multi_resolution(pipe.transformer), [job])
+    assert rel(ours, stock[0]) <= 1e-5
+
+
+def test_batch_predict_equals_single_predict(photos):
+    """Jobs that differ in size, pictures, prompt, steps and CFG share their packs, and each gets what it gets alone."""
+    pipe = stock_pipeline(TINY)
+    transformer = patch_qwen_model_for_multi_resolution(pipe.transformer)
+    jobs = lambda: [job_of(photos[:1], 64 * 64), job_of(photos[1:2], 96 * 96, prompt="keep the image", num_inference_steps=2),
+                    job_of(photos[:2], 64 * 96, true_cfg_scale=1.0), job_of(photos[2:3], 48 * 48, height=32, width=128, seed=9)]
+    alone = [predict_latents(pipe, transformer, [job])[0] for job in jobs()]
+    for max_tokens in (10_000, 200, 1): # all runs in one pack; several packs; each run by itself
+        for one, many in zip(alone, predict_latents(pipe, transformer, jobs(), max_tokens)):
+            assert rel(many, one) <= 1e-5
+
+
+def test_decoded_picture_is_the_stock_pipelines(photos):
+    pipe = stock_pipeline(TINY)
+    latents = torch.randn(24, 64)
+    real = pipe.vae.decode
+    with pytest.MonkeyPatch.context() as patch: # let the stock pipeline decode our latents: its last lines, nothing else
+        patch.setattr(type(pipe.scheduler), "step", lambda self, pred, t, x, return_dict: (latents[None],))
+        with stock_area(64 * 64):
+            stock = pipe(image=[Image.open(photos[0])], prompt="x", num_inference_steps=1, height=64, width=96,
+                         true_cfg_scale=1.0).images[0]
+    assert pipe.vae.decode == real
+    assert np.array_equal(np.asarray(predict.decode(pipe, latents, 64, 96)), np.asarray(stock))
+
+
+def test_predict_jobs_writes_every_good_picture(tmp_path, photos):
+    """One bad job does not lose the others: they are written, the bad one is named, the exit status is 1."""
+    jobs = [dict(image=str(photos[0]), prompt="add a red border", num_inference_steps=2), dict(image=["missing.png"], prompt="x"),
+            dict(image=[str(photos[1]), str(photos[0])], prompt="y", out="b.png", num_inference_steps=2, true_cfg_scale=2),
+            dict(image=str(photos[0])), dict(image=str(photos[0]), prompt="x", heigth=3)]
+    (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, jobs)))
+    result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "edited")
+    assert result.status == 1 and len(result.errors) == 3 and all(is_one_line(line) for line in result.errors)
+    for name in ("missing.png", "jobs.jsonl:4", "'heigth'"):
+        assert name in result.err
+    assert sorted(p.name for p in (tmp_path / "edited").iterdir()) == [f"001-{photos[0].stem}.png", "b.png", "sheet.png"]
+    assert Image.open(tmp_path / "edited" / "b.png").size == tuple(cache.fit_size(cache.image_size(photos[0]), "native"))
+
+
+def test_predict_takes_its_geometry_from_the_lora(tmp_path, photos, trained):
+    """A LoRA trained at native sizes is applied at native sizes, whatever the defaults; flags still win."""
+    flags = ["--image", str(photos[0]), "--prompt", "x", "--lora", str(trained), "--num_inference_steps", "2",
+             "--true_cfg_scale", "1", "--model", str(TINY)] # a path: not the defaults of --model tiny
+    for out, more in (("a.png", []), ("b.png", ["--target_pixels", "32*32"])):
+        assert run_script("predict.py", *flags, "--out", tmp_path / out, *more).status == 0
+    assert Image.open(tmp_path / "a.png").size == tuple(cache.fit_size(cache.image_size(photos[0]), "native"))
+    assert Image.open(tmp_path / "b.png").size == tuple(cache.fit_size(cache.image_size(photos[0]), 32 * 32))
+
+# ---- chapter 4: train.py ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def toy_cache():
+    """The toy dataset, encoded once for all tests, with the empty prompt."""
+    folder = Path(tempfile.mkdtemp(), "cache")
+    assert run_script("cache.py", "--cache_dir", folder, "--empty_prompt", *ON_DEVICE).status == 0
+    return folder
+
+
+def train_toy(out_dir, *flags):
+    """A short run on the toy dataset -> result of run_script."""
+    return run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", out_dir, "--max_steps", 3, "--batch_size", 4,
+                      "--val_data", *ON_DEVICE, *flags)
+
+
+def train_log(out_dir, *flags):
+    result = train_toy(out_dir, *flags)
+    assert result.status == 0, result.err
+    return log_of(out_dir)
+
+
+def log_of(out_dir):
+    return [json.loads(line) for line in (Path(out_dir) / "log.jsonl").read_text().splitlines()[1:]]
+
+
+def curve(log):
+    return [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in log]
+
+
+def lora_of(out_dir):
+    return predict.read_lora(out_dir)[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Run folder of 3 steps with alpha != rank and LoRAs in both streams, the last block's dead ends included."""
+    out_dir = tmp_path_factory.mktemp("run") / "a"
+    train_log(out_dir, "--lora_rank", 4, "--lora_alpha", 8, "--save_every", 2, "--lora_targets", "to_q", "to_v", "to_out.0",
+          "add_q_proj", "to_add_out", "net.2", "img_mod.1")
+    return out_dir
+
+
+def test_trains_for_exactly_max_steps(trained):
+    assert [r["step"] for r in log_of(trained)] == [1, 2, 3]
+    assert sorted(p.name for p in trained.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000003"]
+    assert (trained / "DONE").is_file()
+
+
+def test_lora_has_no_layer_that_nobody_reads(trained):
+    """The last block's text output goes nowhere: LoRAs there would stay zero. Everything else has moved."""
+    state = lora_of(trained)
+    last = max(int(re.search(r"blocks\.(\d+)", k)[1]) for k in state)
+    assert not [k for k in state if re.search(rf"blocks\.{last}\.(attn\.(add_q_proj|to_add_out)|txt_mlp)", k)]
+    assert [k for k in state if f"blocks.{last - 1}.attn.to_add_out" in k]
+    assert all(v.dtype == torch.float32 for v in state.values())
+    assert all(v.any() for k, v in state.items() if "lora_B" in k)
+
+
+def test_lora_loads_in_stock_pipeline(trained, photos):
+    """File -> unmodified pipe.load_lora_weights == file -> predict.load_lora == the weights applied by hand, alpha != rank."""
+    pipe = stock_pipeline(TINY)
+    base = copy.deepcopy(pipe.transformer)
+    ours = patch_qwen_model_for_multi_resolution(copy.deepcopy(base))
+    by_hand = copy.deepcopy(base)
+    pipe.load_lora_weights(str(trained))
+    predict.load_lora(ours, trained)
+    state = lora_of(trained)
+    for key in [k for k in state if "lora_A" in k]:
+        linear = by_hand.get_submodule(key.removeprefix("transformer.").removesuffix(".lora_A.weight"))
+        linear.weight.data += 8 / 4 * state[key.replace("lora_A", "lora_B")] @ state[key]
+    x = make_input(base, [[(1, 4, 6), (1, 4, 4)]], [7])
+    with torch.no_grad():
+        a, b, c, d = [m(**x, return_dict=False)[0] for m in (pipe.transformer, ours, by_hand, base)]
+    assert rel(a, b) <= 1e-6 and rel(a, c) <= 1e-5 and rel(d, c) > 1e-4
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_lora_scale(trained, scale):
+    transformer = predict.load_transformer(TINY, "float32", "cpu")
+    x = make_input(transformer, [[(1, 4, 6)], [(1, 4, 4)]], [7, 3])
+    half = copy.deepcopy(transformer)
+    state = lora_of(trained)
+    for key in [k for k in state if "lora_A" in k]:
+        linear = half.get_submodule(key.removeprefix("transformer.").removesuffix(".lora_A.weight"))
+        linear.weight.data += scale * 2 * state[key.replace("lora_A", "lora_B")] @ state[key]
+    predict.load_lora(transformer, trained, scale)
+    with torch.no_grad():
+        assert rel(transformer(**x).sample, half(**x).sample) <= 1e-5
+
+
+@pytest.mark.parametrize("flags", [["--batching", "padded"], ["--max_tokens", "1"], ["--max_tokens", "150"],
+                                   ["--batching", "padded", "--max_tokens", "250"], ["--gradient_checkpointing", "2"]])
+def test_batching_does_not_change_training(tmp_path, flags):
+    """Packed, padded, one sample at a time (--max_tokens 1), several packs, recomputed blocks: the same losses, the same
+    LoRA. Two controls, edit masks and dropped captions included."""
+    common = ["--caption_dropout_rate", 0.3, "--loss_norm", "token", "--batch_size", 6]
+    one, other = train_log(tmp_path / "a", *common), train_log(tmp_path / "b", *common, *flags)
+    assert [r["loss"] for r in other] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    assert [r["grad_norm"] for r in other] == pytest.approx([r["grad_norm"] for r in one], rel=1e-3)
+    if "padded" in flags: # the log shows the waste
+        assert all(r["computed_tokens"] > r["tokens"] for r in other) and all(r["computed_tokens"] == r["tokens"] for r in one)
+
+
+def test_gradients_equal_stock_one_at_a_time(tmp_path):
+    """The first step's LoRA gradients and loss, computed here from the definition with the stock model, one sample at a
+    time, equal what train.py applied: read from its optimizer, exp_avg = 0.1 * gradient after one step."""
+    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0)
+    ns = globals_of_train(tmp_path / "b")
+    stock = cache.load_part(QwenImageTransformer2DModel, TINY, "transformer", "float32").requires_grad_(False)
+    stock.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    set_peft_model_state_dict(stock, {k.removeprefix("transformer."): v for k, v in lora_of(tmp_path / "a").items()})
+    losses = []
+    for position in range(4):
+        sample, scale, _ = ns["draw"](position)
+        t = cache.load_sample(toy_cache(), sample, scale)
+        s, noise = ns["draw_noise"](position, *t["pixel_latent"].shape)
+        x = torch.cat([(1 - s) * t["pixel_latent"] + s * noise, t["control_latent"]])
+        v = stock(hidden_states=x[None], encoder_hidden_states=t["prompt_embed"][None], timestep=s[None],
+                  img_shapes=[[tuple(i) for i in t["img_shapes"].tolist()]], return_dict=False)[0][0, :len(noise)]
+        weight = 1 + t["edit_mask"] if "edit_mask" in t else torch.ones(len(noise))
+        losses.append(((v - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum() / weight.sum())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    assert log_of(tmp_path / "a")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    moments, _ = cache.read_tensors(tmp_path / "a" / "checkpoint-000001" / "optimizer.safetensors")
+    got, want = [], []
+    for name, p in stock.named_parameters():
+        if p.requires_grad:
+            got.append(10 * moments["exp_avg." + name].flatten())
+            want.append(p.grad.flatten())
+    assert rel(torch.cat(got), torch.cat(want)) <= 1e-5
+
+
+@pytest.mark.parametrize("flags", [[], ["--batching", "padded", "--caption_dropout_rate", 0.5, "--lora_dropout", 0.5,
+                                        "--lr_scheduler", "cosine", "--gradient_checkpointing", 1]])
+def test_resume_is_bitwise(tmp_path, flags):
+    """6 steps in one go == 4 steps, killed after the checkpoint of step 2, resumed: log and LoRA, bit for bit. The log of
+    the killed run ran ahead of its checkpoint and ends in half a line."""
+    flags = [*flags, "--max_steps", 6, "--save_every", 2]
+    whole = train_log(tmp_path / "a", *flags)
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        real = torch.optim.AdamW.step
+        patch.setattr(torch.optim.AdamW, "step", lambda self: real(self) if int(next(iter(self.state.values()), {"step": 0})["step"])
+                      < 4 else (_ for _ in ()).throw(KeyboardInterrupt))
+        train_log(tmp_path / "b", *flags)
+    shutil.rmtree(tmp_path / "b" / "checkpoint-000004")
+    with open(tmp_path / "b" / "log.jsonl", "a") as f:
+        f.write('{"step": 5, "lo')
+    assert curve(train_log(tmp_path / "b", *flags, "--resume")) == curve(whole)
+    a, b = lora_of(tmp_path / "a"), lora_of(tmp_path / "b")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_resume_refuses_other_settings_and_finished_runs(tmp_path):
+    """Rows 65, 68, 70: differing fields are listed; a finished run says so; a folder with a run in it is not overwritten."""
+    train_log(tmp_path / "a", "--lr_scheduler", "linear")
+    before = {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    result = train_toy(tmp_path / "a", "--lr_scheduler", "linear", "--resume", "--lora_rank", 8, "--lr", 0.5)
+    assert result.status == 1 and is_one_line(result.errors[-1], "lora_rank: 16 -> 8", "lr: 0.002 -> 0.5")
+    assert "seed" not in result.err
+    result = train_toy(tmp_path / "a", "--lr_scheduler", "linear", "--resume")
+    assert result.status == 0 and "already done" in result.out
+    result = train_toy(tmp_path / "a", "--lr_scheduler", "linear")
+    assert result.status == 1 and is_one_line(result.errors[-1], f"--out_dir {tmp_path / 'a'}: is not empty")
+    assert before == {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    result = train_toy(tmp_path / "b", "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], "no checkpoint") and not (tmp_path / "b").exists()
+
+
+def test_two_ranks_equal_one(tmp_path):
+    """torchrun with 2 processes: the same samples with the same noise, losses to 1e-6, one LoRA file. 5 samples a step do
+    not divide by 2; one sample a step leaves a rank without work."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    for batch_size in (5, 1):
+        flags = ["--cache_dir", toy_cache(), "--max_steps", 3, "--batch_size", batch_size, "--val_data"]
+        one = train_log(tmp_path / f"one{batch_size}", *flags[2:])
+        done = subprocess.run([*torchrun, HERE / "train.py", *map(str, flags), "--out_dir", tmp_path / f"two{batch_size}"],
+                              capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr[-2000:]
+        two = log_of(tmp_path / f"two{batch_size}")
+        assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-6)
+        assert [r["tokens"] for r in two] == [r["tokens"] for r in one]
+        a, b = lora_of(tmp_path / f"one{batch_size}"), lora_of(tmp_path / f"two{batch_size}")
+        assert rel(torch.cat([b[k].flatten() for k in a]), torch.cat([a[k].flatten() for k in a])) <= 1e-3
+
+
+def globals_of_train(tmp_path, *flags):
+    """train.py's functions, after a run of one step with these flags."""
+    result = train_toy(tmp_path / "g", "--max_steps", 1, *flags)
+    assert result.status == 0, result.err
+    return result.globals
+
+
+def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
+    """The stream does not know of batch size, ranks or time: epochs are permutations, noise belongs to a position."""
+    a = globals_of_train(tmp_path / "a", "--caption_dropout_rate", 0.25)
+    b = globals_of_train(tmp_path / "b", "--caption_dropout_rate", 0.25, "--batch_size", 7, "--max_tokens", 100)
+    c = globals_of_train(tmp_path / "c", "--caption_dropout_rate", 0.25, "--seed", 1)
+    n = len(a["samples"])
+    names = lambda ns, start: [ns["draw"](p)[0]["name"] for p in range(start, start + n)]
+    assert names(a, 0) == names(b, 0) != names(c, 0) and names(a, 0) != names(a, n)
+    assert sorted(names(a, 0)) == sorted(names(a, n)) == sorted(s["name"] for s in a["samples"])
+    for p in (0, 1, 12345):
+        (s1, n1), (s2, n2), (s3, n3) = [ns["draw_noise"](p, 24, 64) for ns in (a, b, c)]
+        assert s1 == s2 != s3 and torch.equal(n1, n2) and not torch.equal(n1, n3)
+    assert abs(np.mean([a["draw"](p)[2] for p in range(2000)]) - 0.25) < 0.04
+    noise = torch.cat([a["draw_noise"](p, 24, 64)[1].flatten() for p in range(100)])
+    assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "qwen_shift"])
+def test_timestep_distribution(tmp_path, sampling):
+    """Quantiles of 2,000 draws. qwen_shift moves the median to e^mu / (e^mu + 1), mu from the sample's own size: 2.001 /
+    3.001 for 1024*1024 pixels (reference: the shift that the scheduler uses at inference)."""
+    ns = globals_of_train(tmp_path, "--timestep_sampling", sampling)
+    s = torch.stack([ns["draw_noise"](p, 4096, 1)[0] for p in range(2000)])
+    quartiles = dict(uniform=[.25, .5, .75], logit_normal=[.3375, .5, .6625])
+    shift = lambda u: 2.0007 * u / (1 + 1.0007 * u)
+    want = quartiles.get(sampling) or [shift(u) for u in quartiles["logit_normal"]]
+    assert 0 < s.min() and s.max() < 1
+    assert torch.quantile(s, torch.tensor([.25, .5, .75])).tolist() == pytest.approx(want, abs=0.03)
+
+
+@pytest.mark.parametrize("schedule, want", [
+    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1, 1, *(0.5 + 0.5 * math.cos(math.pi * x) for x in (.25, .5, .75))])])
+def test_learning_rate_is_a_function_of_the_step(tmp_path, schedule, want):
+    ns = globals_of_train(tmp_path, "--lr_scheduler", schedule, "--warmup_steps", 2, "--lr", 3)
+    ns["args"].max_steps = 6
+    ns["learning_rate"].__globals__["args"].max_steps = 6
+    assert [ns["learning_rate"](step) / 3 for step in range(6)] == pytest.approx(want)
+
+
+def test_edit_mask_weighs_and_is_normalised(tmp_path):
+    """A mask that is all white or all black changes nothing; a half one weighs 2 : 1; sample and token means differ as
+    they should when sizes do."""
+    sample, token = globals_of_train(tmp_path / "s"), globals_of_train(tmp_path / "t", "--loss_norm", "token")
+    def loss(ns, weights):
+        batch = dict(sample["load_batch"]([0, 1]), weights=weights)
+        errors = [torch.zeros(len(t), 64) for t in batch["targets"]] # predictions 0, targets 1 and 3: squares 1 and 9
+        for e in errors:
+            e[len(e) // 2:] = 2
+        batch["targets"] = [e + 1 for e in errors]
+        patched = dict(run_packed=lambda model, latents, *_: [torch.zeros_like(x) for x in latents])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ns["batch_loss"].__globals__, "run_packed", patched["run_packed"])
+            top, bottom = ns["batch_loss"](batch)
+        return float(top / bottom)
+    lens = [len(t) for t in sample["load_batch"]([0, 1])["targets"]]
+    ones, halves = [torch.ones(n) for n in lens], [1 + (torch.arange(n) >= n // 2).float() for n in lens]
+    for ns in (sample, token):
+        assert loss(ns, ones) == loss(ns, [2 * w for w in ones]) == pytest.approx(5)
+        assert loss(ns, halves) == pytest.approx((1 + 2 * 9) / 3)
+    uneven = [ones[0], halves[1]]
+    assert loss(sample, uneven) == pytest.approx((5 + 19 / 3) / 2)
+    assert loss(token, uneven) == pytest.approx((5 * lens[0] + 9.5 * lens[1]) / (lens[0] + 1.5 * lens[1]))
+
+
+def test_only_the_lora_trains_and_is_float32(tmp_path):
+    """With a bf16 base too: fp32 adapters (1 + 1e-3 is 1 in bf16, so small steps would be lost), the base untouched."""
+    ns = globals_of_train(tmp_path, "--dtype", "bfloat16", "--cache_dir", tmp_path / "cache16")
+    fresh = predict.load_transformer(TINY, "bfloat16", "cpu").state_dict()
+    trained = {k.replace(".base_layer", ""): v for k, v in ns["transformer"].state_dict().items() if ".lora_" not in k}
+    assert trained.keys() == fresh.keys() and all(torch.equal(trained[k], fresh[k]) for k in fresh)
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in ns["lora"].values())
+    assert not [n for n, p in ns["transformer"].named_parameters() if p.requires_grad and n not in ns["lora"]]
+
+
+def test_nan_stops_before_the_step_is_taken(tmp_path):
+    """A poisoned sample: no step, its name on the last line, the earlier checkpoint intact."""
+    shutil.copytree(toy_cache(), tmp_path / "cache")
+    ns = globals_of_train(tmp_path, "--cache_dir", tmp_path / "cache")
+    sample, scale, _ = ns["draw"](4 + 1) # in step 2 of batches of 4
+    path = cache.latents_file(tmp_path / "cache", scale)
+    tensors, meta = cache.read_tensors(path)
+    cache.write_tensors(path, {**tensors, "pixel_latent": tensors["pixel_latent"] * math.nan}, meta)
+    result = train_toy(tmp_path / "a", "--cache_dir", tmp_path / "cache", "--save_every", 1)
+    assert result.status == 1 and is_one_line(result.errors[-1], sample["name"], "step 2")
+    assert [r["step"] for r in log_of(tmp_path / "a")] == [1] and all(v.isfinite().all() for v in lora_of(tmp_path / "a" / "checkpoint-000001").values())
+
+
+def test_plans_cover_every_sample_within_the_budget():
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 7, 40):
+        lengths = rng.integers(1, 300, n).tolist()
+        packs, batches, shares = plan_packs(lengths, 400), plan_padded(lengths, 400), deal_to_ranks(lengths, 128, 4)
+        for plan in (packs, batches, shares):
+            assert sorted(i for part in plan for i in part) == list(range(n))
+        assert all(sum(lengths[i] for i in p) <= 400 for p in packs)
+        assert all(max(lengths[i] for i in b) * len(b) <= 400 for b in batches)
+        assert len(packs) <= 1.23 * math.ceil(sum(lengths) / 400) + 1 # first-fit decreasing: 11/9 of the optimum
+    cost = lambda share: sum(lengths[i] * (6 * 128 + lengths[i]) for i in share)
+    assert max(map(cost, shares)) <= 1.1 * sum(map(cost, shares)) / 4
+
+
+@pytest.mark.skipif(not FULL, reason="four trainings of a minute each: --full -k three_ways -s")
+def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
+    """README's table: the toy edit by mixed-size packs, one sample at a time and padded batches (the same sample stream)
+    has the same quality; with the first sample's positions for the whole batch, as stock diffusers computes it, it has
+    not. -s prints the table; the pictures are in the test's folder."""
+    def shared(pos_embed, shapes, txt_len, device, real=rope_patch.sample_freqs):
+        if not torch.is_grad_enabled(): # pictures are drawn with the right positions, as the stock pipeline does
+            return real(pos_embed, shapes, txt_len, device)
+        img_freqs, txt_freqs = real(pos_embed, first[0], txt_len, device)
+        return img_freqs[torch.arange(sum(map(prod, shapes))) % len(img_freqs)], txt_freqs
+    def remember_first(*args, real=rope_patch.sample_shapes):
+        first[:] = real(*args)
+        return real(*args)
+    first, after = [], {}
+    for name, flags in {"mixed": [], "one": ["--max_tokens", 1], "padded": ["--batching", "padded"], "shared": []}.items():
+        if name == "shared":
+            monkeypatch.setattr(rope_patch, "sample_freqs", shared)
+            monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
+        result = run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", tmp_path / name, *flags)
+        measured, = (tmp_path / name / "samples").glob("*.json")
+        after[name] = json.loads(measured.read_text())["val"]
+        print(f"\n{name:8} {log_of(tmp_path / name)[-1]['loss']:.4f} {after[name]} {tmp_path / name}")
+    assert abs(after["one"]["after"] - after["mixed"]["after"]) < 0.3 and abs(after["padded"]["after"] - after["mixed"]["after"]) < 0.3
+    assert after["shared"]["after"] < after["mixed"]["after"] - 3
