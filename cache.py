@@ -10,8 +10,8 @@ second run encodes only what changed) and index.json, which joins them to the sa
 
 $ python cache.py                                                     # the toy dataset of the embedded default
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
-$ python cache.py --data photos --vae_encoder_device cuda:0 --text_encoder_device cuda:1
-$ torchrun --nproc_per_node=4 cache.py --data photos                  # four processes share the work
+$ python cache.py --model ... --data photos --vae_encoder_device cuda:0 --text_encoder_device cuda:1
+$ torchrun --nproc_per_node=4 cache.py --model ... --data photos      # four processes share the work
 
 train.py calls the same functions; run this one alone to check a dataset, or to encode on another machine.
 """
@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import unicodedata
 import warnings
 from datetime import timedelta
@@ -49,7 +50,7 @@ from rope_patch import get_image_shapes_multi_resolution
 VERSION = "2.0" # of the cache files
 PREPROCESSING = 1 # part of every key: count it up when pictures or prompts are prepared in another way
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-OTHER_SUFFIXES = (".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl") # pictures, but not ours: named, not ignored
+OTHER_SUFFIXES = (".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl") # not read, but named
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
 LAYOUT = "expected target/NAME.png, target/NAME.txt and control/NAME.png, or metadata.jsonl / metadata.csv"
 
@@ -63,7 +64,8 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
 
 # ---- flags that train.py has too -------------------------------------------------------------------------------------
 
-TINY = dict(data=str(Path(__file__).with_name("tiny") / "data"), target_pixels=["native"], control_pixels="native") # defaults that come with --model tiny
+# defaults that come with --model tiny
+TINY = dict(data=str(Path(__file__).with_name("tiny") / "data"), target_pixels=["native"], control_pixels="native")
 
 def pixels(text):
     """'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
@@ -91,11 +93,12 @@ def add_model_flags(parser):
     parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
 
 def add_data_flags(parser):
-    parser.add_argument("--data", help="dataset folder, or metadata.jsonl / .csv (train.py: none takes --cache_dir as it is)")
+    parser.add_argument("--data", help="dataset folder, or metadata.jsonl / .csv (train.py: none for the cache alone)")
     parser.add_argument("--cache_dir", help="where encoded samples go (default: cache/<model>-<data>)")
     parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
                         help="area of the target; several: each step draws one; native: keep each picture's size")
-    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="likewise, of controls")
+    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA",
+                        help="likewise, of controls")
     parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
                         help="enlarge smaller pictures to the area, as the stock pipeline does")
     parser.add_argument("--max_sequence_length", type=number(int, 1), default=1024,
@@ -110,7 +113,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return action.help if action.default is None or "default" in action.help else super()._get_help_string(action)
 
 def parse_args(parser, tiny):
-    """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`, and devices are filled in."""
+    """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`; devices are filled in."""
     parser.formatter_class = HelpFormatter
     for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
         stream.reconfigure(errors="backslashreplace")
@@ -120,8 +123,9 @@ def parse_args(parser, tiny):
     if model.parse_known_args()[0].model == "tiny" and not {"-h", "--help"} & set(sys.argv):
         parser.set_defaults(**tiny)
     args = parser.parse_args()
-    if args.device is None:
-        args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" # each process its own
+    args.device = args.device or "cpu"
     for name, value in vars(args).items():
         if name.endswith("device"):
             setattr(args, name, value or args.device)
@@ -143,7 +147,7 @@ def write_file(path, data):
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        with open(tmp, "wb") as f: # of our own number: left by a process that is dead
+        with open(tmp, "wb") as f: # an old file of this name is what a dead process of our number left
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -188,8 +192,8 @@ def read_tensors(path, meta_key="json", key=None):
 # ---- dataset ---------------------------------------------------------------------------------------------------------
 
 def read_dataset(data):
-    """Folder or manifest -> (items, problems): dicts of name, target, controls, mask, prompt; and one line for everything
-    that is wrong. No picture is opened yet. InputError if there is no dataset at all."""
+    """Folder or manifest -> (items, problems): dicts of name, target, controls, mask, prompt; and one line for
+    everything that is wrong. No picture is opened yet. InputError if there is no dataset at all."""
     data = Path(data)
     if data.is_dir() and not (data / "target").is_dir():
         manifests = [data / f"metadata{s}" for s in (".jsonl", ".csv") if (data / f"metadata{s}").is_file()]
@@ -226,10 +230,12 @@ def read_folder(data):
         further = sorted((int(m[1]), s) for s in controls if (m := re.fullmatch(re.escape(name) + r"_(\d+)", s)))
         clash = [s for _, s in further if s in targets]
         caption = captions.get(name, [])
-        own = targets[name] + caption + masks.get(name, []) + [p for s in [name, *[s for _, s in further]] for p in controls.get(s, [])]
+        own = targets[name] + caption + masks.get(name, []) + controls.get(name, [])
+        own += [path for _, stem in further for path in controls[stem]]
         unused = {path: stem for path, stem in unused.items() if path not in own}
         try:
-            twins = [p for p in own if sum((q.parent, q.stem, q.suffix == ".txt") == (p.parent, p.stem, p.suffix == ".txt") for q in own) > 1]
+            kind = lambda path: (path.with_suffix(""), path.suffix == ".txt") # cat.png beside cat.jpg
+            twins = [p for p in own if [kind(q) for q in own].count(kind(p)) > 1]
             if twins:
                 raise InputError(f"{twins[0]}: {twins[1].name} has the same name; keep one of them")
             if name not in controls:
@@ -245,16 +251,16 @@ def read_folder(data):
             check_prompt(caption[0], prompt)
             if not prompt:
                 raise InputError(f"{caption[0]}: empty caption; write the instruction into it")
-            items.append(dict(name=name, target=target, controls=[controls[s][0] for s in [name] + [s for _, s in further]],
-                              mask=masks.get(name, [None])[0], prompt=prompt))
+            items.append(dict(name=name, target=target, mask=masks.get(name, [None])[0], prompt=prompt,
+                              controls=[controls[stem][0] for stem in [name] + [s for _, s in further]]))
         except InputError as e:
             problems.append(str(e))
     problems += [str(InputError(f"{p}: a link to a folder, which is not followed; copy the pictures"))
                  for d in ("target", "control", "mask") for p in (data / d).rglob("*") if p.is_symlink() and p.is_dir()]
     problems += [str(InputError(f"{p}: not used, for there is a folder of targets; give it as --data, or move it away"))
                  for p in data.glob("metadata.*") if p.suffix in (".jsonl", ".csv")]
-    problems += [str(InputError(f"{path}: not used, for there is no {data / 'target' / stem}.png; add that, or delete this"))
-                 for path, stem in unused.items()]
+    problems += [str(InputError(f"{path}: not used, for there is no {data / 'target' / stem}.png; add that, or delete "
+                                "this")) for path, stem in unused.items()]
     return items, problems
 
 def read_manifest(path):
@@ -266,7 +272,8 @@ def read_manifest(path):
         csv.field_size_limit(2**31 - 1) # an overlong caption has its own error
         try:
             reader = csv.DictReader(io.StringIO(text, newline=""), restkey="cells without a column")
-            rows = [(reader.line_num, {k: v for k, v in row.items() if v and v != "NaN" and v != "nan"}) for row in reader]
+            rows = [(reader.line_num, {k: v for k, v in row.items() if v not in (None, "", "NaN", "nan")})
+                    for row in reader]
         except csv.Error as e:
             raise InputError(f"{path}: no CSV ({e}); save it as comma-separated UTF-8") from None
         if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
@@ -290,13 +297,15 @@ def read_manifest(path):
                 row["control"] = [row["control"]] + [c for _, c in further]
             for column, kind in (("target", str), ("prompt", str), ("control", list)):
                 if not isinstance(row.get(column), kind) or not row[column] or not str(row[column]).strip():
-                    raise InputError(f"{where}: column {column!r} is {row.get(column)!r}; want {kind.__name__}, not empty")
+                    raise InputError(f"{where}: column {column!r} is {row.get(column)!r}; want {kind.__name__}, not "
+                                     "empty")
             controls = [inside(path, c, where, "control") for c in row["control"]]
             item = dict(target=inside(path, row["target"], where, "target"), controls=controls,
                         mask=inside(path, row["mask"], where, "mask") if row.get("mask") else None,
                         name=str(Path(row["target"]).with_suffix("")), prompt=row["prompt"].strip())
             check_prompt(f"{where}: column 'prompt'", item["prompt"])
-            same = seen.setdefault(json.dumps([str(p.resolve()) for p in [item["target"], *controls]] + [item["prompt"]]), n)
+            files = [str(p.resolve()) for p in [item["target"], *controls]]
+            same = seen.setdefault(json.dumps([files, item["prompt"]]), n)
             if same != n:
                 raise InputError(f"{where}: the same as line {same}; delete one")
             items.append(item)
@@ -310,8 +319,8 @@ def inside(manifest, name, where, column):
     try:
         file = Path(os.path.normpath(manifest.parent / os.fsdecode(os.fsencode(name))))
         if Path(name).is_absolute() or "://" in name or not (root / name).resolve().is_relative_to(root):
-            raise InputError(f"{where}: column {column!r}: {name!r} is outside {manifest.parent}; move the file inside and "
-                             "give its relative path")
+            raise InputError(f"{where}: column {column!r}: {name!r} is outside {manifest.parent}; move the file inside "
+                             "and give its relative path")
         if not file.is_file():
             raise InputError(f"{where}: column {column!r}: no file {name!r} in {manifest.parent}; add it")
     except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character or NUL in it, links in a circle
@@ -342,18 +351,21 @@ def open_image(path):
             image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
         what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
-        raise InputError(f"{path}: {what if not isinstance(e, Image.DecompressionBombError) else e}; replace it") from None
+        what = str(e) if isinstance(e, Image.DecompressionBombError) else what
+        raise InputError(f"{path}: {what}; replace it") from None
     if image.width * image.height > MAX_PIXELS:
-        raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; make it smaller")
+        raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; make it "
+                         "smaller")
     if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{path}: animated; export one frame")
     return image
 
 TURN = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90}
+        5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90}
 
 def orientation(image):
-    """EXIF orientation, 1 to 8, from the header alone: PngImageFile.getexif would decode every picture of a dataset, and
+    """EXIF orientation, 1 to 8, from the header alone: PngImageFile.getexif would decode each picture of a dataset, and
     ImageOps.exif_transpose trips over damaged EXIF, which must not matter."""
     try:
         value = Image.Image.getexif(image).get(0x0112)
@@ -372,7 +384,8 @@ def image_size(path):
     return w, h
 
 def read_image(path):
-    """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone would clip it)."""
+    """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone would clip
+    it)."""
     with open_image(path) as image:
         turn = TURN.get(orientation(image))
         try:
@@ -416,7 +429,8 @@ class Processor: # a class because the pipeline keeps and calls it as pipe.proce
 
     def __call__(self, text, images=None, padding=True, return_tensors="pt"):
         pictures = {} if images is None else dict(self.image_processor(images=images, return_tensors=return_tensors))
-        counts = [int(n) // self.image_processor.merge_size**2 for n in pictures.get("image_grid_thw", torch.ones(0, 3)).prod(-1)]
+        patches = pictures["image_grid_thw"].prod(-1).tolist() if pictures else []
+        counts = [n // self.image_processor.merge_size**2 for n in patches]
         tokens = self.tokenizer(expand_image_pads(text, counts), padding=padding, return_tensors=return_tensors)
         return BatchFeature({**tokens, **pictures})
 
@@ -440,8 +454,8 @@ def find_model(model, parts):
             json.loads(file.read_text())
         except (OSError, ValueError):
             if file.name != "tokenizer.json" or not file.with_name("vocab.json").is_file(): # older tokenizers
-                raise InputError(f"{file}: missing or broken; --model wants a complete diffusers folder of Qwen-Image-Edit, "
-                                 "so download it again (after a git clone: git lfs pull)") from None
+                raise InputError(f"{file}: missing or broken; --model wants a complete diffusers folder of "
+                                 "Qwen-Image-Edit: download it again (after a git clone: git lfs pull)") from None
     for part in parts:
         shards = {folder / part / name for index in (folder / part).glob("*.safetensors.index.json")
                   for name in json.loads(index.read_text())["weight_map"].values()}
@@ -449,8 +463,8 @@ def find_model(model, parts):
             try:
                 safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
             except (OSError, SafetensorError) as e:
-                raise InputError(f"{file}: no weights ({str(e).splitlines()[0]}); download it again (after a git clone: "
-                                 "git lfs pull)") from None
+                raise InputError(f"{file}: no weights ({str(e).splitlines()[0]}); download it again (after a git "
+                                 "clone: git lfs pull)") from None
     return folder
 
 CONFIG_FILE = dict(vae="config.json", text_encoder="config.json", transformer="config.json", tokenizer="tokenizer.json",
@@ -463,7 +477,7 @@ def load_pipeline(folder):
     try:
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
-            raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEditPipeline or ...EditPlusPipeline")
+            raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEdit(Plus)Pipeline")
         tokenizer = Qwen2Tokenizer.from_pretrained(folder, subfolder="tokenizer")
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
@@ -478,18 +492,19 @@ def load_part(cls, folder, part, dtype):
         model, info = cls.from_pretrained(folder / part, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise InputError(f"{folder / part}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?") from None
+        raise InputError(f"{folder / part}: cannot be loaded ({str(e).splitlines()[0]}); download it again") from None
     if info["missing_keys"]: # they would be random numbers
         raise InputError(f"{folder / part}: {len(info['missing_keys'])} tensors are missing, for instance "
                          f"{sorted(info['missing_keys'])[0]}; download it again")
     return model.requires_grad_(False).eval()
 
 def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device):
-    """Adds VAE and text encoder to the pipeline. The VAE's decoder stays on the CPU: only predict.py needs it."""
+    """Adds VAE and text encoder to the pipeline. The VAE's decoder stays on the CPU: training does not need it."""
     pipe.vae = load_part(AutoencoderKLQwenImage, folder, "vae", dtype)
     pipe.vae.encoder.to(vae_encoder_device)
     pipe.vae.quant_conv.to(vae_encoder_device)
-    pipe.text_encoder = load_part(Qwen2_5_VLForConditionalGeneration, folder, "text_encoder", dtype).to(text_encoder_device)
+    pipe.text_encoder = load_part(Qwen2_5_VLForConditionalGeneration, folder, "text_encoder", dtype)
+    pipe.text_encoder.to(text_encoder_device)
 
 def model_fingerprints(folder):
     """What decides latents and what decides prompt embeddings, of those parts that are there."""
@@ -533,19 +548,19 @@ def encode_prompt(pipe, prompt, images, sizes):
 
 def prompt_length(pipe, prompt, sizes):
     """T of encode_prompt, from the tokenizer alone."""
-    counts = [pipe.processor.image_processor.get_number_of_image_patches(h, w) // pipe.processor.image_processor.merge_size**2
-              for w, h in sizes]
+    processor = pipe.processor.image_processor
+    counts = [processor.get_number_of_image_patches(h, w) // processor.merge_size**2 for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
     text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
     return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
 
 def encode_latents(pipe, sample, scale):
-    """-> pixel_latent (I_0, 64), control_latent (sum I_c, 64), img_shapes (N, 3), and edit_mask (I_0,) where there is one:
-    the edited share of each token's 16x16 pixels."""
+    """-> pixel_latent (I_0, 64), control_latent (sum I_c, 64), img_shapes (N, 3), and edit_mask (I_0,) where there is
+    one: the edited share of each token's 16x16 pixels."""
     target_size, *control_sizes = [(w * 16, h * 16) for _, h, w in scale["img_shapes"]]
+    controls = [encode_image(pipe, read_image(path), size) for path, size in zip(sample["control"], control_sizes)]
     out = dict(pixel_latent=encode_image(pipe, read_image(sample["target"]), target_size),
-               control_latent=torch.cat([encode_image(pipe, read_image(c), s) for c, s in zip(sample["control"], control_sizes)]),
-               img_shapes=torch.tensor(scale["img_shapes"]))
+               control_latent=torch.cat(controls), img_shapes=torch.tensor(scale["img_shapes"]))
     if sample["mask"]:
         mask = read_image(sample["mask"]).convert("L").resize((target_size[0] // 16, target_size[1] // 16), Image.BOX)
         out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
@@ -578,8 +593,10 @@ def finite(tensors, path):
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
-def default_cache_dir(args):
-    return Path("cache", f"{Path(args.model).name}-{Path(args.data).stem}")
+def run_name(model, data):
+    """<model>-<data>, for the default folders of caches and runs. A manifest goes by its folder's name."""
+    data = Path(data).resolve()
+    return f"{Path(model).name}-{data.parent.name if data.is_file() else data.name}"
 
 def build_index(pipe, folder, args, empty_prompt, quiet=False):
     """Reads every picture's header and hash -> (index, problems). index["samples"]: name, sources, prompt; `text` and
@@ -588,13 +605,17 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
     models = model_fingerprints(folder)
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=type(pipe).__name__, dtype=args.dtype)
     samples = []
+    # disable=None here and elsewhere: tqdm hides itself where there is no terminal
     for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
         try:
             files = [item["target"], *item["controls"]]
             sizes = [image_size(f) for f in files]
             hashes = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
             if item["mask"]:
-                open_image(item["mask"]).close()
+                w, h = image_size(item["mask"])
+                if abs(w / h / (sizes[0][0] / sizes[0][1]) - 1) > 0.02: # it may have another scale, not another shape
+                    raise InputError(f"{item['mask']}: {w}x{h} for a target of {sizes[0][0]}x{sizes[0][1]}; give it "
+                                     "the target's shape")
             if not is_plus(pipe) and len(item["controls"]) > 1:
                 raise InputError(f"{files[2]}: Qwen-Image-Edit v1 takes one control; remove it, or train 2509 or 2511")
             tokens = len(pipe.tokenizer(item["prompt"]).input_ids)
@@ -637,23 +658,25 @@ def sample_files(cache_dir, sample):
     return files
 
 def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
-    """Encodes this rank's share of what the cache lacks -> problems; a bad sample does not stop the others. The encoders
+    """Encodes this rank's share of what the cache lacks -> problems; a bad sample stops no others. The encoders
     are loaded only if there is something to do. InputError if the disk is too small or full."""
-    jobs = {path: (sample, *job) for sample in index["samples"] for path, job in sample_files(cache_dir, sample).items()}
-    jobs = {path: job for path, job in jobs.items() if not path.exists()} # files that samples share: once
+    jobs = {path: (sample, *job) for sample in index["samples"] # a file that samples share stands there once
+            for path, job in sample_files(cache_dir, sample).items() if not path.exists()}
     if not jobs:
         return []
     config = json.loads((folder / "text_encoder" / "config.json").read_text())
     width = config.get("text_config", config)["hidden_size"]
-    elements = sum(64 * sum(h * w for _, h, w in arg["img_shapes"]) if encode is encode_latents else
-                   width * (sample["text"] if arg else sample["empty_text"])["tokens"] for sample, _, encode, arg in jobs.values())
-    need = elements * getattr(torch, args.dtype).itemsize
+    need = 0
+    for sample, _, encode, arg in jobs.values():
+        elements = (64 * sum(h * w for _, h, w in arg["img_shapes"]) if encode is encode_latents else
+                    width * (sample["text"] if arg else sample["empty_text"])["tokens"])
+        need += elements * getattr(torch, args.dtype).itemsize
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache_dir).free
     if rank == 0:
         print(f"encoding {len(jobs)} files, {need / 1e9:.3f} GB, into {cache_dir} ({free / 1e9:.0f} GB free)")
     if need > free:
-        raise InputError(f"{cache_dir}: {need / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; choose another --cache_dir")
+        raise InputError(f"{cache_dir}: {need / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; take another --cache_dir")
     if pipe.vae is None:
         load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
     problems = []
@@ -670,16 +693,15 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
     return problems
 
 def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1):
-    """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe` is
-    load_pipeline's; it has its encoders afterwards if there was something to encode."""
+    """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe`
+    is load_pipeline's; it has its encoders afterwards if there was something to encode."""
+    index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
     try:
         for kind in ("latents", "text"):
             Path(cache_dir, kind).mkdir(parents=True, exist_ok=True)
-            write_file(Path(cache_dir, kind, f".tmp-{os.getpid()}"), b"") # a folder may be there and be read-only
-            os.remove(Path(cache_dir, kind, f".tmp-{os.getpid()}"))
+            tempfile.TemporaryFile(dir=Path(cache_dir, kind)).close() # a folder may be there and be read-only
     except OSError as e:
         raise InputError(f"{cache_dir}: cannot be written ({e.strerror}); choose another --cache_dir") from None
-    index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
     found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size)
     if world_size > 1:
         shares = [None] * world_size
@@ -694,7 +716,8 @@ def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_
     return index, problems
 
 def report(index, problems):
-    """What will be trained on stdout, what is wrong on stderr. None of a progress bar's letters stand before an error."""
+    """What will be trained on stdout, what is wrong on stderr. None of a progress bar's letters stand before an
+    error."""
     print(describe(index))
     for p in problems:
         print(p, file=sys.stderr)
@@ -704,12 +727,12 @@ def describe(index):
     samples = index["samples"]
     if not samples:
         return "0 samples"
-    tokens = [sum(h * w for _, h, w in scale["img_shapes"]) + s["text"]["tokens"] for s in samples for scale in s["scales"]]
-    sizes = {tuple(scale["img_shapes"][0]) for s in samples for scale in s["scales"]}
-    bent = max((abs(w / h / (s["sizes"][0][0] / s["sizes"][0][1]) - 1), s["name"])
-               for s in samples for scale in s["scales"] for _, h, w in scale["img_shapes"][:1])
-    return (f"{len(samples)} samples, {len(sizes)} target sizes, 1 to {max(len(s['control']) for s in samples)} controls, "
-            f"{min(tokens)} to {max(tokens)} tokens; sides rounded to 32 change the aspect by at most {bent[0]:.1%} ({bent[1]})")
+    pairs = [(s, scale["img_shapes"]) for s in samples for scale in s["scales"]]
+    tokens = [sum(h * w for _, h, w in shapes) + s["text"]["tokens"] for s, shapes in pairs]
+    bent, name = max((abs(w / h * s["sizes"][0][1] / s["sizes"][0][0] - 1), s["name"]) for s, [(_, h, w), *_] in pairs)
+    return (f"{len(samples)} samples, {len({tuple(shapes[0]) for _, shapes in pairs})} target sizes, up to "
+            f"{max(len(s['control']) for s in samples)} controls, {min(tokens)} to {max(tokens)} tokens; sides rounded "
+            f"to 32 change the aspect by at most {bent:.1%} ({name})")
 
 # ---- reading the cache -----------------------------------------------------------------------------------------------
 
@@ -723,7 +746,8 @@ def load_sample(cache_dir, sample, scale):
         if item:
             found, meta = read_tensors(file(cache_dir, item), key=item["key"])
             if meta["version"] != VERSION:
-                raise InputError(f"{file(cache_dir, item)}: cache version {meta['version']}, not {VERSION}; run cache.py again")
+                raise InputError(f"{file(cache_dir, item)}: version {meta['version']}, not {VERSION}; run cache.py "
+                                 "again")
             tensors.update(found)
     return tensors
 
@@ -742,12 +766,11 @@ def load_index(cache_dir):
     samples = []
     for path in sorted(p for p in Path(cache_dir).glob("*") if p.is_file()):
         if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
-            raise InputError(f"{path}: a pickle, which can run code when it is read; encode the pictures again with cache.py")
+            raise InputError(f"{path}: a pickle, which can run code when it is read; encode the pictures anew")
         if path.suffix == ".safetensors":
             t = read_v1(path)
-            samples.append(dict(name=path.stem, prompt="", control=[None] * (len(t["img_shapes"]) - 1), v1=str(path),
-                                sizes=[(w * 16, h * 16) for _, h, w in t["img_shapes"]], text=dict(tokens=len(t["prompt_embed"])),
-                                empty_text=dict(tokens=len(t["empty_prompt_embed"])) if "empty_prompt_embed" in t else None,
+            text, empty = [dict(tokens=len(t[k])) if k in t else None for k in ("prompt_embed", "empty_prompt_embed")]
+            samples.append(dict(name=path.stem, v1=str(path), text=text, empty_text=empty,
                                 scales=[dict(img_shapes=t["img_shapes"].tolist())]))
     if not samples:
         raise InputError(f"{cache_dir}: no cache in it; run cache.py, or give --data")
@@ -771,7 +794,7 @@ def read_v1(path):
             raise ValueError("want (tokens, channels)")
         tokens = len(tensors["pixel_latent"]), len(tensors["control_latent"])
     except (OSError, SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as e:
-        raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again with cache.py") from None
+        raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again") from None
     areas = shapes.prod(-1).tolist()
     if tokens != (areas[0], sum(areas[1:])):
         raise InputError(f"{path}: {tokens} target and control tokens, but sizes {shapes.tolist()}; encode it again")
@@ -790,7 +813,8 @@ def look_after(cache_dir, index, verify, prune):
             print(e, file=sys.stderr)
     unused = [p for d in ("latents", "text") for p in Path(cache_dir, d).glob("*.safetensors") if p not in used]
     if unused:
-        print(f"{len(unused)} files in {cache_dir} belong to no sample" + ("; deleted" if prune else " (--prune deletes them)"))
+        print(f"{len(unused)} files in {cache_dir} belong to no sample" + (
+            "; deleted" if prune else " (--prune deletes them)"))
     for path in unused if prune else []:
         path.unlink()
     return problems
@@ -811,11 +835,13 @@ def main():
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         dist.init_process_group("gloo", timeout=timedelta(days=7))
-    cache_dir = Path(args.cache_dir or default_cache_dir(args))
+    cache_dir = Path(args.cache_dir or Path("cache", run_name(args.model, args.data)))
     folder = find_model(args.model, ENCODER_PARTS)
     index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size)
     damaged = []
     if rank == 0:
+        if args.prune and problems:
+            raise InputError("--prune: would delete what the samples above need once they are mended; mend them first")
         damaged = look_after(cache_dir, index, args.verify, args.prune)
     if world_size > 1:
         dist.destroy_process_group()

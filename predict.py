@@ -3,10 +3,10 @@ Edit pictures: control picture(s) and an instruction -> PNG, with the stock pipe
 sizes in one batch.
 
 $ python predict.py                                    # embedded default: held-out toy pictures, with the newest LoRA
-$ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/run-001
-$ python predict.py --image person.png coat.png --prompt "the person of picture 1 wears the coat of picture 2"
-$ python predict.py --jobs jobs.jsonl --out_dir edited # a line: {"image": ["cat.jpg"], "prompt": "make it snow"}
-$ python predict.py --transformer_device cuda:0 --text_encoder_device cuda:1 --vae_device cuda:1 ...
+$ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/RUN
+$ python predict.py --model ... --image person.png coat.png --prompt "the person wears the coat of picture 2"
+$ python predict.py --model ... --jobs jobs.jsonl --out_dir edited # lines: {"image": ["a.jpg"], "prompt": "let it snow"}
+$ python predict.py --model ... --transformer_device cuda:0 --text_encoder_device cuda:1 --vae_device cuda:1 ...
 
 A job's line may also set out, negative_prompt, height, width, seed, num_inference_steps and true_cfg_scale. Conditional
 and unconditional runs of all jobs share the packs. Shape letters as in rope_patch.py.
@@ -29,9 +29,10 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, check_prompt, encode_image, encode_prompt, find_model, fit_size,
-                   image_size, is_plus, load_encoders, load_part, load_pipeline, number, parse_args, pixels,
-                   prompt_length, prompt_size, read_dataset, read_image, read_tensors, read_text, write_file)
+from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, check_prompt, encode_image, encode_prompt,
+                   find_model, fit_size, image_size, is_plus, load_encoders, load_part, load_pipeline, number,
+                   parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image, read_tensors, read_text,
+                   write_file)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
@@ -40,7 +41,8 @@ LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_w
 
 def load_transformer(folder, dtype, device):
     """The frozen transformer, patched so that a batch may hold any sizes."""
-    return patch_qwen_model_for_multi_resolution(load_part(QwenImageTransformer2DModel, folder, "transformer", dtype)).to(device)
+    transformer = load_part(QwenImageTransformer2DModel, folder, "transformer", dtype)
+    return patch_qwen_model_for_multi_resolution(transformer).to(device)
 
 def read_lora(path):
     """LoRA file, or folder that holds one -> (state dict with transformer. keys, metadata). Keys of ComfyUI, kohya and
@@ -61,24 +63,25 @@ def read_lora(path):
         raise InputError(f"{file}: cannot be read as a LoRA ({str(e).splitlines()[0]}); take another file") from None
     if not all(k.startswith("transformer.") and ".lora_" in k for k in state) or not state:
         other = next((k for k in state if not k.startswith("transformer.") or ".lora_" not in k), "nothing")
-        raise InputError(f"{file}: no LoRA of a Qwen-Image transformer: it holds {other}; want transformer.*.lora_A.weight")
+        raise InputError(f"{file}: no LoRA of Qwen-Image: it holds {other}; want transformer.*.lora_A.weight")
     a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
     targets = meta.get("transformer.target_modules")
     missing = [] if not isinstance(targets, list) else [t for t in targets if not any(k.endswith("." + t) for k in a)]
     if a.keys() != b.keys() or missing:
-        raise InputError(f"{file}: lora_A or lora_B of {[*(a.keys() ^ b.keys()), *missing][0]} is missing; the file is incomplete")
+        raise InputError(f"{file}: lora_A or lora_B of {[*(a.keys() ^ b.keys()), *missing][0]} is missing; the file is "
+                         "incomplete")
     odd = [k for k in a if a[k].ndim != 2 or b[k].ndim != 2 or a[k].shape[0] != b[k].shape[1]]
     if odd:
-        raise InputError(f"{file}: shapes {tuple(a[odd[0]].shape)} and {tuple(b[odd[0]].shape)} of {odd[0]} do not go together; "
-                         "the file is broken")
+        raise InputError(f"{file}: shapes {tuple(a[odd[0]].shape)} and {tuple(b[odd[0]].shape)} of {odd[0]} do not go "
+                         "together; the file is broken")
     bad = [k for k, v in state.items() if not v.isfinite().all()]
     if bad:
         raise InputError(f"{file}: NaN or Inf in {bad[0]}; the training diverged, take an earlier checkpoint")
     return state, meta
 
 def load_lora(transformer, path, scale=1.0, name="default"):
-    """Adds a LoRA to the transformer -> its metadata. diffusers itself only warns, or says nothing, when keys fit nothing
-    or in part; here that is an InputError with counts."""
+    """Adds a LoRA to the transformer -> its metadata. diffusers itself only warns, or says nothing, when keys fit
+    nothing or in part; here that is an InputError with counts."""
     state, meta = read_lora(path)
     modules = dict(transformer.named_modules())
     missing, misfit = set(), []
@@ -94,10 +97,11 @@ def load_lora(transformer, path, scale=1.0, name="default"):
         raise InputError(f"{path}: {len(missing)} of {len(state) // 2} layers are not in this model, for instance "
                          f"{sorted(missing)[0]}; it was made for another one")
     if misfit:
-        raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was made "
-                         "for another model")
+        raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was "
+                         "made for another model")
     try:
-        QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=meta or None)
+        QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name,
+                                                             metadata=meta or None)
     except (TypeError, ValueError, KeyError, RuntimeError) as e:
         raise InputError(f"{path}: diffusers cannot load it ({str(e).splitlines()[0]}); take another file") from None
     transformer.set_adapters([name], [scale])
@@ -107,14 +111,14 @@ def load_lora(transformer, path, scale=1.0, name="default"):
 
 def plan_job(pipe, job):
     """Fills in what can be known before any model runs: sizes, shapes and token counts (which decide the packs). As in
-    stock, the last picture gives the target's aspect, and sides are rounded down to 16. (size_from: a dataset's job has a
-    target of its own, whose size counts.)"""
+    stock, the last picture gives the target's aspect, and sides are rounded down to 16. (size_from: a dataset's job
+    has a target of its own, whose size counts.)"""
     sizes = [image_size(path) for path in job.image]
     if not is_plus(pipe) and len(sizes) > 1:
         raise InputError(f"{job.image[1]}: Qwen-Image-Edit v1 takes one picture; leave it out")
     if job.num_inference_steps < 2:
-        raise InputError(f"{job.image[0]}: {job.num_inference_steps} steps; at least 2 are needed, the schedule is stretched "
-                         "between its first and its last")
+        raise InputError(f"{job.image[0]}: {job.num_inference_steps} steps; at least 2 are needed, as the schedule is "
+                         "stretched between its first and its last")
     width, height = fit_size(image_size(job.size_from or job.image[-1]), job.target_pixels, job.upscale)
     job.width, job.height = (job.width or width) // 16 * 16, (job.height or height) // 16 * 16
     if min(job.width, job.height) < 32:
@@ -148,12 +152,13 @@ def set_schedule(job, config):
 
 @torch.no_grad()
 def denoise(transformer, scheduler_config, jobs, max_tokens, progress=False):
-    """Euler steps from job.noise to job.latents, (I_0, 64), for all jobs at once; each forward pass takes at most max_tokens
-    tokens. Jobs may differ in everything, the number of steps too."""
+    """Euler steps from job.noise to job.latents, (I_0, 64), for all jobs at once; each forward pass takes at most
+    max_tokens tokens. Jobs may differ in everything, the number of steps too."""
     for j in jobs:
         set_schedule(j, scheduler_config)
         j.latents = j.noise
-    for i in tqdm(range(max(len(j.timesteps) for j in jobs)), desc=f"{len(jobs)} jobs", unit=" steps", disable=not progress or None):
+    steps = range(max(len(j.timesteps) for j in jobs))
+    for i in tqdm(steps, desc=f"{len(jobs)} jobs", unit=" steps", disable=not progress or None):
         active = [j for j in jobs if i < len(j.timesteps)]
         runs = [(j, embeds) for j in active for embeds in j.prompt_embeds]
         preds = [None] * len(runs)
@@ -176,7 +181,8 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, progress=False):
 def decode(pipe, latents, height, width):
     """Packed latents (I_0, 64) -> PIL image."""
     z = pipe._unpack_latents(latents[None], height, width, pipe.vae_scale_factor).to(pipe.vae.device, pipe.vae.dtype)
-    mean, std = [torch.tensor(v).view(1, -1, 1, 1, 1) for v in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)]
+    config = pipe.vae.config
+    mean, std = [torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std)]
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
     return pipe.image_processor.postprocess(pipe.vae.decode(z, return_dict=False)[0][:, :, 0])[0]
 
@@ -188,9 +194,10 @@ def psnr(image, reference):
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
 def drift(image, reference, keep):
-    """What an edit did where nothing should change -> dict of shift (pixels), zoom (%), colour (levels of 255) and PSNR.
-    keep: bool (H, W). Least squares of image - reference on the reference's gradients (Lucas and Kanade 1981): unlike
-    phase correlation it can leave the edited pixels out. For motions of about a pixel; larger ones are underestimated."""
+    """What an edit did where nothing should change -> dict of shift (pixels), zoom (%), colour (levels of 255) and
+    PSNR. keep: bool (H, W). Least squares of image - reference on the reference's gradients (Lucas and Kanade 1981):
+    unlike phase correlation it can leave the edited pixels out. For motions of about a pixel; larger ones are
+    underestimated."""
     a, b = np.asarray(image, float), np.asarray(reference, float)
     h, w = keep.shape
     dy, dx = np.gradient(b.mean(-1))
@@ -199,7 +206,8 @@ def drift(image, reference, keep):
     columns = np.stack([-dx, -dy, -(dx * x + dy * y), np.ones((h, w))], -1)[keep]
     sx, sy, zoom, _ = np.linalg.lstsq(columns, (a - b).mean(-1)[keep], rcond=None)[0]
     colour = np.abs((a - b)[keep].mean(0)).max()
-    return dict(shift=float(np.hypot(sx, sy)), zoom=float(100 * abs(zoom)), colour=float(colour), psnr=psnr(a[keep], b[keep]))
+    return dict(shift=float(np.hypot(sx, sy)), zoom=float(100 * abs(zoom)), colour=float(colour),
+                psnr=psnr(a[keep], b[keep]))
 
 def contact_sheet(rows, titles, cell=192):
     """Rows of pictures (text stands for itself, None stays empty) under titles -> one PIL image to look at."""
@@ -211,7 +219,8 @@ def contact_sheet(rows, titles, cell=192):
         for i, entry in enumerate(row):
             x, y = i * (cell + 8) + 4, j * (cell + 8) + 28
             if isinstance(entry, str):
-                pen.multiline_text((x + cell // 2, y + cell // 2), textwrap.fill(entry, cell // 8), "black", font, "mm", align="center")
+                pen.multiline_text((x + cell // 2, y + cell // 2), textwrap.fill(entry, cell // 8), "black", font, "mm",
+                                   align="center")
             elif entry is not None:
                 entry = ImageOps.contain(entry, (cell, cell), Image.Resampling.LANCZOS)
                 sheet.paste(entry, (x + (cell - entry.width) // 2, y + (cell - entry.height) // 2))
@@ -232,7 +241,8 @@ def save_png(image, path):
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
-SAMPLING = dict(negative_prompt=" ", num_inference_steps=20, true_cfg_scale=4.0, height=None, width=None, size_from=None)
+SAMPLING = dict(negative_prompt=" ", num_inference_steps=20, true_cfg_scale=4.0, height=None, width=None,
+                size_from=None)
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
 JOB_KEYS = dict(prompt=str, negative_prompt=str, out=str, height=int, width=int, seed=int, num_inference_steps=int,
                 true_cfg_scale=(int, float))
@@ -241,8 +251,9 @@ def read_jobs(path, defaults):
     """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
     if Path(path).is_dir():
         items, problems = read_dataset(path)
-        return [SimpleNamespace(**{**defaults, "image": i["controls"], "prompt": i["prompt"], "name": i["name"],
-                                   "size_from": i["target"], "out": i["name"].replace("/", "-") + ".png"}) for i in items], problems
+        own = lambda i: dict(image=i["controls"], prompt=i["prompt"], name=i["name"], size_from=i["target"],
+                             out=i["name"].replace("/", "-") + ".png")
+        return [SimpleNamespace(**{**defaults, **own(i)}) for i in items], problems
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; give jobs.jsonl or a dataset folder")
     jobs, problems = [], []
@@ -253,9 +264,9 @@ def read_jobs(path, defaults):
                 images = [row["image"]] if isinstance(row["image"], str) else row["image"]
                 wrong = [k for k, v in row.items() if k != "image" and not isinstance(v, JOB_KEYS.get(k, ()))]
                 if wrong or "prompt" not in row:
-                    raise ValueError(f"field {wrong[0] if wrong else 'prompt'!r} is unknown, missing or of the wrong type")
-                row = {"out": f"{n:03d}-{Path(images[0]).stem}.png", **row, "image": [Path(path).parent / i for i in images]}
-                jobs.append(SimpleNamespace(**{**defaults, **row}))
+                    raise ValueError(f"field {(wrong or ['prompt'])[0]!r} is unknown, missing or of a wrong type")
+                own = dict(out=f"{n:03d}-{Path(images[0]).stem}.png") | row
+                jobs.append(SimpleNamespace(**defaults | own | dict(image=[Path(path).parent / i for i in images])))
         except (ValueError, KeyError, TypeError, IndexError) as e:
             problems.append(f'error: {path}:{n}: {e}; want {{"image": ["a.png"], "prompt": "..."}}')
     return jobs, problems
@@ -280,9 +291,10 @@ def main():
     parser.add_argument("--control_pixels", type=pixels, metavar="AREA", help="likewise, of the pictures given")
     parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=None,
                         help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
-    parser.add_argument("--lora", help="LoRA file or run folder")
+    parser.add_argument("--lora", help="LoRA file or run folder (default: none; with --model tiny the newest run's)")
     parser.add_argument("--lora_scale", type=float, default=1.0, help="strength of the LoRA: 0 is none, 1 as trained")
-    parser.add_argument("--max_tokens", type=number(int, 1), default=20_000, help="tokens per forward pass; lower it if memory runs out")
+    parser.add_argument("--max_tokens", type=number(int, 1), default=20_000,
+                        help="tokens per forward pass; lower it if memory runs out")
     parser.add_argument("--vae_device", help="default: --device")
     parser.add_argument("--text_encoder_device", help="default: --device")
     parser.add_argument("--transformer_device", help="default: --device")

@@ -35,19 +35,19 @@ ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is sile
 # ---- rotary positions ------------------------------------------------------------------------------------------------
 
 def apply_rotary_emb_qwen_batched(x, freqs_cis):
-    """Rotate queries or keys. x: (B, S, H, D). freqs_cis: complex (S, R), shared by the batch, or (B, S, R), per sample;
-    told apart by ndim. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which knows the
-    shared form only (a 3D freqs_cis broadcasts over its heads without a word). ValueError if lengths do not fit."""
+    """Rotate queries or keys. x: (B, S, H, D). freqs_cis: complex (S, R), shared by the batch, or (B, S, R), per
+    sample; told apart by ndim. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which
+    knows the shared form only (a 3D freqs_cis broadcasts over its heads without a word). ValueError if sizes differ."""
     want = (x.shape[1], x.shape[3] // 2) if freqs_cis.ndim == 2 else (x.shape[0], x.shape[1], x.shape[3] // 2)
     if tuple(freqs_cis.shape) != want or not freqs_cis.is_complex():
-        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want {want}, complex, "
-                         f"for x {tuple(x.shape)}")
+        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want {want}, "
+                         f"complex, for x {tuple(x.shape)}")
     x_BSHR = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(x_BSHR * freqs_cis.unsqueeze(-2)).flatten(3).type_as(x)
 
 def sample_freqs(pos_embed, shapes, txt_len, device):
-    """One sample's (img (I, R), txt (T, R)) frequencies, from the model's own module, so that plain and layer3d RoPE keep
-    their own formulas. Its text positions begin where *its own* pictures end. ValueError past the table of 4096."""
+    """One sample's (img (I, R), txt (T, R)) frequencies, from the model's own module, so that plain and layer3d RoPE
+    keep their formulas. Text positions begin where *its own* pictures end. ValueError past the table of 4096."""
     if max(max(h - h // 2, w - w // 2) for _, h, w in shapes) > ROPE_TABLE:
         raise ValueError(f"rotary positions: got a picture of {shapes}, want sides of at most {2 * ROPE_TABLE} tokens")
     # by keyword: QwenEmbedRope and QwenEmbedLayer3DRope order these arguments differently
@@ -103,7 +103,8 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
         head_dim = attn.inner_dim // attn.heads
         heads = lambda x: x.unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
         img_q, img_k, img_v = [heads(f(hidden_states)) for f in (attn.to_q, attn.to_k, attn.to_v)]
-        txt_q, txt_k, txt_v = [heads(f(encoder_hidden_states)) for f in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
+        txt_q, txt_k, txt_v = [heads(f(encoder_hidden_states))
+                               for f in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
         norm = lambda f, x: x if f is None else f(x)
         img_q, img_k = norm(attn.norm_q, img_q), norm(attn.norm_k, img_k)
         txt_q, txt_k = norm(attn.norm_added_q, txt_q), norm(attn.norm_added_k, txt_k)
@@ -134,9 +135,9 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
 # ---- block -----------------------------------------------------------------------------------------------------------
 
 class Ragged(NamedTuple):
-    """What a ragged batch tells a block, in the argument where stock passes modulate_index. Modulation differs by sample
-    and, for zero_cond_t models, between a sample's target and its controls, so the rows, read from the first to the last,
-    are cut into segments (tokens, row of temb)."""
+    """What a ragged batch tells a block, in the argument where stock passes modulate_index. Modulation differs by
+    sample and, for zero_cond_t models, between a sample's target and its controls, so the tokens, read from the first
+    to the last, are cut into segments (tokens, row of temb)."""
     img_segments: list
     txt_segments: list
     seq_lens: list | None # [(T_b, I_b)] of packed samples, None when padded
@@ -167,8 +168,8 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
         return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
                                   image_rotary_emb, joint_attention_kwargs, modulate_index)
     if not isinstance(self.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
-        raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; want "
-                         "patch_qwen_model_for_multi_resolution, which sets the processors too")
+        raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; "
+                         "want patch_qwen_model_for_multi_resolution, which sets the processors too")
     img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
     img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
 
@@ -228,8 +229,8 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     image_rotary_emb            (img, txt) complex frequencies, each (N, R) or (B, N, R); wins over img_shapes
     txt_seq_lens                with one row of text: packed. with B rows: text lengths, as older diffusers had them
 
-    Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the pads
-    (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
+    Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the
+    pads (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
     """
     (rows, img_len), txt_len, device = hidden_states.shape[:2], encoder_hidden_states.shape[1], hidden_states.device
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
@@ -299,8 +300,10 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     if self.zero_cond_t: # the target at its timestep, its controls at t = 0: row batch + b of temb
         if max(prod(s[0]) for s in shapes) > img_len:
             raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
-        img_segments = [segment for b, n in enumerate(img_rows) for t in [prod(shapes[b][0])]
-                        for segment in [(t, b), (n - t, batch + b)]]
+        img_segments = []
+        for b, n in enumerate(img_rows):
+            target = prod(shapes[b][0])
+            img_segments += [(target, b), (n - target, batch + b)]
     ragged = Ragged(img_segments, [(n, b) for b, n in enumerate(txt_rows)],
                     list(zip(txt_rows, img_rows)) if packed else None, lora_scale)
     kwargs["attention_mask"] = joint_BS
@@ -348,7 +351,7 @@ def patch_qwen_forward_for_multi_resolution(model):
     if hasattr(model, "multi_resolution"): # patched already, and hooks may have come since
         return model
     if any("forward" in m.__dict__ for m in [model, *model.transformer_blocks]):
-        raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or other hooks")
+        raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or hooks")
     model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
     model.multi_resolution = True
     model.gradient_checkpointing_blocks = getattr(model, "gradient_checkpointing_blocks", None)
@@ -369,16 +372,15 @@ def patch_qwen_model_for_multi_resolution(model):
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 def sample_shapes(img_shapes, batch):
-    """img_shapes in any accepted form -> one list of (frames, h, w) per sample. A flat list holds one picture per sample
-    (or one for all); a list or tensor with one entry serves all samples. Entries without area (padding of a (B, N, 3)
-    tensor) are dropped. ValueError if the number of entries does not fit `batch`."""
-    entries = img_shapes.tolist() if torch.is_tensor(img_shapes) else list(img_shapes)
-    entries = [e.tolist() if torch.is_tensor(e) else e for e in entries]
-    entries = [[e] if not isinstance(e[0], (list, tuple)) and not torch.is_tensor(e[0]) else e for e in entries]
-    shapes = [[tuple(int(n) for n in picture) for picture in e] for e in entries]
-    shapes = [[picture for picture in e if prod(picture) > 0] for e in shapes]
+    """img_shapes in any accepted form -> one list of (frames, h, w) per sample. A flat list holds one picture per
+    sample (or one for all); a list or tensor with one entry serves all samples. Entries without area (padding of a
+    (B, N, 3) tensor) are dropped. ValueError if the number of entries does not fit `batch`."""
+    plain = lambda x: x.tolist() if torch.is_tensor(x) else list(x)
+    entries = [plain(e) for e in plain(img_shapes)]
+    entries = [e if isinstance(e[0], (list, tuple, torch.Tensor)) else [e] for e in entries]
+    shapes = [[tuple(map(int, picture)) for picture in e if prod(map(int, picture)) > 0] for e in entries]
     if len(shapes) not in (1, batch) or not all(shapes):
-        raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one picture (1, h, w)")
+        raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one (1, h, w)")
     return shapes if len(shapes) == batch else shapes * batch
 
 def should_use_multi_resolution_mode(img_shapes):
@@ -400,7 +402,7 @@ def extract_batch_field(embeddings, key, batch_idx):
 def get_image_shapes_multi_resolution(embeddings, batch_size):
     """Per sample [(1, h, w), ...] in tokens, target first, from `img_shapes`, or rebuilt from pixels (16 a token):
     height, width; height_control, width_control; and n_controls further ones height_control_1, ... (without n_controls,
-    as many as there are keys). Each field may be per sample, so the number of pictures may differ; None: no such picture."""
+    as many as there are keys). Each field may be per sample, so the number of pictures may differ; None: no picture."""
     if embeddings.get("img_shapes") is not None:
         return sample_shapes(embeddings["img_shapes"], batch_size)
     shapes = []
@@ -420,8 +422,8 @@ def get_image_shapes_multi_resolution(embeddings, batch_size):
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 def pad_latents_for_multi_res(samples, max_len=None):
-    """Right-pad a list of (N_b, C) tensors with zeros -> (B, N, C), bool mask (B, N). N: max_len, or the longest sample.
-    ValueError on an empty list, other ranks, differing channels, or a sample longer than max_len."""
+    """Right-pad a list of (N_b, C) tensors with zeros -> (B, N, C), bool mask (B, N). N: max_len, or the longest
+    sample. ValueError on an empty list, other ranks, differing channels, or a sample longer than max_len."""
     if not samples or any(s.ndim != 2 or s.shape[1] != samples[0].shape[1] for s in samples):
         raise ValueError(f"samples: got shapes {[tuple(s.shape) for s in samples]}, want at least one, all (N, C)")
     lens = [len(s) for s in samples]
@@ -435,8 +437,8 @@ def pad_latents_for_multi_res(samples, max_len=None):
     return padded, mask
 
 def run_packed(model, latents, prompt_embeds, timesteps, img_shapes):
-    """One forward pass over samples of any sizes, without a pad. Lists of (I_b, C) and (T_b, C), (B,) timesteps, per-sample
-    shapes -> list of (I_b, C_out)."""
+    """One forward pass over samples of any sizes, without a pad. Lists of (I_b, C) and (T_b, C), (B,) timesteps,
+    per-sample shapes -> list of (I_b, C_out)."""
     out = model(torch.cat(latents)[None], torch.cat(prompt_embeds)[None], timestep=timesteps, img_shapes=img_shapes,
                 txt_seq_lens=[len(p) for p in prompt_embeds], return_dict=False)[0]
     return list(out[0].split([len(x) for x in latents]))
@@ -472,8 +474,8 @@ def plan_padded(lengths, max_tokens):
     return batches
 
 def deal_to_ranks(lengths, dim, ranks):
-    """Indices of `lengths` in one list per rank, of about equal FLOPs: the next longest sample goes to the rank with least
-    to do. A token of an n-token sample costs 24 dim^2 in the linears and 4 n dim in the attention, a block."""
+    """Indices of `lengths` in one list per rank, of about equal FLOPs: the next longest sample goes to the rank with
+    least to do. A token of an n-token sample costs 24 dim^2 in the linears and 4 n dim in the attention, a block."""
     cost = [n * (6 * dim + n) for n in lengths]
     shares = [[] for _ in range(ranks)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

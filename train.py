@@ -1,8 +1,8 @@
 """
 Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
 
-Reads a dataset (layout: cache.py) or the cache made of it; writes a run folder: log.jsonl, checkpoint-000200/ and at the
-end pytorch_lora_weights.safetensors, which predict.py and stock diffusers load.
+Reads a dataset (layout: cache.py) or the cache made of it; writes a run folder: log.jsonl, checkpoint-000200/ and at
+the end pytorch_lora_weights.safetensors, which predict.py and stock diffusers load.
 
 $ python train.py                                                           # embedded default, CPU, minutes
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos           # one GPU
@@ -11,7 +11,7 @@ $ python train.py --resume                                                  # go
 
 A step takes --batch_size samples from the stream, whatever the number of processes; they are packed into forward passes
 of at most --max_tokens tokens, without padding. Sample order, noise, timesteps and dropped captions are functions of
-(seed, position in the stream), so 1 and 8 processes train alike and a resumed run is the unbroken run, bit for bit.
+(seed, position in the stream): 1 and 8 processes see the same; a resumed run is the unbroken run (on a CPU to the bit).
 Shape letters as in rope_patch.py.
 """
 import argparse
@@ -44,7 +44,8 @@ from tqdm import tqdm
 
 import cache
 import predict
-from cache import ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, number, read_tensors, write_file, write_tensors
+from cache import (ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, number, read_tensors, write_file,
+                   write_tensors)
 from predict import LORA_FILE, load_transformer
 from rope_patch import deal_to_ranks, plan_packs, plan_padded, run_packed, run_padded
 
@@ -57,52 +58,70 @@ cache.add_data_flags(parser)
 parser.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
                     help="encode once, then train with only the transformer on the device; --no-use_cache encodes each "
                          "batch anew and keeps all models there")
-parser.add_argument("--caption_dropout_rate", type=number(float, 0, 1), default=0.0, help="share of samples trained with the empty prompt")
+parser.add_argument("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
+                    help="share of samples trained with the empty prompt")
 parser.add_argument("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 # LoRA
-parser.add_argument("--lora_rank", type=number(int, 1), default=16, help="width of the LoRA: more learns more, and costs memory")
-parser.add_argument("--lora_alpha", type=number(float, 0), help="the LoRA works at alpha / rank times its weights (default: the rank)")
+parser.add_argument("--lora_rank", type=number(int, 1), default=16,
+                    help="width of the LoRA: more learns more, and costs memory")
+parser.add_argument("--lora_alpha", type=number(float, 0),
+                    help="the LoRA works at alpha / rank times its weights (default: the rank)")
 parser.add_argument("--lora_dropout", type=number(float, 0, 1), default=0.0, help="share of the LoRA's inputs set to 0")
-parser.add_argument("--lora_init", choices=["gaussian", "kaiming"], default="gaussian", help="of lora_A; lora_B is zero")
+parser.add_argument("--lora_init", choices=["gaussian", "kaiming"], default="gaussian",
+                    help="of lora_A; lora_B is zero")
 parser.add_argument("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
                     help="linear layers, by the end of their names")
 # step
 parser.add_argument("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
-parser.add_argument("--batch_size", type=number(int, 1), default=4, help="samples per optimizer step, over all processes")
+parser.add_argument("--batch_size", type=number(int, 1), default=4,
+                    help="samples per optimizer step, over all processes")
 parser.add_argument("--max_tokens", type=number(int, 1), default=16_384,
                     help="image + text tokens per forward pass; lower this first if you run out of memory")
 parser.add_argument("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
 parser.add_argument("--lr", type=number(float, 0), default=1e-4, help="learning rate; lower it if the loss jumps")
-parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up")
-parser.add_argument("--warmup_steps", type=number(int, 0), default=0, help="steps over which the learning rate rises from 0")
+parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant",
+                    help="after the warm-up")
+parser.add_argument("--warmup_steps", type=number(int, 0), default=0,
+                    help="steps over which the learning rate rises from 0")
 parser.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="of AdamW, on the LoRA's weights")
-parser.add_argument("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this length")
+parser.add_argument("--max_grad_norm", type=number(float, 1e-12), default=1.0,
+                    help="a longer gradient is cut to this length")
 # loss
 parser.add_argument("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
                     help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 parser.add_argument("--loss_norm", choices=["sample", "token"], default="sample",
-                    help="mean per sample, then over samples; or mean over all tokens, so that large pictures weigh more")
-parser.add_argument("--mask_foreground_weight", type=number(float, 0), default=2.0, help="of the edited region, where there is a mask")
-parser.add_argument("--mask_background_weight", type=number(float, 0), default=1.0, help="of the rest of that picture")
+                    help="mean per sample, then over samples; or mean over all tokens: large pictures weigh more")
+parser.add_argument("--mask_foreground_weight", type=number(float, 0), default=2.0,
+                    help="of the edited region, where there is a mask")
+parser.add_argument("--mask_background_weight", type=number(float, 0), default=1.0,
+                    help="of the rest of that picture")
 # memory
 parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
-                    help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
+                    help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: "
+                         "all)")
 # run
 parser.add_argument("--val_data", nargs="*", metavar="DATA",
-                    help="dataset folders that are not trained on: drawn and measured at the end, without and with the LoRA "
-                         "(default: none; those of the toy dataset come with it)")
+                    help="datasets that are not trained on: drawn and measured at the end, without and with the LoRA "
+                         "(default: none; the toy dataset has its own)")
 parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
 parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
-parser.add_argument("--resume", action="store_true", help="go on with --out_dir, or with the newest run of this model and data")
+parser.add_argument("--resume", action="store_true",
+                    help="go on with --out_dir, or with the newest run of this model and data")
 args = cache.parse_args(parser, dict( # what differs with --model tiny: native sizes, and a minute on two CPU cores
-    **cache.TINY, max_steps=200, batch_size=16, max_tokens=4096, lr=2e-3, lr_scheduler="linear", warmup_steps=10,
-    gradient_checkpointing=0, save_every=100))
+    **cache.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=1e-2, lr_scheduler="linear", warmup_steps=10,
+    gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
+                                            "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
 if args.val_data is None:
-    args.val_data = [str(Path(args.data).with_name(name)) for name in ("val", "known")] if args.data == cache.TINY["data"] else []
+    args.val_data = [str(Path(args.data).with_name("val"))] if args.data == cache.TINY["data"] else []
 if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
 args.data = None if args.data in ("", "none") else args.data
+if args.dtype == "float16":
+    parser.error("argument --dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16")
 args.lora_alpha = args.lora_rank if args.lora_alpha is None else args.lora_alpha
+for path in args.val_data:
+    if not args.data or not Path(path, "target").is_dir():
+        parser.error(f"argument --val_data: {path} has no folder 'target', or there is no --data; give both")
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -118,15 +137,16 @@ def say(line):
 
 # ---- run folder ------------------------------------------------------------------------------------------------------
 
-data_name = Path(args.data or args.cache_dir).stem
-runs = sorted(Path("out").glob(f"{Path(args.model).name}-{data_name}-[0-9]*"))
-number = int(re.findall(r"\d+", runs[-1].name)[-1]) if runs else 0
-out_dir = Path(args.out_dir or (runs[-1] if args.resume and runs else f"out/{Path(args.model).name}-{data_name}-{number + 1:03d}"))
+run_name = cache.run_name(args.model, args.data or args.cache_dir)
+runs = {int(m[1]): p for p in Path("out").glob("*") if (m := re.fullmatch(re.escape(run_name) + r"-(\d+)", p.name))}
+newest = max(runs, default=0)
+out_dir = Path(args.out_dir or (runs[newest] if args.resume and runs else f"out/{run_name}-{newest + 1:03d}"))
 if out_dir.exists() and not out_dir.is_dir():
     raise InputError(f"--out_dir {out_dir}: is a file; give a folder")
 if not args.resume and out_dir.is_dir() and any(out_dir.iterdir()):
     raise InputError(f"--out_dir {out_dir}: is not empty; go on with --resume, or give another folder")
-checkpoints = sorted(out_dir.glob("checkpoint-*"))
+by_step = lambda path: int(path.name.split("-")[-1])
+checkpoints = sorted(out_dir.glob("checkpoint-*"), key=by_step)
 if args.resume and not checkpoints:
     raise InputError(f"--resume: no checkpoint in {out_dir}; start without --resume, or give the right --out_dir")
 if world_size > 1:
@@ -137,7 +157,7 @@ if world_size > 1:
 drop_captions = args.caption_dropout_rate > 0
 folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if args.data else []))
 pipe = cache.load_pipeline(folder) if args.data else None
-cache_dir = Path(args.cache_dir or cache.default_cache_dir(args))
+cache_dir = Path(args.cache_dir or Path("cache", run_name))
 problems = []
 if not args.data: # a cache that was made elsewhere
     index = cache.load_index(cache_dir)
@@ -145,7 +165,8 @@ if not args.data: # a cache that was made elsewhere
     for part, here in [*cache.model_fingerprints(folder).items(), ("pipeline", pipeline)]:
         made = {**(index["models"] or {}), "pipeline": index.get("pipeline")}.get(part)
         if made not in (None, here):
-            raise InputError(f"{cache_dir}: was encoded with another model than {args.model} ({part}); run cache.py with this one")
+            raise InputError(f"{cache_dir}: was encoded with another model than {args.model} ({part}); run cache.py "
+                             "with this one")
     for name in ("target_pixels", "control_pixels", "upscale"): # not this call's flags but those that made the cache
         setattr(args, name, index.get(name, getattr(args, name)))
     if drop_captions and not all(s["empty_text"] for s in index["samples"]):
@@ -164,10 +185,9 @@ if not index["samples"]:
 samples = index["samples"]
 
 # held-out pictures: encoded now, while the encoders are here, and drawn at the end
-held_out, geometry = [], dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
+geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
+held_out = []
 for path in args.val_data if master else []:
-    if pipe is None:
-        raise InputError("--val_data: needs the encoders; leave it out with --data none")
     jobs, wrong = predict.read_jobs(path, {**predict.SAMPLING, **geometry, "seed": args.seed,
                                            **(predict.TINY_SAMPLING if args.model == "tiny" else {})})
     if wrong:
@@ -247,7 +267,7 @@ def draw_noise(position, img_len, channels):
         s = math.exp(mu) / (math.exp(mu) + 1 / s - 1)
     return s, torch.randn(img_len, channels, generator=g)
 
-shift_config = diffusers.FlowMatchEulerDiscreteScheduler.load_config(folder / "scheduler")
+shift_config = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler").config
 
 def learning_rate(step):
     """Of the step that takes the run from `step` to `step` + 1."""
@@ -266,19 +286,23 @@ def load_batch(positions):
         if args.use_cache:
             t = load_sample(cache_dir, sample, scale)
         else:
-            t = {**cache.encode_latents(pipe, sample, scale), **cache.encode_text(pipe, sample, "" if dropped else sample["prompt"])}
+            t = cache.encode_latents(pipe, sample, scale)
+            t.update(cache.encode_text(pipe, sample, "" if dropped else sample["prompt"]))
         x0 = t["pixel_latent"].to(args.device, torch.float32)
         s, noise = draw_noise(p, *x0.shape)
         noise = noise.to(args.device)
-        noisy = ((1 - s) * x0 + s * noise).to(dtype) # flow matching: data at s = 0, noise at s = 1, velocity noise - data
+        # flow matching: data at s = 0, noise at s = 1, velocity noise - data
+        noisy = ((1 - s) * x0 + s * noise).to(dtype)
         batch["latents"].append(torch.cat([noisy, t["control_latent"].to(args.device, dtype)]))
         batch["prompt_embeds"].append(t["empty_prompt_embed" if dropped else "prompt_embed"].to(args.device, dtype))
         batch["timesteps"].append(s)
         batch["img_shapes"].append([tuple(shape) for shape in t["img_shapes"].tolist()])
         batch["targets"].append(noise - x0)
-        mask = t["edit_mask"].to(args.device) if "edit_mask" in t else torch.zeros(len(x0), device=args.device)
-        foreground, background = args.mask_foreground_weight, args.mask_background_weight
-        batch["weights"].append(foreground * mask + background * (1 - mask) if "edit_mask" in t else mask + 1)
+        weight = torch.ones(len(x0), device=args.device)
+        if "edit_mask" in t:
+            mask = t["edit_mask"].to(args.device)
+            weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
+        batch["weights"].append(weight)
     return batch
 
 def batch_loss(batch):
@@ -290,15 +314,16 @@ def batch_loss(batch):
     top = bottom = 0.0
     for pred, target, weight in zip(preds, batch["targets"], batch["weights"]):
         per_token = (pred[:len(target)].float() - target).square().mean(dim=-1)
-        total, count = (per_token * weight).sum(), weight.sum() # fp32: bf16 cannot count to 257
+        # fp32: bf16 cannot count to 257. clamped: a mask may be black all over, and weigh nothing
+        total, count = (per_token * weight).sum(), weight.sum().clamp_min(1e-12)
         top, bottom = (top + total / count, bottom + 1) if args.loss_norm == "sample" else (top + total, bottom + count)
     return top, bottom
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
-    "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache", "skip_bad",
-    "max_tokens", "gradient_checkpointing", "val_data", "save_every", "keep", "resume")}
+    "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
+    "skip_bad", "max_tokens", "gradient_checkpointing", "val_data", "save_every", "keep", "resume")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 config["model"] = fingerprint(folder / "transformer")
 config["data"] = cache.content_key(samples=[[s["name"], s["scales"], s["text"]] for s in samples])
@@ -309,8 +334,8 @@ def save_lora(path, step):
     meta = {f"transformer.{k}": sorted(v) if isinstance(v, set) else v
             for k, v in transformer.peft_config["default"].to_dict().items()}
     # the layers that have one, by their full names: peft warns when names are more, or exclude_modules finds nothing
-    meta.update({"transformer.target_modules": sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state}),
-                 "transformer.exclude_modules": None})
+    layers = sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state})
+    meta.update({"transformer.target_modules": layers, "transformer.exclude_modules": None})
     write_tensors(path, state, {**meta, "train.geometry": geometry, "train.model": args.model, "train.step": step},
                   meta_key="lora_adapter_metadata")
 
@@ -319,12 +344,13 @@ def save_checkpoint(step):
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
     save_lora(tmp / LORA_FILE, step)
-    moments = {f"{key}.{name}": optimizer.state[p][key] for name, p in lora.items() for key in ("exp_avg", "exp_avg_sq")}
+    moments = {f"{key}.{name}": optimizer.state[p][key]
+               for name, p in lora.items() for key in ("exp_avg", "exp_avg_sq")}
     write_tensors(tmp / "optimizer.safetensors", moments, dict(step=step))
     write_file(tmp / "state.json", json.dumps(dict(step=step, config=config), indent=1).encode())
     shutil.rmtree(path, ignore_errors=True)
     os.replace(tmp, path)
-    for old in sorted(out_dir.glob("checkpoint-*"))[:-args.keep]:
+    for old in sorted(out_dir.glob("checkpoint-*"), key=by_step)[:-args.keep]:
         shutil.rmtree(old)
 
 def load_checkpoint(path):
@@ -346,24 +372,24 @@ def load_checkpoint(path):
 step = 0
 if args.resume:
     step = load_checkpoint(checkpoints[-1])
-    if step >= args.max_steps:
+    if step >= args.max_steps and (out_dir / "DONE").exists():
         say(f"{out_dir}: already done, {step} steps; a larger --max_steps would go on (constant learning rate only)")
         sys.exit(0)
     say(f"{out_dir}: going on after step {step}")
 log = out_dir / "log.jsonl"
 if master:
     out_dir.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     lines = log.read_text().splitlines() if args.resume else [json.dumps(dict(
-        flags=vars(args), commit=commit, torch=torch.__version__, diffusers=diffusers.__version__, peft=peft.__version__,
-        transformers=transformers.__version__), default=str)]
-    # a killed run has logged steps after its last checkpoint, which are about to be taken again, and perhaps half a line
+        flags=vars(args), commit=commit.stdout.strip(), torch=torch.__version__, diffusers=diffusers.__version__,
+        peft=peft.__version__, transformers=transformers.__version__), default=str)]
+    # a killed run has logged steps after its last checkpoint, which are about to be taken again, and maybe half a line
     lines = lines[:1] + [line for line in lines[1:] if line.endswith("}") and json.loads(line)["step"] <= step]
     write_file(log, ("\n".join(lines) + "\n").encode())
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
-named = set()
+warned = set()
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=not master or None, leave=False)
 while step < args.max_steps:
     if args.device.startswith("cuda"):
@@ -377,8 +403,8 @@ while step < args.max_steps:
     plan = plan_packs if args.batching == "packed" else plan_padded
     packs = [[mine[i] for i in pack] for pack in plan([lengths[i] for i in mine], args.max_tokens)]
     for i in mine:
-        if lengths[i] > args.max_tokens and (name := draw(positions[i])[0]["name"]) not in named:
-            named.add(name)
+        if lengths[i] > args.max_tokens and (name := draw(positions[i])[0]["name"]) not in warned:
+            warned.add(name)
             tqdm.write(f"{name}: {lengths[i]:,} tokens, over --max_tokens {args.max_tokens:,}; runs alone")
 
     # gradients of the sum; LoRA dropout is the only user of the global random state
@@ -395,7 +421,8 @@ while step < args.max_steps:
     # one all-reduce: gradients, numerator, denominator, computed tokens; then divide by what all processes saw together
     for p in lora.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    flat = torch.cat([p.grad.flatten() for p in lora.values()] + [torch.tensor([top, bottom, computed], device=args.device)])
+    sums = torch.tensor([top, bottom, computed], device=args.device)
+    flat = torch.cat([*[p.grad.flatten() for p in lora.values()], sums])
     if world_size > 1:
         dist.all_reduce(flat)
     top, bottom, computed = flat[-3:].tolist()
@@ -405,8 +432,8 @@ while step < args.max_steps:
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every rank; the step is not taken
         names = ", ".join(draw(p)[0]["name"] for p in positions)
-        raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} ({names}); lower --lr, check "
-                         "these samples, then --resume")
+        raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} ({names}); lower --lr, "
+                         "check these samples, then --resume")
     lr = learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -422,8 +449,8 @@ while step < args.max_steps:
         memory = torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(
             resource.RUSAGE_SELF).ru_maxrss * 1024
         tokens = sum(lengths)
-        record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4), images=args.batch_size,
-                      tokens=tokens, computed_tokens=int(computed), memory=memory)
+        record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
+                      images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory)
         with open(log, "a") as f:
             f.write(json.dumps(record) + "\n")
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
@@ -434,6 +461,9 @@ while step < args.max_steps:
         if step % args.save_every == 0 or step == args.max_steps:
             save_checkpoint(step)
 bar.close()
+
+if master: # first of all, for drawing takes minutes
+    save_lora(out_dir / LORA_FILE, step)
 
 # ---- before and after ------------------------------------------------------------------------------------------------
 
@@ -456,7 +486,9 @@ def measure_held_out(before, after):
         if keep.mean() > 0.1:
             record.update({f"kept_{k}": v for k, v in predict.drift(a, job.target, keep).items()})
         groups.setdefault(job.group, []).append(record)
-    return {g: {"pictures": len(rs), **{k: float(np.mean([r[k] for r in rs if k in r])) for k in rs[0]}} for g, rs in groups.items()}
+    mean = lambda records, key: float(np.mean([r[key] for r in records if key in r]))
+    keys = lambda records: dict.fromkeys(k for r in records for k in r)
+    return {g: {"pictures": len(rs), **{k: mean(rs, k) for k in keys(rs)}} for g, rs in groups.items()}
 
 if held_out: # on the master alone
     transformer.eval()
@@ -473,14 +505,13 @@ if held_out: # on the master alone
     say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
     say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
     for group, m in measured.items():
-        say(f"{group:16} {m['pictures']:8} {m['input']:6.1f} {m['before']:7.1f} {m['after']:7.1f} {m['vae']:5.1f} |" + (
-            f"{m['kept_psnr']:7.1f} {m['kept_shift']:9.2f} {m['kept_zoom']:7.2f} {m['kept_colour']:7.1f}" if "kept_psnr" in m else ""))
+        kept = "{kept_psnr:7.1f} {kept_shift:9.2f} {kept_zoom:7.2f} {kept_colour:7.1f}" if "kept_psnr" in m else ""
+        say(("{:16} {pictures:8} {input:6.1f} {before:7.1f} {after:7.1f} {vae:5.1f} |" + kept).format(group, **m))
     say(f"{sheet}: control, instruction, before, after, target")
 
 # ---- goodbye ---------------------------------------------------------------------------------------------------------
 
 if master:
-    save_lora(out_dir / LORA_FILE, step)
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
         f"  python predict.py --model {args.model} --lora {out_dir} --image CONTROL.png --prompt \"...\"")
