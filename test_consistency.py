@@ -2698,7 +2698,7 @@ def predict_latents(pipe, transformer, jobs, max_tokens=10_000):
 def test_single_job_equals_stock_pipeline(version, pictures, fields, tiny_v1, photos):
     """Same seed, same pictures: the latents of predict.py and of the stock pipeline differ by at most 1e-5."""
     folder = tiny_v1 if version == "v1" else TINY
-    pipe, area = stock_pipeline(folder), 96 * 96
+    pipe, area = stock_pipeline(folder), 1024 * 1024 if FULL else 96 * 96
     job = job_of(photos[:pictures], area, **fields)
     with stock_area(area):
         images = [Image.open(p) for p in job.image]
@@ -2714,6 +2714,7 @@ def test_single_job_equals_stock_pipeline(version, pictures, fields, tiny_v1, ph
             output_type="latent",
         ).images
     (ours,) = predict_latents(pipe, patch_qwen_model_for_multi_resolution(pipe.transformer), [job])
+    print(f"latents: {rel(ours, stock[0]):.1e} from the stock pipeline (limit 1e-5)")
     assert rel(ours, stock[0]) <= 1e-5
 
 
@@ -2730,6 +2731,7 @@ def test_batch_predict_equals_single_predict(photos):
     alone = [predict_latents(pipe, transformer, [job])[0] for job in jobs()]
     for max_tokens in (10_000, 200, 1):  # all runs in one pack; several packs; each run by itself
         for one, many in zip(alone, predict_latents(pipe, transformer, jobs(), max_tokens)):
+            print(f"{rel(many, one):.1e} from alone (limit 1e-5)")
             assert rel(many, one) <= 1e-5
 
 
@@ -2886,7 +2888,7 @@ def test_lora_has_no_layer_that_nobody_reads(trained):
 
 
 def test_lora_loads_in_stock_pipeline(trained, photos):
-    """File -> unmodified pipe.load_lora_weights == file -> predict.load_lora == weights applied by hand, alpha != rank."""
+    """File -> unmodified pipe.load_lora_weights == file -> predict.load_lora == weights by hand; alpha != rank."""
     pipe = stock_pipeline(TINY)
     base = copy.deepcopy(pipe.transformer)
     ours = patch_qwen_model_for_multi_resolution(copy.deepcopy(base))
