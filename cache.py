@@ -43,7 +43,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from rope_patch import get_image_shapes_multi_resolution
 
@@ -479,7 +479,7 @@ def load_pipeline(folder):
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
             raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEdit(Plus)Pipeline")
         tokenizer = Qwen2Tokenizer.from_pretrained(folder, subfolder="tokenizer")
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
+        image_processor = Qwen2VLImageProcessor.from_pretrained(folder, subfolder="processor")
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
     except (OSError, KeyError, json.JSONDecodeError) as e:
         raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?") from None
@@ -549,7 +549,7 @@ def encode_prompt(pipe, prompt, images, sizes):
 def prompt_length(pipe, prompt, sizes):
     """T of encode_prompt, from the tokenizer alone."""
     processor = pipe.processor.image_processor
-    counts = [processor.get_number_of_image_patches(h, w) // processor.merge_size**2 for w, h in sizes]
+    counts = [processor.get_number_of_image_patches(h, w, {}) // processor.merge_size**2 for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
     text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
     return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx

@@ -1362,6 +1362,19 @@ def test_sizes_are_the_stock_geometry(size, area, upscale, want):
     assert cache.fit_size(size, area, upscale) == want
 
 
+@pytest.mark.parametrize("version", ["v1", "Plus"])
+def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch, version):
+    """Qwen2.5-VL positions a picture's tokens by time, row and column. transformers from 5.3 on forgets them unless it
+    gets mm_token_type_ids, which diffusers 0.42.1 does not pass (diffusers issue 14194): hence the pin."""
+    seen, encoder = [], pipes[version].text_encoder
+    language_model = encoder.model.language_model
+    real = language_model.forward
+    monkeypatch.setattr(language_model, "forward", lambda *a, **kw: seen.append(kw["position_ids"]) or real(*a, **kw))
+    cache.encode_prompt(pipes[version], "go", [draw_picture((128, 64))], [(128, 64)])
+    time, row, column = seen[0][-3:, 0]  # transformers may put text positions in front
+    assert not torch.equal(row, column) and not torch.equal(time, column)
+
+
 def test_the_text_encoder_sees_384_times_384_or_in_v1_what_the_vae_sees(pipes):
     assert cache.prompt_size(pipes["Plus"], (1920, 1080), AREA, False) == (512, 288)
     assert cache.prompt_size(pipes["v1"], (1920, 1080), AREA, True) == cache.fit_size((1920, 1080), AREA) == (160, 96)

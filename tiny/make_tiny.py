@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLImageProcessorPil
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLImageProcessor
 
 import diffusers
 from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline,
@@ -441,7 +441,7 @@ transformer = QwenImageTransformer2DModel(num_layers=3, attention_head_dim=32, n
 scheduler = FlowMatchEulerDiscreteScheduler(                                   # the real model's numbers
     base_image_seq_len=256, max_image_seq_len=8192, base_shift=0.5, max_shift=0.9, shift=1.0, shift_terminal=0.02,
     time_shift_type="exponential", use_dynamic_shifting=True, num_train_timesteps=1000)
-image_processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56})   # 1 or 2 tokens
+image_processor = Qwen2VLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56})   # 1 or 2 tokens
 pipe = QwenImageEditPlusPipeline(scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer,
                                  processor=None, transformer=transformer)
 # saved before its first use: a tokenizer's file remembers the padding of the last call
