@@ -2816,6 +2816,9 @@ def test_predict_takes_its_geometry_from_the_lora(tmp_path, photos, trained):
 # ---- chapter 4: train.py ---------------------------------------------------------------------------------------------
 
 
+EXACT = ["--dtype", "float32"]  # where training is compared to 1e-5, whatever pytest's --dtype
+
+
 @functools.cache
 def toy_cache():
     """The toy dataset, encoded once for all tests, with the empty prompt."""
@@ -2945,7 +2948,7 @@ def test_lora_scale(trained, scale):
 def test_batching_does_not_change_training(tmp_path, flags):
     """Packed, padded, one sample at a time (--max_tokens 1), several packs, recomputed blocks: the same losses, the
     same LoRA. Two controls, edit masks and dropped captions included."""
-    common = ["--caption_dropout_rate", 0.3, "--loss_norm", "token", "--batch_size", 6]
+    common = ["--caption_dropout_rate", 0.3, "--loss_norm", "token", "--batch_size", 6, *EXACT]
     one, other = train_log(tmp_path / "a", *common), train_log(tmp_path / "b", *common, *flags)
     assert [r["loss"] for r in other] == pytest.approx([r["loss"] for r in one], rel=1e-5)
     assert [r["grad_norm"] for r in other] == pytest.approx([r["grad_norm"] for r in one], rel=1e-3)
@@ -2958,8 +2961,8 @@ def test_batching_does_not_change_training(tmp_path, flags):
 def test_gradients_equal_stock_one_at_a_time(tmp_path):
     """The first step's LoRA gradients and loss, computed here from the definition with the stock model, one sample at a
     time, equal what train.py applied: read from its optimizer, exp_avg = 0.1 * gradient after one step."""
-    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0)
-    ns = globals_of_train(tmp_path / "b")
+    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0, *EXACT)
+    ns = globals_of_train(tmp_path / "b", *EXACT)
     stock = cache.load_part(QwenImageTransformer2DModel, TINY, "transformer", "float32").requires_grad_(False)
     stock.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     set_peft_model_state_dict(stock, {k.removeprefix("transformer."): v for k, v in lora_of(tmp_path / "a").items()})
@@ -3054,7 +3057,7 @@ def test_two_ranks_equal_one(tmp_path):
     do not divide by 2; one sample a step leaves a rank without work."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
     for batch_size in (5, 1):
-        flags = ["--cache_dir", toy_cache(), "--max_steps", 3, "--batch_size", batch_size, "--val_data"]
+        flags = ["--cache_dir", toy_cache(), "--max_steps", 3, "--batch_size", batch_size, *EXACT, "--val_data"]
         one = train_log(tmp_path / f"one{batch_size}", *flags[2:])
         done = subprocess.run(
             [*torchrun, HERE / "train.py", *map(str, flags), "--out_dir", tmp_path / f"two{batch_size}"],
