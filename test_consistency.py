@@ -53,7 +53,6 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 import cache
 import predict
-import rope_patch
 from rope_patch import (
     QwenDoubleStreamAttnProcessor2_0_MultiRes,
     apply_rotary_emb_qwen_batched,
@@ -3189,40 +3188,3 @@ def test_plans_cover_every_sample_within_the_budget():
         assert len(packs) <= 1.23 * math.ceil(sum(lengths) / 400) + 1  # first-fit decreasing: 11/9 of the optimum
     cost = lambda share: sum(lengths[i] * (6 * 128 + lengths[i]) for i in share)
     assert max(map(cost, shares)) <= 1.1 * sum(map(cost, shares)) / 4
-
-
-@pytest.mark.skipif(not FULL, reason="four trainings of a minute each: --full -k three_ways -s")
-def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
-    """The toy edit by mixed-size packs, one sample at a time and padded batches (the same sample stream) has the same
-    quality; with the first sample's positions for the whole batch, as stock diffusers computes it, it has not. -s
-    prints the table; the pictures are in the test's folder."""
-
-    def shared(pos_embed, shapes, txt_len, device, real=rope_patch.sample_freqs):
-        if not torch.is_grad_enabled():  # pictures are drawn with the right positions, as the stock pipeline does
-            return real(pos_embed, shapes, txt_len, device)
-        img_freqs, txt_freqs = real(pos_embed, first[0], txt_len, device)
-        return img_freqs[torch.arange(sum(map(prod, shapes))) % len(img_freqs)], txt_freqs
-
-    def remember_first(*args, real=rope_patch.sample_shapes):
-        first[:] = real(*args)
-        return real(*args)
-
-    first, after = [], {}
-    for name, flags in {
-        "mixed": [],
-        "one": ["--max_tokens", 1],
-        "padded": ["--batching", "padded"],
-        "shared": [],
-    }.items():
-        if name == "shared":
-            monkeypatch.setattr(rope_patch, "sample_freqs", shared)
-            monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
-        result = run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", tmp_path / name, *flags)
-        (measured,) = (tmp_path / name / "samples").glob("*.json")
-        after[name] = json.loads(measured.read_text())["val"]
-        print(f"\n{name:8} {log_of(tmp_path / name)[-1]['loss']:.4f} {after[name]} {tmp_path / name}")
-    assert (
-        abs(after["one"]["after"] - after["mixed"]["after"]) < 0.3
-        and abs(after["padded"]["after"] - after["mixed"]["after"]) < 0.3
-    )
-    assert after["shared"]["after"] < after["mixed"]["after"] - 3
