@@ -5,7 +5,7 @@ sizes in one batch.
 $ python predict.py                                    # embedded default: held-out toy pictures, with the newest LoRA
 $ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/RUN
 $ python predict.py --model ... --image person.png coat.png --prompt "the person wears the coat of picture 2"
-$ python predict.py --model ... --jobs jobs.jsonl --out_dir edited # lines: {"image": ["a.jpg"], "prompt": "let it snow"}
+$ python predict.py --model ... --jobs jobs.jsonl --out_dir edited # lines: {"image": ["a.jpg"], "prompt": "snow"}
 $ python predict.py --model ... --transformer_device cuda:0 --text_encoder_device cuda:1 --vae_device cuda:1 ...
 
 A job's line may also set out, negative_prompt, height, width, seed, num_inference_steps and true_cfg_scale. Conditional
