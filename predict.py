@@ -25,7 +25,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.utils.torch_utils import randn_tensor
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -194,17 +194,18 @@ def psnr(image, reference):
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
 def drift(image, reference, keep):
-    """What an edit did where nothing should change -> dict of shift (pixels), zoom (%), colour (levels of 255) and
-    PSNR. keep: bool (H, W). Least squares of image - reference on the reference's gradients (Lucas and Kanade 1981):
-    unlike phase correlation it can leave the edited pixels out. For motions of about a pixel; larger ones are
-    underestimated."""
+    """What an edit did where nothing should change -> dict of psnr (dB), colour (levels of 255), and motion: shift
+    (pixels), zoom (%). keep: bool (H, W). Least squares of image - reference on the reference's gradients (Lucas and
+    Kanade 1981): unlike phase correlation it can leave pixels out, and it leaves out 4 more around the edit, whose
+    soft edge would pass for a zoom. For motions of about a pixel; larger ones are underestimated."""
     a, b = np.asarray(image, float), np.asarray(reference, float)
     h, w = keep.shape
+    inner = np.asarray(Image.fromarray(keep).convert("L").filter(ImageFilter.MinFilter(9))) > 0
     dy, dx = np.gradient(b.mean(-1))
     y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
     # a(x) = b(x - shift - zoom * x) + colour
-    columns = np.stack([-dx, -dy, -(dx * x + dy * y), np.ones((h, w))], -1)[keep]
-    sx, sy, zoom, _ = np.linalg.lstsq(columns, (a - b).mean(-1)[keep], rcond=None)[0]
+    columns = np.stack([-dx, -dy, -(dx * x + dy * y), np.ones((h, w))], -1)[inner]
+    sx, sy, zoom, _ = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
     colour = np.abs((a - b)[keep].mean(0)).max()
     return dict(shift=float(np.hypot(sx, sy)), zoom=float(100 * abs(zoom)), colour=float(colour),
                 psnr=psnr(a[keep], b[keep]))

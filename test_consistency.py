@@ -1196,7 +1196,7 @@ def data(tmp_path):
 
 
 def copy_model(folder):
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data", "val", "*.py"))
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data", "val", "known", "*.py", "*.png"))
     return folder
 
 
@@ -2639,7 +2639,7 @@ def stock_pipeline(folder):
 def tiny_v1(tmp_path_factory):
     """tiny as a Qwen-Image-Edit v1: the same weights, the other pipeline class."""
     folder = tmp_path_factory.mktemp("v1") / "tiny"
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data", "val", "known"))
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data", "val", "known", "*.py", "*.png"))
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "QwenImageEditPipeline"}))
     return folder
@@ -2810,6 +2810,33 @@ def test_predict_takes_its_geometry_from_the_lora(tmp_path, photos, trained):
         assert run_script("predict.py", *flags, "--out", tmp_path / out, *more).status == 0
     assert Image.open(tmp_path / "a.png").size == tuple(cache.fit_size(cache.image_size(photos[0]), "native"))
     assert Image.open(tmp_path / "b.png").size == tuple(cache.fit_size(cache.image_size(photos[0]), 32 * 32))
+
+
+@pytest.mark.parametrize(
+    "shift, zoom, colour", [((0.0, 0.0), 0.0, 0), ((0.3, 0.0), 0.0, 3), ((0.1, -0.2), 0.4, 0), ((0.0, 0.0), -0.8, 0)]
+)
+def test_drift_measures_planted_motion(shift, zoom, colour):
+    """Blobs moved by a known fraction of a pixel, under a border that is left out (and is wrong on purpose)."""
+
+    def blobs(shift=(0, 0), zoom=0, height=96, width=128):
+        y, x = np.mgrid[:height, :width].astype(float)
+        cx, cy = (width - 1) / 2, (height - 1) / 2
+        x, y = cx + (x - cx - shift[0]) / (1 + zoom / 100), cy + (y - cy - shift[1]) / (1 + zoom / 100)
+        blob = lambda at, r, level: level * np.exp(-((x - at[0]) ** 2 + (y - at[1]) ** 2) / 2 / r**2)
+        return np.repeat((60 + blob((40, 40), 8, 120) + blob((90, 60), 10, 100))[..., None], 3, -1)
+
+    keep = np.zeros((96, 128), bool)
+    keep[16:-16, 16:-16] = True
+    image = blobs(shift, zoom) + colour
+    image[~keep] = 0
+    image[16:19] = 0  # the soft edge of the edit
+    found = predict.drift(image, blobs(), keep)
+    assert found["shift"] == pytest.approx(np.hypot(*shift), abs=0.01)
+    assert found["zoom"] == pytest.approx(abs(zoom), abs=0.01)
+    image[16:19] = blobs(shift, zoom)[16:19] + colour
+    found = predict.drift(image, blobs(), keep)
+    assert found["colour"] == pytest.approx(colour, abs=0.3)
+    assert found["psnr"] == pytest.approx(predict.psnr(image[16:-16, 16:-16], blobs()[16:-16, 16:-16]))
 
 
 # ---- chapter 4: train.py ---------------------------------------------------------------------------------------------

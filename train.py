@@ -112,7 +112,8 @@ args = cache.parse_args(parser, dict( # what differs with --model tiny: native s
     gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
                                             "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
 if args.val_data is None:
-    args.val_data = [str(Path(args.data).with_name("val"))] if args.data == cache.TINY["data"] else []
+    args.val_data = [str(Path(args.data).with_name(name)) for name in ("val", "known")] if (
+        args.data == cache.TINY["data"]) else []
 if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
 args.data = None if args.data in ("", "none") else args.data
@@ -192,8 +193,9 @@ for path in args.val_data if master else []:
                                            **(predict.TINY_SAMPLING if args.model == "tiny" else {})})
     if wrong:
         sys.exit("\n".join(wrong))
-    for job in jobs: # a dataset with folders is measured folder by folder
-        job.group = "/".join([Path(path).name, *Path(job.name).parent.parts])
+    for job in jobs: # a dataset with folders is measured folder by folder, and drawn on one sheet
+        job.sheet = Path(path).name
+        job.group = "/".join([job.sheet, *Path(job.name).parent.parts])
         predict.plan_job(pipe, job)
     held_out += jobs
 if held_out and pipe.vae is None:
@@ -474,8 +476,8 @@ def draw_held_out():
     return [predict.decode(pipe, j.latents, j.height, j.width) for j in held_out]
 
 def measure_held_out(before, after):
-    """-> {group: means}: PSNR to the target of the input, without and with the LoRA, and of the VAE alone, which is the
-    ceiling; and what the LoRA's pictures do where the target equals the input."""
+    """-> {group: measures}: mean PSNR to the target of the input, without and with the LoRA, and of the VAE alone, which
+    is the ceiling; and, where the target equals the input, the LoRA's mean PSNR and median shift, zoom and colour."""
     groups = {}
     for job, b, a in zip(held_out, before, after):
         given = cache.read_image(job.image[0]).resize(job.target.size, Image.Resampling.LANCZOS)
@@ -486,9 +488,10 @@ def measure_held_out(before, after):
         if keep.mean() > 0.1:
             record.update({f"kept_{k}": v for k, v in predict.drift(a, job.target, keep).items()})
         groups.setdefault(job.group, []).append(record)
-    mean = lambda records, key: float(np.mean([r[key] for r in records if key in r]))
+    average = lambda key: np.median if key in ("kept_shift", "kept_zoom", "kept_colour") else np.mean
     keys = lambda records: dict.fromkeys(k for r in records for k in r)
-    return {g: {"pictures": len(rs), **{k: mean(rs, k) for k in keys(rs)}} for g, rs in groups.items()}
+    return {group: {"pictures": len(records), **{k: float(average(k)([r[k] for r in records if k in r]))
+                                                 for k in keys(records)}} for group, records in groups.items()}
 
 if held_out: # on the master alone
     transformer.eval()
@@ -498,16 +501,19 @@ if held_out: # on the master alone
     transformer.enable_adapters()
     after = draw_held_out()
     measured = measure_held_out(before, after)
-    sheet = out_dir / "samples" / f"step_{step:06d}.png"
-    rows = [[*predict.sheet_row(j), b, a, j.target] for j, b, a in zip(held_out, before, after)]
-    predict.save_png(predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"]), sheet)
-    write_file(sheet.with_suffix(".json"), json.dumps(measured, indent=1).encode())
+    sheets = {}
+    for job, b, a in zip(held_out, before, after):
+        sheets.setdefault(job.sheet, []).append([*predict.sheet_row(job), b, a, job.target])
+    for name, rows in sheets.items():
+        predict.save_png(predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"]),
+                         out_dir / "samples" / f"step_{step:06d}_{name}.png")
+    write_file(out_dir / "samples" / f"step_{step:06d}.json", json.dumps(measured, indent=1).encode())
     say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
     say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
     for group, m in measured.items():
         kept = "{kept_psnr:7.1f} {kept_shift:9.2f} {kept_zoom:7.2f} {kept_colour:7.1f}" if "kept_psnr" in m else ""
         say(("{:16} {pictures:8} {input:6.1f} {before:7.1f} {after:7.1f} {vae:5.1f} |" + kept).format(group, **m))
-    say(f"{sheet}: control, instruction, before, after, target")
+    say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, before, after, target")
 
 # ---- goodbye ---------------------------------------------------------------------------------------------------------
 
