@@ -20,6 +20,7 @@ B samples, I image tokens (target first, then controls), T text tokens, S = T + 
 R = D/2 complex rotations.
 """
 from contextlib import contextmanager
+from itertools import accumulate
 from math import ceil, prod
 from types import MethodType
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.utils import scale_lora_layers, unscale_lora_layers
+from torch.nn.attention.varlen import varlen_attn
 
 ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is silently shorter there
 
@@ -80,15 +82,56 @@ def as_joint_mask(mask, batch, length):
         mask = mask[:, 0, 0]
     return as_bool_mask(mask, "attention_mask", (batch, length))
 
+class Packed(NamedTuple):
+    """Where the samples stand in a packed row, once per forward pass: building these tensors waits for the GPU."""
+    txt_lens: list
+    img_lens: list
+    cu_joint: torch.Tensor | None # (B + 1,) int32, where each sample's [text, image] begins; None: varlen cannot run
+    cu_img: torch.Tensor | None # the same for its image tokens alone
+
+def pack_layout(txt_lens, img_lens, x):
+    """-> Packed, for rows of x's device and dtype. torch's variable-length attention has CUDA kernels only."""
+    cu_joint = cu_img = None
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        begins = lambda lens: torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(x.device, non_blocking=True)
+        cu_joint, cu_img = begins([t + i for t, i in zip(txt_lens, img_lens)]), begins(img_lens)
+    return Packed(list(txt_lens), list(img_lens), cu_joint, cu_img)
+
+@torch.compiler.disable # eager between two compiled halves of the block: lists of lengths would compile anew every step
+def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
+    """Each sample's [text, image] among themselves. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
+    three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
+    call a sample."""
+    txt_lens, img_lens, cu_joint, cu_img = packed
+    lens = [t + i for t, i in zip(txt_lens, img_lens)]
+    both = lambda txt, img: torch.cat([part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1))
+                                       for part in pair], dim=1)
+    with_text = txt_qkv[0] is not None
+    q = both(txt_qkv[0], img_qkv[0]) if with_text else img_qkv[0]
+    k, v = both(txt_qkv[1], img_qkv[1]), both(txt_qkv[2], img_qkv[2])
+    q_lens = lens if with_text else img_lens
+    if cu_joint is not None and backend is None and parallel_config is None:
+        out = varlen_attn(q[0], k[0], v[0], cu_joint if with_text else cu_img, cu_joint, max(q_lens), max(lens))[None]
+        if not with_text:
+            return None, out
+        parts = out.split([n for pair in zip(txt_lens, img_lens) for n in pair], dim=1)
+        return torch.cat(parts[::2], dim=1), torch.cat(parts[1::2], dim=1)
+    txt_out, img_out = [], []
+    for n, *qkv in zip(txt_lens, q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1)):
+        out = dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config)
+        txt_out.append(out[:, :n if with_text else 0])
+        img_out.append(out[:, n if with_text else 0:])
+    return torch.cat(txt_out, dim=1) if with_text else None, torch.cat(img_out, dim=1)
+
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
     """Drop-in for diffusers' processor, bit-equal to it where both can run. In addition: 3D (per-sample) frequencies, a
-    joint attention_mask over [text, image], and seq_lens = [(T_0, I_0), ...] for packed rows: block-diagonal attention,
-    one unmasked call per sample. Inherits the backend that model.set_attention_backend() writes on it."""
+    joint attention_mask over [text, image]; packed rows, whose attention is block-diagonal; and text_out=False for the
+    last block, whose text nobody reads. Inherits the backend that model.set_attention_backend() writes on it."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None,
-                 attention_mask=None, image_rotary_emb=None, seq_lens=None):
-        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same shapes, after attention."""
+                 attention_mask=None, image_rotary_emb=None, packed=None, text_out=True):
+        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention; text may be None."""
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
         (batch, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
@@ -101,36 +144,34 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
             mask_BS = given_BS if mask_BS is None else mask_BS & given_BS
 
         head_dim = attn.inner_dim // attn.heads
-        heads = lambda x: x.unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
-        img_q, img_k, img_v = [heads(f(hidden_states)) for f in (attn.to_q, attn.to_k, attn.to_v)]
-        txt_q, txt_k, txt_v = [heads(f(encoder_hidden_states))
-                               for f in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
-        norm = lambda f, x: x if f is None else f(x)
-        img_q, img_k = norm(attn.norm_q, img_q), norm(attn.norm_k, img_k)
-        txt_q, txt_k = norm(attn.norm_added_q, txt_q), norm(attn.norm_added_k, txt_k)
-        if image_rotary_emb is not None:
-            img_freqs, txt_freqs = image_rotary_emb
-            img_q, img_k = [apply_rotary_emb_qwen_batched(x, img_freqs) for x in (img_q, img_k)]
-            txt_q, txt_k = [apply_rotary_emb_qwen_batched(x, txt_freqs) for x in (txt_q, txt_k)]
 
-        # packed rows are cut into samples; everything else is one group. order of the joint row: [text, image]
-        txt_lens, img_lens = zip(*seq_lens) if seq_lens else ([txt_len], [img_len])
-        groups = zip(zip(*[x.split(txt_lens, dim=1) for x in (txt_q, txt_k, txt_v)]),
-                     zip(*[x.split(img_lens, dim=1) for x in (img_q, img_k, img_v)]))
-        txt_out, img_out = [], []
-        for n, (txt_qkv, img_qkv) in zip(txt_lens, groups):
-            out = dispatch_attention_fn(*[torch.cat(pair, dim=1) for pair in zip(txt_qkv, img_qkv)],
-                                        attn_mask=None if mask_BS is None else mask_BS[:, None, None],
+        def project(linear, norm, x, freqs):
+            x = linear(x).unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
+            x = x if norm is None else norm(x)
+            return x if freqs is None else apply_rotary_emb_qwen_batched(x, freqs)
+
+        img_freqs, txt_freqs = image_rotary_emb or (None, None)
+        img, txt = hidden_states, encoder_hidden_states
+        img_qkv = [project(attn.to_q, attn.norm_q, img, img_freqs), project(attn.to_k, attn.norm_k, img, img_freqs),
+                   project(attn.to_v, None, img, None)]
+        txt_qkv = [project(attn.add_q_proj, attn.norm_added_q, txt, txt_freqs) if text_out else None,
+                   project(attn.add_k_proj, attn.norm_added_k, txt, txt_freqs),
+                   project(attn.add_v_proj, None, txt, None)]
+        if packed is not None:
+            txt_out, img_out = packed_attention(txt_qkv, img_qkv, packed, self._attention_backend,
+                                                self._parallel_config)
+        else:
+            joint = [i if t is None else torch.cat([t, i], dim=1) for t, i in zip(txt_qkv, img_qkv)]
+            out = dispatch_attention_fn(*joint, attn_mask=None if mask_BS is None else mask_BS[:, None, None],
                                         backend=self._attention_backend, parallel_config=self._parallel_config)
-            out = out.flatten(2, 3).to(txt_q.dtype)
-            txt_out.append(out[:, :n])
-            img_out.append(out[:, n:])
+            txt_out, img_out = (out[:, :txt_len], out[:, txt_len:]) if text_out else (None, out)
 
-        # cat makes the rows contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
-        img_out = attn.to_out[0](torch.cat(img_out, dim=1))
+        # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
+        out = lambda x: x.flatten(2, 3).to(img_qkv[0].dtype).contiguous()
+        img_out = attn.to_out[0](out(img_out))
         if len(attn.to_out) > 1: # dropout
             img_out = attn.to_out[1](img_out)
-        return img_out, attn.to_add_out(torch.cat(txt_out, dim=1))
+        return img_out, attn.to_add_out(out(txt_out)) if text_out else None
 
 # ---- block -----------------------------------------------------------------------------------------------------------
 
@@ -140,8 +181,9 @@ class Ragged(NamedTuple):
     to the last, are cut into segments (tokens, row of temb)."""
     img_segments: list
     txt_segments: list
-    seq_lens: list | None # [(T_b, I_b)] of packed samples, None when padded
+    packed: Packed | None # None when padded
     lora_scale: float
+    last: bool # block: nobody reads its text
 
 def by_segment(segments, f, *xs):
     """cat(f(row, *the segment's tokens of each x)) over all segments. xs: (B, N, C), read as B * N rows."""
@@ -189,13 +231,14 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
             hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
             encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
             encoder_hidden_states_mask=encoder_hidden_states_mask, image_rotary_emb=image_rotary_emb,
-            seq_lens=ragged.seq_lens, **joint_attention_kwargs)
+            packed=ragged.packed, text_out=not ragged.last, **joint_attention_kwargs)
         img = add_gated(img_segments, img, img_gate1, img_attn)
-        txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
         img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
-        txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
         img = add_gated(img_segments, img, img_gate2, img_mlp)
-        txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
+        if not ragged.last:
+            txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
+            txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
+            txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
     if img.dtype == torch.float16: # as stock
         img, txt = img.clip(-65504, 65504), txt.clip(-65504, 65504)
     return txt, img
@@ -305,7 +348,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
             target = prod(shapes[b][0])
             img_segments += [(target, b), (n - target, batch + b)]
     ragged = Ragged(img_segments, [(n, b) for b, n in enumerate(txt_rows)],
-                    list(zip(txt_rows, img_rows)) if packed else None, lora_scale)
+                    pack_layout(txt_rows, img_rows, hidden_states) if packed else None, lora_scale, last=False)
     kwargs["attention_mask"] = joint_BS
 
     outside = [m for name, m in self.named_children() if name != "transformer_blocks"] # blocks scale their own
@@ -318,7 +361,8 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
             additional_t_cond = None if additional_t_cond is None else additional_t_cond.expand(batch).repeat(2)
         temb = self.time_text_embed(timestep, img, additional_t_cond)
         for i, block in enumerate(self.transformer_blocks):
-            args = img, txt, None, temb, image_rotary_emb, kwargs, ragged
+            last = i == len(self.transformer_blocks) - 1
+            args = img, txt, None, temb, image_rotary_emb, kwargs, ragged._replace(last=last)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 txt, img = self._gradient_checkpointing_func(block, *args)
             else:
