@@ -1,0 +1,368 @@
+"""
+How fast is a batch of mixed sizes? One LoRA training step (forward, loss, backward), computed in several ways in one
+interleaved run:
+
+    packed     rope_patch: all samples in one row, no pads, no mask
+    padded     rope_patch: right-padded batches with a mask, in the order that the samples come in
+    sorted     the same, neighbours in length together
+    single     stock diffusers, one sample at a time
+    bucketed   stock diffusers, one batch (equal shapes only: preset uniform)
+    stock      the eager recipe of other trainers: one at a time, all blocks checkpointed, LoRA computed in fp32
+
+$ python bench.py                                        # small model (d = 512, 2 blocks), three presets: some minutes
+$ python bench.py --preset mixed --rounds 15 --dtype bfloat16
+$ python bench.py --predict                              # sampling: N mixed jobs at once, or N stock pipeline calls
+$ python bench.py --cost                                 # does the time grow as the FLOPs do?
+$ python bench.py --size full --device cuda --preset mixed_1024  # the real 60 blocks, random weights
+
+Times are compared within a round only; a ratio's line gives median and quartiles over the rounds beside what the FLOPs
+say. The first round is not timed: there all ways must agree on the loss and on every LoRA gradient.
+"""
+import argparse
+import ctypes
+import gc
+import os
+import tempfile
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from diffusers import QwenImageTransformer2DModel
+from peft import LoraConfig
+from tqdm import tqdm
+
+from rope_patch import patch_qwen_model_for_multi_resolution, plan_padded, run_packed, run_padded
+
+MODELS = dict(
+    small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
+               axes_dims_rope=(8, 28, 28)),
+    full=dict(num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584,
+              axes_dims_rope=(16, 56, 56)))
+# per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
+PRESETS = dict(
+    mixed=[([(8, 8), (8, 8)], 20), ([(16, 8), (8, 16)], 60), ([(16, 16), (16, 16)], 110), ([(32, 16), (32, 16)], 175)],
+    mild=[([(15, 15), (15, 15)], 96), ([(14, 16), (16, 15)], 90), ([(16, 16), (15, 16)], 115),
+          ([(15, 17), (15, 16)], 105)],
+    uniform=[([(16, 16), (16, 16)], 100)] * 4,
+    mixed_512=[([(32, 32), (32, 32)], 300), ([(24, 40), (24, 40)], 260), ([(48, 24), (48, 24), (32, 32)], 420),
+               ([(20, 20), (32, 32)], 230)],
+    uniform_512=[([(32, 32), (32, 32)], 300)] * 4,
+    mixed_1024=[([(64, 64), (64, 64)], 500), ([(32, 32), (32, 32)], 300), ([(48, 24), (48, 24)], 350),
+                ([(24, 40), (24, 40)], 300)],
+    single_1024=[([(64, 64), (64, 64)], 500)])
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--size", choices=MODELS, default="small", help="full is the real shape: 41 GB of random bf16")
+parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["mixed", "mild", "uniform"])
+parser.add_argument("--rounds", type=int, default=9, help="timed ones; at least 9 for a figure that is quoted")
+parser.add_argument("--device", default="cpu")
+parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 small, bfloat16 full")
+parser.add_argument("--threads", type=int, default=1, help="CPU: 1 counts processor time, more the wall clock's")
+parser.add_argument("--padded_batch", type=int, default=4, help="samples per padded batch")
+parser.add_argument("--checkpointing", type=int, default=0, help="blocks computed again in the backward pass")
+parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed and padded")
+parser.add_argument("--cost", action="store_true", help="time against tokens, and against the number of samples")
+parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
+args = parser.parse_args()
+dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
+cuda = args.device.startswith("cuda")
+torch.set_num_threads(args.threads)
+if args.size == "full" and args.preset == ["mixed", "mild", "uniform"]:
+    args.preset = ["mixed_512", "uniform_512", "mixed_1024", "single_1024"]
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+def make_model():
+    """Random weights, made on the device in their dtype: the full model would not fit anywhere in fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        model = QwenImageTransformer2DModel(**MODELS[args.size])
+    torch.set_default_dtype(before)
+    return model.requires_grad_(False)
+
+def add_lora(model, lora_dtype):
+    model.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    torch.manual_seed(1)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = torch.randn(p.shape, device=p.device).mul(.02).to(lora_dtype)
+    return model.train()
+
+def share(model, source):
+    """The weights of `source`, not a copy of them."""
+    plain = {k: v for k, v in source.state_dict().items() if ".lora_" not in k}
+    mine = {k: v for k, v in model.state_dict().items() if ".lora_" in k}
+    model.load_state_dict({**plain, **mine}, assign=True)
+    for name, p in model.named_parameters():
+        p.requires_grad_(".lora_" in name)
+    return model
+
+# ---- samples, and what they cost -------------------------------------------------------------------------------------
+
+def make_samples(preset):
+    g = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randn(*shape, generator=g).to(args.device)
+    samples = []
+    for pictures, txt_len in preset:
+        shapes = [(1, h, w) for h, w in pictures]
+        img_len = sum(h * w for h, w in pictures)
+        samples.append(SimpleNamespace(
+            shapes=shapes, lens=(img_len, txt_len), latents=draw(img_len, 64).to(dtype),
+            prompt=draw(txt_len, MODELS[args.size]["joint_attention_dim"]).to(dtype),
+            timestep=torch.rand((), generator=g).to(args.device), target=draw(shapes[0][1] * shapes[0][2], 64)))
+    return samples
+
+def flops(lens, checkpointed=0, tail=True):
+    """Of one training step over samples (image tokens, text tokens) each: 2 a multiplication. Frozen linears cost their
+    forward pass again for the inputs' gradient; attention 2.5 times; checkpointed blocks one forward pass more.
+    Without tail: the last block's text makes keys and values only, as in rope_patch, which skips what nobody reads."""
+    c = MODELS[args.size]
+    d, layers = c["num_attention_heads"] * c["attention_head_dim"], c["num_layers"]
+    total = 0
+    for img, txt in lens:
+        linear, attention = 24 * d * d * (img + txt), 4 * d * (img + txt) ** 2
+        total += layers * (2 * linear + 3.5 * attention) + checkpointed * (linear + attention)
+        if not tail:
+            total -= 2 * 20 * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
+    return total
+
+def widest(lens):
+    return [(max(i for i, _ in lens), max(t for _, t in lens))] * len(lens)
+
+# ---- the ways --------------------------------------------------------------------------------------------------------
+
+def loss_of(samples, preds):
+    return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
+
+def run_stock(model, samples):
+    """The stock model, for samples of equal shapes."""
+    return model(torch.stack([s.latents for s in samples]), torch.stack([s.prompt for s in samples]),
+                 timestep=torch.stack([s.timestep for s in samples]).to(dtype),
+                 img_shapes=[s.shapes for s in samples], return_dict=False)[0]
+
+def batches_of(samples, way):
+    n = args.padded_batch
+    if way == "padded":
+        return [samples[i:i + n] for i in range(0, len(samples), n)]
+    if way == "sorted":
+        by_length = sorted(samples, key=lambda s: -sum(s.lens))
+        n = max(1, n // 2) if len(samples) <= n else n     # one batch of everything would not be sorted at all
+        return [by_length[i:i + n] for i in range(0, len(samples), n)]
+    return [samples] if way in ("packed", "bucketed") else [[s] for s in samples]
+
+def step(way, models, samples):
+    """One training step -> loss; leaves the gradients in the model."""
+    model = models[way]
+    for p in model.lora.values():
+        p.grad = None
+    total = 0.0
+    for batch in batches_of(samples, way):
+        if way in ("packed", "padded", "sorted"):
+            run = run_packed if way == "packed" else run_padded
+            preds = run(model, [s.latents for s in batch], [s.prompt for s in batch],
+                        torch.stack([s.timestep for s in batch]), [s.shapes for s in batch])
+        else:
+            preds = run_stock(model, batch)
+        loss = loss_of(batch, preds)
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+def gradients(model):
+    return torch.cat([p.grad.flatten().float() for p in model.lora.values() if p.grad is not None])
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+def seconds(f):
+    """Of one call: processor time of this process (one thread, on a shared machine), wall time, or the GPU's own."""
+    if cuda:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        f()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+    clock = time.process_time if args.threads == 1 else time.perf_counter
+    t0 = clock()
+    f()
+    return clock() - t0
+
+def peak_gib(f):
+    """Memory that one call adds at its peak, GiB. Linux lets a process set its own high-water mark back."""
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        f()
+        return torch.cuda.max_memory_allocated() / 2**30
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)                       # what was freed goes back to the system
+    status = lambda key: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    f()
+    return (status("VmHWM") - before) / 2**20
+
+def interleave(ways, rounds):
+    """{name: call} -> {name: seconds of every round}. Forwards and backwards in turn, so that drift hits all alike."""
+    times = {name: [] for name in ways}
+    for r in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
+        for name in list(ways) if r % 2 == 0 else reversed(list(ways)):
+            times[name].append(seconds(ways[name]))
+    return {name: np.array(t) for name, t in times.items()}
+
+def ratio(times, way, reference="packed"):
+    """Text of time(way) / time(reference), round by round."""
+    low, median, high = np.quantile(times[way] / times[reference], [.25, .5, .75])
+    return f"{median:5.2f} [{low:.2f}, {high:.2f}]" + (" INVALID" if high - low > .1 * median else "")
+
+def matmul_rate():
+    """FLOP/s of one large matrix product here: what MFU is a part of."""
+    n = 8192 if cuda else 1024
+    a = torch.randn(n, n, device=args.device, dtype=dtype)
+    return 2 * n**3 / min(seconds(lambda: a @ a) for _ in range(10))
+
+def head(title):
+    load = " ".join(f"{x:.1f}" for x in os.getloadavg())
+    name = torch.cuda.get_device_name() if cuda else f"CPU, {args.threads} thread{'s' if args.threads > 1 else ''}"
+    print(f"\n{title} | {args.size} {str(dtype)[6:]} | {name} | torch {torch.__version__} | load {load}")
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+def make_models(equal_shapes):
+    """One set of weights under every way. LoRA in fp32, as it is trained."""
+    ours = add_lora(make_model(), torch.float32)
+    single = share(add_lora(make_model(), torch.float32), ours)
+    stock = share(add_lora(make_model(), torch.float32), ours)
+    patch_qwen_model_for_multi_resolution(ours)
+    if args.checkpointing:
+        ours.enable_gradient_checkpointing()
+        ours.gradient_checkpointing_blocks = args.checkpointing
+        single.enable_gradient_checkpointing()
+    stock.enable_gradient_checkpointing()
+    if args.compile:
+        for block in ours.transformer_blocks:
+            block.compile()
+    models = dict(packed=ours, padded=ours, sorted=ours, single=single, stock=stock)
+    if equal_shapes:
+        models["bucketed"] = single
+    for model in models.values():
+        model.lora = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return models
+
+def bench_training(preset):
+    samples = make_samples(PRESETS[preset])
+    lens = [s.lens for s in samples]
+    equal_shapes = all(s.shapes == samples[0].shapes and s.lens == samples[0].lens for s in samples)
+    models = make_models(equal_shapes)
+    ways = {way: lambda way=way: step(way, models, samples) for way in models}
+
+    # the warm-up is the gate: whoever does not compute the same is not timed. worst single matrix, not their mean
+    want_loss = ways["single"]()
+    want = {name: p.grad.clone() for name, p in models["single"].lora.items() if p.grad is not None}
+    limit = 1e-4 if dtype == torch.float32 else 0.05
+    for way in ways:
+        for _ in range(3 if cuda or args.compile else 1):  # a GPU's clocks and allocator, and the compiler, warm up
+            loss = ways[way]()
+        worst = max(((models[way].lora[n].grad - g).norm() / g.norm()).item() for n, g in want.items())
+        if abs(loss / want_loss - 1) > limit or worst > limit:
+            raise SystemExit(f"error: {way}: loss {loss:.6f}, want {want_loss:.6f}; worst gradient off by {worst:.1e}")
+    head(f"preset {preset}: (image, text) tokens {' '.join(map(str, lens))}")
+    times = interleave(ways, args.rounds)
+
+    costs = {way: sum(flops(widest([s.lens for s in batch]) if way in ("padded", "sorted") else [s.lens for s in batch],
+                            MODELS[args.size]["num_layers"] if way == "stock" else args.checkpointing,
+                            tail=way in ("single", "bucketed", "stock"))
+                      for batch in batches_of(samples, way)) for way in ways}
+    rate, tokens = matmul_rate(), sum(i + t for i, t in lens)
+    print("INVALID: the quartiles are more than 10 % apart; measure again on a quieter machine")
+    print("way        s/step  tokens/s   MFU   peak GiB   time / packed, quartiles    FLOPs / packed     of the ideal")
+    for way in ways:
+        s, r = np.median(times[way]), costs[way] / costs["packed"]
+        print(f"{way:9s} {s:7.3f} {tokens / s:9.0f}  {flops(lens) / s / rate:4.0%} {peak_gib(ways[way]):10.2f}   "
+              f"{ratio(times, way):30s} {r:4.2f} {np.median(times[way] / times['packed']) / r:16.2f}", flush=True)
+
+# ---- growth ----------------------------------------------------------------------------------------------------------
+
+def bench_cost():
+    """One sample of 512 to 16k tokens; then 4096 tokens cut into 1 to 16 samples: time over FLOPs should stay level."""
+    model = patch_qwen_model_for_multi_resolution(add_lora(make_model(), torch.float32))
+    model.lora = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tokens = lambda n: ([(n // 64, 32), (n // 64, 32 - 4)], n // 16)                  # n in all: target, control, text
+    sets = {f"1 x {n}": [tokens(n)] for n in (512, 1024, 2048, 4096, 8192, 16384)}
+    sets |= {f"{k} x {4096 // k}": [tokens(4096 // k)] * k for k in (2, 4, 8, 16)}
+    samples = {name: make_samples(s) for name, s in sets.items()}
+    ways = {name: lambda s=s: step("packed", dict(packed=model), s) for name, s in samples.items()}
+    for way in ways.values():
+        way()
+    head("time against FLOPs, packed")
+    times = interleave(ways, args.rounds)
+    print("samples x tokens   s/step   time / (1 x 4096), quartiles   FLOPs / (1 x 4096)")
+    base = flops([s.lens for s in samples["1 x 4096"]])
+    for name in ways:
+        print(f"{name:16s} {np.median(times[name]):8.3f}   {ratio(times, name, '1 x 4096'):28s} "
+              f"{flops([s.lens for s in samples[name]]) / base:12.2f}")
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+def bench_predict():
+    """Jobs of mixed sizes through predict.py's functions at once, and through stock pipeline calls one by one."""
+    import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as stock_code
+    from PIL import Image
+
+    import cache
+    import predict
+
+    area = 192 * 192
+    sizes = [(192, 192), (256, 128), (128, 256), (288, 160), (96, 96), (160, 224)]
+    folder = cache.find_model("tiny", cache.ENCODER_PARTS)
+    pipe = cache.load_pipeline(folder)
+    cache.load_encoders(pipe, folder, str(dtype)[6:], args.device, args.device)
+    MODELS[args.size]["joint_attention_dim"] = 64                                     # tiny's text encoder, and VAE
+    ours = make_model().eval()
+    pipe.transformer = share(make_model().eval(), ours)
+    patch_qwen_model_for_multi_resolution(ours)
+    pipe.set_progress_bar_config(disable=True)
+    stock_code.VAE_IMAGE_SIZE = area                                                  # 1024 * 1024 there
+    defaults = dict(predict.SAMPLING, num_inference_steps=4, prompt="add a red border", target_pixels=area,
+                    control_pixels=area, upscale=True)
+
+    with tempfile.TemporaryDirectory() as tmp:
+        jobs = []
+        for i, (width, height) in enumerate(sizes):
+            picture = np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)
+            Image.fromarray(picture).save(f"{tmp}/{i}.png")
+            jobs.append(defaults | dict(image=[f"{tmp}/{i}.png"], seed=i, width=width, height=height))
+
+        def batch():
+            planned = [SimpleNamespace(**job) for job in jobs]
+            for job in planned:
+                predict.plan_job(pipe, job)
+                predict.encode_job(pipe, job, args.device)
+            predict.denoise(ours, pipe.scheduler.config, planned, max_tokens=20_000)
+            return [job.latents for job in planned]
+
+        def single():
+            return [pipe(Image.open(job["image"][0]), generator=torch.Generator().manual_seed(job["seed"]),
+                         output_type="latent", **{k: job[k] for k in (
+                             "prompt", "negative_prompt", "true_cfg_scale", "num_inference_steps", "width", "height")}
+                         ).images[0] for job in jobs]
+
+        with torch.no_grad():
+            worst = max(((a - b).norm() / b.norm()).item() for a, b in zip(batch(), single()))
+        if worst > (1e-4 if dtype == torch.float32 else 0.05):
+            raise SystemExit(f"error: predict: latents are off by {worst:.1e}")
+        head(f"predict: {len(jobs)} jobs of mixed sizes, 4 steps, CFG")
+        times = interleave(dict(batch=batch, single=single), args.rounds)
+    print(f"worst distance of the latents {worst:.1e}\n"
+          f"N stock calls / one batch of N: {ratio(times, 'single', 'batch')}")
+
+if args.predict:
+    bench_predict()
+elif args.cost:
+    bench_cost()
+else:
+    for preset in args.preset:
+        bench_training(preset)
