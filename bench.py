@@ -7,7 +7,7 @@ interleaved run:
     sorted     the same, neighbours in length together
     single     stock diffusers, one sample at a time
     bucketed   stock diffusers, one batch (equal shapes only: preset uniform)
-    stock      the eager recipe of other trainers: one at a time, all blocks checkpointed, LoRA computed in fp32
+    stock      the eager recipe of other trainers: one at a time, all blocks checkpointed, peft's LoRA layer in fp32
 
 $ python bench.py                                        # small model (d = 512, 2 blocks), three presets: some minutes
 $ python bench.py --preset mixed --rounds 15 --dtype bfloat16
@@ -28,10 +28,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as stock_code
 from diffusers import QwenImageTransformer2DModel
+from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
+from PIL import Image
 from tqdm import tqdm
 
+import cache
+import predict
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_padded, run_packed, run_padded
 
 MODELS = dict(
@@ -45,6 +50,7 @@ PRESETS = dict(
     mild=[([(15, 15), (15, 15)], 96), ([(14, 16), (16, 15)], 90), ([(16, 16), (15, 16)], 115),
           ([(15, 17), (15, 16)], 105)],
     uniform=[([(16, 16), (16, 16)], 100)] * 4,
+    quick=[([(2, 3), (3, 2)], 5), ([(4, 4), (4, 4), (2, 2)], 9), ([(6, 3), (3, 6)], 3)], # only that it runs
     mixed_512=[([(32, 32), (32, 32)], 300), ([(24, 40), (24, 40)], 260), ([(48, 24), (48, 24), (32, 32)], 420),
                ([(20, 20), (32, 32)], 230)],
     uniform_512=[([(32, 32), (32, 32)], 300)] * 4,
@@ -83,21 +89,24 @@ def make_model():
     torch.set_default_dtype(before)
     return model.requires_grad_(False)
 
-def add_lora(model, lora_dtype):
-    model.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+def with_lora(model, ours=True):
+    """fp32 weights, far from zero; ours: cast when used, as train.py does, or else peft's own layer."""
+    config = dict(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
+    if ours:
+        predict.add_lora(model, **config)
+    else:
+        model.add_adapter(LoraConfig(**config))
+        cast_training_params(model, torch.float32)
     torch.manual_seed(1)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = torch.randn(p.shape, device=p.device).mul(.02).to(lora_dtype)
+    model.lora = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for p in model.lora.values():
+        p.data = torch.randn(p.shape, device=p.device).mul(.02)
     return model.train()
 
 def share(model, source):
-    """The weights of `source`, not a copy of them."""
-    plain = {k: v for k, v in source.state_dict().items() if ".lora_" not in k}
-    mine = {k: v for k, v in model.state_dict().items() if ".lora_" in k}
-    model.load_state_dict({**plain, **mine}, assign=True)
-    for name, p in model.named_parameters():
-        p.requires_grad_(".lora_" in name)
+    """model on the frozen weights of `source` itself, not on a copy; the LoRA stays its own."""
+    frozen = {k: v for k, v in source.state_dict().items() if ".lora_" not in k}
+    model.load_state_dict(frozen, assign=True, strict=False)
     return model
 
 # ---- samples, and what they cost -------------------------------------------------------------------------------------
@@ -171,9 +180,6 @@ def step(way, models, samples):
         total = total + loss.detach()
     return total
 
-def gradients(model):
-    return torch.cat([p.grad.flatten().float() for p in model.lora.values() if p.grad is not None])
-
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 def seconds(f):
@@ -232,10 +238,10 @@ def head(title):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 def make_models(equal_shapes):
-    """One set of weights under every way. LoRA in fp32, as it is trained."""
-    ours = add_lora(make_model(), torch.float32)
-    single = share(add_lora(make_model(), torch.float32), ours)
-    stock = share(add_lora(make_model(), torch.float32), ours)
+    """One set of frozen weights under every way, three copies of the LoRA."""
+    ours = with_lora(make_model())
+    single = share(with_lora(make_model()), ours)
+    stock = share(with_lora(make_model(), ours=False), ours)
     patch_qwen_model_for_multi_resolution(ours)
     if args.checkpointing:
         ours.enable_gradient_checkpointing()
@@ -244,12 +250,10 @@ def make_models(equal_shapes):
     stock.enable_gradient_checkpointing()
     if args.compile:
         for block in ours.transformer_blocks:
-            block.compile()
+            block.compile(dynamic=True)
     models = dict(packed=ours, padded=ours, sorted=ours, single=single, stock=stock)
     if equal_shapes:
         models["bucketed"] = single
-    for model in models.values():
-        model.lora = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return models
 
 def bench_training(preset):
@@ -288,8 +292,7 @@ def bench_training(preset):
 
 def bench_cost():
     """One sample of 512 to 16k tokens; then 4096 tokens cut into 1 to 16 samples: time over FLOPs should stay level."""
-    model = patch_qwen_model_for_multi_resolution(add_lora(make_model(), torch.float32))
-    model.lora = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    model = patch_qwen_model_for_multi_resolution(with_lora(make_model()))
     tokens = lambda n: ([(n // 64, 32), (n // 64, 32 - 4)], n // 16)                  # n in all: target, control, text
     sets = {f"1 x {n}": [tokens(n)] for n in (512, 1024, 2048, 4096, 8192, 16384)}
     sets |= {f"{k} x {4096 // k}": [tokens(4096 // k)] * k for k in (2, 4, 8, 16)}
@@ -309,12 +312,6 @@ def bench_cost():
 
 def bench_predict():
     """Jobs of mixed sizes through predict.py's functions at once, and through stock pipeline calls one by one."""
-    import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as stock_code
-    from PIL import Image
-
-    import cache
-    import predict
-
     area = 192 * 192
     sizes = [(192, 192), (256, 128), (128, 256), (288, 160), (96, 96), (160, 224)]
     folder = cache.find_model("tiny", cache.ENCODER_PARTS)

@@ -20,10 +20,10 @@ B samples, I image tokens (target first, then controls), T text tokens, S = T + 
 R = D/2 complex rotations.
 """
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, prod
 from types import MethodType
-from typing import NamedTuple
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -82,17 +82,23 @@ def as_joint_mask(mask, batch, length):
         mask = mask[:, 0, 0]
     return as_bool_mask(mask, "attention_mask", (batch, length))
 
-class Packed(NamedTuple):
-    """Where the samples stand in a packed row, once per forward pass: building these tensors waits for the GPU."""
+@dataclass
+class Packed:
+    """Where the samples stand in a packed row, made once per forward pass: building these tensors waits for the GPU.
+    (No tuple: torch.compile would look into it, and compile anew for every number of samples.)"""
     txt_lens: list
     img_lens: list
     cu_joint: torch.Tensor | None # (B + 1,) int32, where each sample's [text, image] begins; None: varlen cannot run
     cu_img: torch.Tensor | None # the same for its image tokens alone
 
+def has_varlen(x):
+    """torch's variable-length attention has CUDA kernels only, for half precision."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
 def pack_layout(txt_lens, img_lens, x):
-    """-> Packed, for rows of x's device and dtype. torch's variable-length attention has CUDA kernels only."""
+    """-> Packed, for rows of x's device and dtype."""
     cu_joint = cu_img = None
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+    if has_varlen(x):
         begins = lambda lens: torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(x.device, non_blocking=True)
         cu_joint, cu_img = begins([t + i for t, i in zip(txt_lens, img_lens)]), begins(img_lens)
     return Packed(list(txt_lens), list(img_lens), cu_joint, cu_img)
@@ -102,7 +108,7 @@ def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     """Each sample's [text, image] among themselves. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
     three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
     call a sample."""
-    txt_lens, img_lens, cu_joint, cu_img = packed
+    txt_lens, img_lens, cu_joint, cu_img = packed.txt_lens, packed.img_lens, packed.cu_joint, packed.cu_img
     lens = [t + i for t, i in zip(txt_lens, img_lens)]
     both = lambda txt, img: torch.cat([part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1))
                                        for part in pair], dim=1)
@@ -175,20 +181,33 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
 
 # ---- block -----------------------------------------------------------------------------------------------------------
 
-class Ragged(NamedTuple):
-    """What a ragged batch tells a block, in the argument where stock passes modulate_index. Modulation differs by
-    sample and, for zero_cond_t models, between a sample's target and its controls, so the tokens, read from the first
-    to the last, are cut into segments (tokens, row of temb)."""
-    img_segments: list
-    txt_segments: list
+@dataclass
+class Segments:
+    """Modulation differs by sample and, for zero_cond_t models, between a sample's target and its controls: the tokens
+    of a batch, read from the first to the last, as stretches with one row of temb each."""
+    lens: list # tokens of each stretch
+    rows: list # its row of temb
+    index: torch.Tensor # (tokens,) the row of every token
+
+def make_segments(lens, rows, device):
+    index = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lens))
+    return Segments(lens, rows, index.to(device, non_blocking=True))
+
+@dataclass
+class Ragged:
+    """What a ragged batch tells a block, in the argument where stock passes modulate_index."""
+    img_segments: Segments
+    txt_segments: Segments
     packed: Packed | None # None when padded
     lora_scale: float
     last: bool # block: nobody reads its text
 
 def by_segment(segments, f, *xs):
-    """cat(f(row, *the segment's tokens of each x)) over all segments. xs: (B, N, C), read as B * N rows."""
-    parts = zip(*[x.flatten(0, 1).split([n for n, _ in segments]) for x in xs])
-    return torch.cat([f(row, *p) for (_, row), p in zip(segments, parts)]).view_as(xs[0])
+    """f(row, *the segment's tokens of each x) for all segments -> (B, N, C). xs: (B, N, C), read as B * N rows."""
+    if torch.compiler.is_compiling(): # a gather, which the compiler fuses; eager it would cost memory and a kernel more
+        return f(segments.index, *[x.flatten(0, 1) for x in xs]).view_as(xs[0])
+    parts = zip(*[x.flatten(0, 1).split(segments.lens) for x in xs])
+    return torch.cat([f(row, *p) for row, p in zip(segments.rows, parts)]).view_as(xs[0])
 
 @contextmanager
 def scaled_lora(modules, scale):
@@ -212,33 +231,36 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
     if not isinstance(self.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
         raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; "
                          "want patch_qwen_model_for_multi_resolution, which sets the processors too")
-    img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
-    img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
+    args = hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs, modulate_index
+    if modulate_index.lora_scale == 1:
+        return ragged_block(self, *args)
+    # scaled here, not around the whole model: a checkpointed block is computed again after model.forward has ended
+    with scaled_lora([self], modulate_index.lora_scale):
+        return ragged_block(self, *args)
 
+def ragged_block(block, img, txt, temb, image_rotary_emb, joint_attention_kwargs, ragged):
     def modulate(segments, x, shift, scale):
         return by_segment(segments, lambda r, x: x * (1 + scale[r]) + shift[r], x)
 
     def add_gated(segments, x, gate, y):
         return by_segment(segments, lambda r, x, y: x + gate[r] * y, x, y)
 
-    # scaled here, not around the whole model: a checkpointed block is computed again after model.forward has ended
-    with scaled_lora([self], ragged.lora_scale):
-        img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
-        if self.zero_cond_t: # text always takes the sample's own timestep
-            temb = temb.chunk(2)[0]
-        txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(temb).chunk(6, dim=-1)
-        img_attn, txt_attn = self.attn(
-            hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
-            encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
-            encoder_hidden_states_mask=encoder_hidden_states_mask, image_rotary_emb=image_rotary_emb,
-            packed=ragged.packed, text_out=not ragged.last, **joint_attention_kwargs)
-        img = add_gated(img_segments, img, img_gate1, img_attn)
-        img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
-        img = add_gated(img_segments, img, img_gate2, img_mlp)
-        if not ragged.last:
-            txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
-            txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
-            txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
+    img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
+    img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = block.img_mod(temb).chunk(6, dim=-1)
+    if block.zero_cond_t: # text always takes the sample's own timestep
+        temb = temb.chunk(2)[0]
+    txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = block.txt_mod(temb).chunk(6, dim=-1)
+    img_attn, txt_attn = block.attn(
+        hidden_states=modulate(img_segments, block.img_norm1(img), img_shift1, img_scale1),
+        encoder_hidden_states=modulate(txt_segments, block.txt_norm1(txt), txt_shift1, txt_scale1),
+        image_rotary_emb=image_rotary_emb, packed=ragged.packed, text_out=not ragged.last, **joint_attention_kwargs)
+    img = add_gated(img_segments, img, img_gate1, img_attn)
+    img_mlp = block.img_mlp(modulate(img_segments, block.img_norm2(img), img_shift2, img_scale2))
+    img = add_gated(img_segments, img, img_gate2, img_mlp)
+    if not ragged.last:
+        txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
+        txt_mlp = block.txt_mlp(modulate(txt_segments, block.txt_norm2(txt), txt_shift2, txt_scale2))
+        txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
     if img.dtype == torch.float16: # as stock
         img, txt = img.clip(-65504, 65504), txt.clip(-65504, 65504)
     return txt, img
@@ -339,15 +361,14 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     elif not packed:
         image_rotary_emb = tuple(map(given_freqs, image_rotary_emb, (img_mask_BI, txt_mask_BT)))
 
-    img_segments = out_segments = [(n, b) for b, n in enumerate(img_rows)]
+    out_segments = img_segments = make_segments(img_rows, list(range(batch)), device)
     if self.zero_cond_t: # the target at its timestep, its controls at t = 0: row batch + b of temb
         if max(prod(s[0]) for s in shapes) > img_len:
             raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
-        img_segments = []
-        for b, n in enumerate(img_rows):
-            target = prod(shapes[b][0])
-            img_segments += [(target, b), (n - target, batch + b)]
-    ragged = Ragged(img_segments, [(n, b) for b, n in enumerate(txt_rows)],
+        targets = [prod(s[0]) for s in shapes]
+        img_segments = make_segments([m for n, target in zip(img_rows, targets) for m in (target, n - target)],
+                                     [row for b in range(batch) for row in (b, batch + b)], device)
+    ragged = Ragged(img_segments, make_segments(txt_rows, list(range(batch)), device),
                     pack_layout(txt_rows, img_rows, hidden_states) if packed else None, lora_scale, last=False)
     kwargs["attention_mask"] = joint_BS
 
@@ -362,7 +383,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
         temb = self.time_text_embed(timestep, img, additional_t_cond)
         for i, block in enumerate(self.transformer_blocks):
             last = i == len(self.transformer_blocks) - 1
-            args = img, txt, None, temb, image_rotary_emb, kwargs, ragged._replace(last=last)
+            args = img, txt, None, temb, image_rotary_emb, kwargs, replace(ragged, last=last)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 txt, img = self._gradient_checkpointing_func(block, *args)
             else:

@@ -53,6 +53,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 import cache
 import predict
+import rope_patch
 from rope_patch import (
     QwenDoubleStreamAttnProcessor2_0_MultiRes,
     apply_rotary_emb_qwen_batched,
@@ -1037,6 +1038,63 @@ def test_positions_past_the_table_are_a_value_error(door, variant, shape, text_l
 def test_the_last_position_of_the_table_is_usable():
     samples = make_batch(([(1, 2, 4)], 4094), ([(1, 3, 2)], 5))
     assert_one_by_one(run(patched_model(), "packed", samples), samples)
+
+
+# ---- rope_patch.py: the fast road ----
+
+
+def varlen_reference(q, k, v, cu_q, cu_k, max_q, max_k):
+    """torch.nn.attention.varlen.varlen_attn in plain words: it has no CPU kernel. (N, H, D) tensors."""
+    assert q.ndim == 3 and cu_q.dtype == cu_k.dtype == torch.int32
+    assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
+    assert (len(q), len(k)) == (cu_q[-1], cu_k[-1]) and len(cu_q) == len(cu_k)
+    cut = lambda x, cu: [x[a:b].transpose(0, 1) for a, b in zip(cu, cu[1:])]
+    return torch.cat([torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(0, 1)
+                      for qkv in zip(cut(q, cu_q), cut(k, cu_k), cut(v, cu_k))])
+
+
+@pytest.mark.parametrize("variant", ["v1", "2511"])
+def test_packed_attention_in_one_kernel_call(monkeypatch, variant):
+    """What CUDA gets, with the kernel written out: one call a block, its bounds made once per forward pass."""
+    calls, layouts = [], []
+    monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
+    monkeypatch.setattr(rope_patch, "varlen_attn", lambda *a: calls.append(a) or varlen_reference(*a))
+    real = rope_patch.pack_layout
+    monkeypatch.setattr(rope_patch, "pack_layout", lambda *a: layouts.append(a) or real(*a))
+    model, ours = hot_model(variant, torch.float32, lora=True), patched_model(variant, torch.float32, lora=True)
+    samples = make_batch(([(1, 6, 10)], 7), ([(1, 4, 6), (1, 4, 6)], 12), ([(1, 3, 3), (1, 2, 5)], 4))
+    got = with_gradients(ours, samples, run(ours, "packed", samples))
+    assert len(calls) == SMALL["num_layers"] and len(layouts) == 1
+    assert_equals_stock(got, with_gradients(model, samples, one_by_one(model, samples)))
+
+
+@every_mixed_door
+def test_text_that_nobody_reads_is_not_computed(door):
+    """The last block's text goes nowhere: its query, its output projection and its MLP are left out."""
+    model, called = patched_copy(hot_model()), set()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+    run(model, door, MIXED)
+    parts = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")
+    assert {f"transformer_blocks.0.{p}" for p in parts} <= called
+    assert not {f"transformer_blocks.1.{p}" for p in parts} & called
+    assert "transformer_blocks.1.attn.add_k_proj" in called
+
+
+def test_compiled_blocks_do_not_compile_anew_for_new_lengths():
+    """After one batch of several samples and one of a single one, every other mixture runs what is compiled."""
+    plain = patched_model(dtype=torch.float32, lora=True)
+    model = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    for block in model.transformer_blocks:
+        block.compile(dynamic=True, backend="eager")
+    batches = [MIXED, MIXED[:1], make_batch(([(1, 3, 5)], 9), ([(1, 8, 2), (1, 4, 6)], 3), ([(1, 5, 5)], 31)),
+               make_batch(*[([(1, h, 4)], h) for h in range(2, 9)]), make_batch(([(1, 7, 9), (1, 2, 2)], 17))]
+    for i, samples in enumerate(batches):
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            got = with_gradients(model, samples, run(model, "packed", samples))
+        assert_equals_stock(got, with_gradients(plain, samples, run(plain, "packed", samples)))
+    torch._dynamo.reset()
 
 
 # ---- rope_patch.py: its parts ----

@@ -37,8 +37,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
-from diffusers.training_utils import cast_training_params
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from PIL import Image
 from tqdm import tqdm
 
@@ -98,7 +97,9 @@ parser.add_argument("--mask_background_weight", type=number(float, 0), default=1
 # memory
 parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: "
-                         "all)")
+                         "all; the first step says what would fit)")
+parser.add_argument("--compile", action="store_true",
+                    help="torch.compile the blocks: minutes at the start, then faster; needs a C++ compiler")
 # run
 parser.add_argument("--val_data", nargs="*", metavar="DATA",
                     help="datasets that are not trained on: drawn and measured at the end, without and with the LoRA "
@@ -224,17 +225,17 @@ for target in args.lora_targets: # peft is silent as long as any of the names fi
 last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
 dead = [n for n in linears if n.startswith((last + "attn.add_q_proj", last + "attn.to_add_out", last + "txt_mlp"))]
 torch.manual_seed(args.seed)
-transformer.add_adapter(LoraConfig(
-    r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=args.lora_targets,
-    exclude_modules=[n for n in dead if n.endswith(tuple(args.lora_targets))] or None,
-    init_lora_weights="gaussian" if args.lora_init == "gaussian" else True))
-cast_training_params(transformer, torch.float32)
-lora = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
-assert all(".lora_" in name for name in lora)
+lora = predict.add_lora(
+    transformer, r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout,
+    target_modules=args.lora_targets, init_lora_weights="gaussian" if args.lora_init == "gaussian" else True,
+    exclude_modules=[n for n in dead if n.endswith(tuple(args.lora_targets))] or None)
 transformer.train()
 if args.gradient_checkpointing != 0:
     transformer.enable_gradient_checkpointing()
     transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
+if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
+    for block in transformer.transformer_blocks:
+        block.compile(dynamic=True)
 optimizer = torch.optim.AdamW(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
 say(f"{args.model}: LoRA on {len(lora) // 2} layers, {sum(p.numel() for p in lora.values()):,} parameters, "
     f"{args.dtype} base on {args.device}, {world_size} process{'es' if world_size > 1 else ''}")
@@ -321,6 +322,39 @@ def batch_loss(batch):
         top, bottom = (top + total / count, bottom + 1) if args.loss_norm == "sample" else (top + total, bottom + count)
     return top, bottom
 
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+def free_memory():
+    """Bytes that this process could still take, on its device."""
+    if args.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+
+def advise_on_memory(positions):
+    """Says how many blocks must be recomputed: from what the last two keep for their backward pass (the tensors that
+    autograd saves in a forward pass over these positions) and what the first step has left free at its peak."""
+    free, saved, total = free_memory(), {}, len(transformer.transformer_blocks)
+    blocks = total if args.gradient_checkpointing is None else args.gradient_checkpointing
+    kept = min(2, total)
+
+    def remember(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    transformer.gradient_checkpointing_blocks = total - kept
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        batch_loss(load_batch(positions))
+    transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
+    for p in transformer.parameters(): # are there anyway
+        saved.pop(p.untyped_storage().data_ptr(), None)
+    lengths = [tokens_of(*draw(p)) for p in positions]
+    block = sum(saved.values()) / kept / sum(lengths) * max(args.max_tokens, *lengths)
+    fit = max(0, blocks - int(0.9 * free / block))
+    if fit < blocks:
+        say(f"memory: {free / 2**30:.1f} GiB stay free at the peak; a block that is not recomputed takes up to "
+            f"{block / 2**30:.2f}: --gradient_checkpointing {fit} should fit, and is faster")
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
@@ -391,7 +425,7 @@ if master:
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
-warned = set()
+warned, first_step = set(), step + 1
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=not master or None, leave=False)
 while step < args.max_steps:
     if args.device.startswith("cuda"):
@@ -462,6 +496,8 @@ while step < args.max_steps:
         bar.update()
         if step % args.save_every == 0 or step == args.max_steps:
             save_checkpoint(step)
+        if step == first_step and args.gradient_checkpointing != 0 and not args.compile:
+            advise_on_memory([positions[i] for i in packs[0]])
 bar.close()
 
 if master: # first of all, for drawing takes minutes
@@ -476,8 +512,8 @@ def draw_held_out():
     return [predict.decode(pipe, j.latents, j.height, j.width) for j in held_out]
 
 def measure_held_out(before, after):
-    """-> {group: measures}: mean PSNR to the target of the input, without and with the LoRA, and of the VAE alone, which
-    is the ceiling; and, where the target equals the input, the LoRA's mean PSNR and median shift, zoom and colour."""
+    """-> {group: measures}: mean PSNR to the target of the input, without and with the LoRA, and of the VAE alone, the
+    ceiling; and, where the target equals the input, the LoRA's mean PSNR and median shift, zoom and colour."""
     groups = {}
     for job, b, a in zip(held_out, before, after):
         given = cache.read_image(job.image[0]).resize(job.target.size, Image.Resampling.LANCZOS)
