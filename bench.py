@@ -272,7 +272,8 @@ def bench_training(preset):
             loss = ways[way]()
         worst = max(((models[way].lora[n].grad - g).norm() / g.norm()).item() for n, g in want.items())
         if abs(loss / want_loss - 1) > limit or worst > limit:
-            raise SystemExit(f"error: {way}: loss {loss:.6f}, want {want_loss:.6f}; worst gradient off by {worst:.1e}")
+            raise SystemExit(f"error: {way}: loss {loss:.6f}, want {want_loss:.6f}, worst gradient off by {worst:.1e}; "
+                             "it computes something else, so its time would mean nothing")
     head(f"preset {preset}: (image, text) tokens {' '.join(map(str, lens))}")
     times = interleave(ways, args.rounds)
 
@@ -350,7 +351,7 @@ def bench_predict():
         with torch.no_grad():
             worst = max(((a - b).norm() / b.norm()).item() for a, b in zip(batch(), single()))
         if worst > (1e-4 if dtype == torch.float32 else 0.05):
-            raise SystemExit(f"error: predict: latents are off by {worst:.1e}")
+            raise SystemExit(f"error: predict: latents are off by {worst:.1e}; a time would mean nothing")
         head(f"predict: {len(jobs)} jobs of mixed sizes, 4 steps, CFG")
         times = interleave(dict(batch=batch, single=single), args.rounds)
     print(f"worst distance of the latents {worst:.1e}\n"

@@ -46,6 +46,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers import transformer_qwenimage as stock_code
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as v1_code
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_code
+from diffusers.training_utils import cast_training_params
 from peft import LoraConfig, set_peft_model_state_dict
 from PIL import Image
 from tqdm import tqdm
@@ -1165,7 +1166,7 @@ def run_script(script, *flags):
         patch.setattr(sys, "argv", [script, *map(str, flags)])
         names = {}
         try:
-            if script == "train.py":
+            if script in ("train.py", "bench.py"):
                 names = runpy.run_path(str(HERE / script), run_name="__main__")
             else:
                 {"cache.py": cache, "predict.py": predict}[script].main()
@@ -2897,6 +2898,65 @@ def test_drift_measures_planted_motion(shift, zoom, colour):
     assert found["psnr"] == pytest.approx(predict.psnr(image[16:-16, 16:-16], blobs()[16:-16, 16:-16]))
 
 
+def test_the_shipped_base_copies_and_follows():
+    """What the demo stands on: held-out pictures in sizes that nothing was trained on, drawn by the base alone."""
+    jobs, problems = predict.read_jobs(TINY / "known", predict.SAMPLING | predict.TINY_SAMPLING | dict(
+        target_pixels="native", control_pixels="native", upscale=True, seed=0, num_inference_steps=8))
+    assert not problems
+    jobs = [j for j in jobs if j.name.split("/")[0] in ("keep", "background")]
+    pipe = stock_pipeline(TINY)
+    transformer = patch_qwen_model_for_multi_resolution(pipe.transformer)
+    found = {}
+    for job in jobs:
+        predict.plan_job(pipe, job)
+        predict.encode_job(pipe, job, "cpu")
+    predict.denoise(transformer, pipe.scheduler.config, jobs, 4096)
+    for job in jobs:
+        target = cache.read_image(job.size_from)
+        ceiling = predict.decode(pipe, cache.encode_image(pipe, target, target.size), job.height, job.width)
+        got = predict.psnr(predict.decode(pipe, job.latents, job.height, job.width), target)
+        found.setdefault(job.name.split("/")[0], []).append((got, predict.psnr(ceiling, target)))
+    (keep, ceiling), (background, _) = [np.mean(found[k], axis=0) for k in ("keep", "background")]
+    print(f"keep {keep:.1f} dB, background {background:.1f} dB, VAE alone {ceiling:.1f} dB")
+    assert ceiling >= 30 and keep >= ceiling - 3 and background >= 22
+
+
+def test_lora_on_a_bf16_base_is_cast_when_used():
+    """Master weights, their gradients and the file stay fp32, peft's own layer gives the same but for bf16's rounding,
+    scale and disable work; on an fp32 base nothing differs at all."""
+    layers = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for add in (predict.add_lora, lambda m, **c: (m.add_adapter(LoraConfig(**c)), cast_training_params(m))):
+            torch.manual_seed(0)
+            model = QwenImageTransformer2DModel(**SMALL).to(dtype).requires_grad_(False)
+            add(model, r=4, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)
+            layer = model.transformer_blocks[0].attn.to_q
+            torch.manual_seed(1)
+            for p in layer.parameters():
+                if p.requires_grad:
+                    p.data = torch.randn(p.shape)
+            layers[dtype, isinstance(layer, predict.LoraLinear)] = layer
+    x = torch.randn(3, 24, E)
+    for scale in (1, 0.5, 0):
+        out, grads = {}, {}
+        for (dtype, ours), layer in layers.items():
+            layer.enable_adapters(scale > 0)
+            layer.scale_layer(scale or 1)
+            layer.zero_grad()
+            out[dtype, ours] = layer(x.to(dtype))
+            if scale:
+                out[dtype, ours].float().square().sum().backward()
+                grads[dtype, ours] = [p.grad for p in layer.parameters() if p.requires_grad]
+                assert len(grads[dtype, ours]) == 2 and all(g.dtype == torch.float32 for g in grads[dtype, ours])
+            layer.unscale_layer()
+        assert torch.equal(out[torch.float32, True], out[torch.float32, False])
+        assert out[torch.bfloat16, True].dtype == torch.bfloat16
+        assert rel(out[torch.bfloat16, True], out[torch.float32, True]) < 1e-2
+        for ours, theirs in zip(grads.get((torch.bfloat16, True), []), grads.get((torch.float32, False), [])):
+            assert rel(ours, theirs) < 2e-2
+    assert len(layers) == 4
+
+
 # ---- chapter 4: train.py ---------------------------------------------------------------------------------------------
 
 
@@ -3040,6 +3100,58 @@ def test_batching_does_not_change_training(tmp_path, flags):
         assert all(r["computed_tokens"] > r["tokens"] for r in other) and all(
             r["computed_tokens"] == r["tokens"] for r in one
         )
+
+
+@pytest.mark.parametrize("flags", [["--batching", "padded"], ["--max_tokens", 1], ["--max_tokens", 400]])
+def test_twenty_steps_are_the_same_steps(tmp_path, twenty_steps, flags):
+    """Twenty optimizer steps at the demo's own settings: one packed batch a step, padded, one at a time, split."""
+    log = train_log(tmp_path / "a", *TWENTY, *flags)
+    assert [r["loss"] for r in log] == pytest.approx([r["loss"] for r in twenty_steps], rel=1e-5)
+
+
+TWENTY = ["--max_steps", 20, "--batch_size", 8, *EXACT]
+
+
+@pytest.fixture(scope="module")
+def twenty_steps(tmp_path_factory):
+    return train_log(tmp_path_factory.mktemp("twenty") / "a", *TWENTY)
+
+
+def test_advice_on_memory(tmp_path):
+    """Said once, after the first step, and only if blocks are recomputed."""
+    assert "--gradient_checkpointing 0 should fit" in train_toy(tmp_path / "a", "--gradient_checkpointing", 2).err
+    assert "should fit" not in train_toy(tmp_path / "b", "--gradient_checkpointing", 0).err
+
+
+@pytest.mark.skipif(not FULL, reason="four trainings of a minute each: --full -k shared_positions -s")
+def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
+    """The toy edit by mixed-size packs, one sample at a time and padded batches, from the same stream of samples, has
+    the same quality. With the first sample's positions for the whole batch, as stock diffusers computes it, it has not.
+    -s prints the table; the pictures are in the test's folder."""
+
+    def shared(pos_embed, shapes, txt_len, device, real=rope_patch.sample_freqs):
+        if not torch.is_grad_enabled():  # pictures are drawn with the right positions, as the stock pipeline does
+            return real(pos_embed, shapes, txt_len, device)
+        img_freqs, txt_freqs = real(pos_embed, first[0], txt_len, device)
+        return img_freqs[torch.arange(sum(map(prod, shapes))) % len(img_freqs)], txt_freqs
+
+    def remember_first(*args, real=rope_patch.sample_shapes):
+        first[:] = real(*args)
+        return real(*args)
+
+    first, after = [], {}
+    ways = {"mixed": [], "one": ["--max_tokens", 1], "padded": ["--batching", "padded"], "shared": []}
+    for name, flags in ways.items():
+        if name == "shared":
+            monkeypatch.setattr(rope_patch, "sample_freqs", shared)
+            monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
+        result = run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", tmp_path / name, *flags)
+        assert result.status == 0, result.err
+        (measured,) = (tmp_path / name / "samples").glob("*.json")
+        after[name] = json.loads(measured.read_text())["val"]
+        print(f"\n{name:8} loss {log_of(tmp_path / name)[-1]['loss']:.4f} {after[name]} {tmp_path / name}")
+    assert all(abs(after[way]["after"] - after["mixed"]["after"]) < 0.3 for way in ("one", "padded"))
+    assert after["shared"]["after"] < after["mixed"]["after"] - 3
 
 
 def test_gradients_equal_stock_one_at_a_time(tmp_path):
@@ -3273,3 +3385,27 @@ def test_plans_cover_every_sample_within_the_budget():
         assert len(packs) <= 1.23 * math.ceil(sum(lengths) / 400) + 1  # first-fit decreasing: 11/9 of the optimum
     cost = lambda share: sum(lengths[i] * (6 * 128 + lengths[i]) for i in share)
     assert max(map(cost, shares)) <= 1.1 * sum(map(cost, shares)) / 4
+
+
+# ---- chapter 5: bench.py ---------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+def test_bench_times_only_what_agrees(monkeypatch, dtype):
+    """Every way gives the same loss and gradients, or there is no table."""
+    flags = ["--preset", "quick", "--rounds", 1, "--dtype", str(dtype)[6:]]
+    table = run_script("bench.py", *flags).out
+    assert all(re.search(rf"^{way} ", table, re.M) for way in ("packed", "padded", "sorted", "single", "stock"))
+    real = rope_patch.run_padded
+    monkeypatch.setattr(rope_patch, "run_padded", lambda *args: [x + 0.5 for x in real(*args)])
+    assert is_one_line(run_script("bench.py", *flags).errors[0], "padded")
+
+
+def test_bench_counts_flops():
+    """Of the real 60 blocks at 1024 * 1024 with one control and 500 tokens of text, as counted by hand: 431 TFLOP, with
+    every block recomputed 605."""
+    script = run_script("bench.py", "--preset", "quick", "--rounds", 1).globals
+    script["args"].size = "full"
+    assert script["flops"]([(8192, 500)]) == pytest.approx(431e12, rel=0.005)
+    assert script["flops"]([(8192, 500)], checkpointed=60) == pytest.approx(605e12, rel=0.005)
+    assert script["flops"]([(8192, 500)]) > script["flops"]([(8192, 500)], tail=False)
