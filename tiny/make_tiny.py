@@ -8,9 +8,10 @@ $ python tiny/make_tiny.py --random       # the same files with untrained weight
 $ python tiny/make_tiny.py --out /tmp/tiny --seed 1
 
 Writes model_index.json, transformer/ vae/ text_encoder/ tokenizer/ scheduler/ processor/ with weights in bf16, and
-data/{target,control,mask}   the edit for the LoRA to learn: "add a red border". The base never sees a border.
+data/{target,control,mask}   the edit for the LoRA to learn: "add a red border"; the base never sees a border. And, in
+                             a quarter of the pairs, instructions that the base knows, so that they are not forgotten
 val/{target,control,mask}    held out: other scenes, in sizes and aspects that nothing here was trained on
-known/{target,control}       the same sizes with the base's own instructions, which the LoRA should leave alone
+known/{target,control}       the base's own instructions, held out likewise: the LoRA should leave them alone
 
 B pictures; h, w tokens down and across, 16 pixels each; I = h*w target, J control, T prompt tokens; C = 64 channels
 """
@@ -157,13 +158,14 @@ def base_pairs(n, sizes, tasks, seed):
 
 # ---- the datasets on disk --------------------------------------------------------------------------------------------
 
-def write_dataset(folder, pairs, masks=False):
-    """README's layout: target/NAME.png and .txt, control/NAME.png NAME_1.png, some mask/NAME.png (white = edited)"""
+def write_dataset(folder, pairs, borders=0):
+    """README's layout: target/NAME.png and .txt, control/NAME.png NAME_1.png, mask/NAME.png (white = edited) of every
+    fourth of the borders, which come first"""
     shutil.rmtree(folder, ignore_errors=True)
     for i, (name, (controls, text, target)) in enumerate(pairs.items()):
         files = {f"target/{name}.png": target}
         files.update({f"control/{name}{f'_{k}' if k else ''}.png": c for k, c in enumerate(controls)})
-        if masks and i % 4 == 1:
+        if i < borders and i % 4 == 1:
             files[f"mask/{name}.png"] = draw(target.size, (0, 0, 0), [], (255, 255, 255), SIDES).convert("L")
         for file, picture in files.items():
             os.makedirs(os.path.dirname(f"{folder}/{file}"), exist_ok=True)
@@ -174,8 +176,10 @@ def write_dataset(folder, pairs, masks=False):
 def numbered(pairs, form="{:03d}"):
     return {form.format(i): pair for i, pair in enumerate(pairs)}
 
-write_dataset(f"{args.out}/data", numbered(border_pairs(144, DATA_SIZES, args.seed + 1)), masks=True)
-write_dataset(f"{args.out}/val", numbered(border_pairs(12, VAL_SIZES, args.seed + 7)), masks=True)
+# a quarter of the LoRA's data repeats what the base knows, or it would paint borders whatever it is asked for
+write_dataset(f"{args.out}/data", numbered(border_pairs(144, DATA_SIZES, args.seed + 1)
+                                           + base_pairs(48, DATA_SIZES, TASKS, args.seed + 2)), borders=144)
+write_dataset(f"{args.out}/val", numbered(border_pairs(12, VAL_SIZES, args.seed + 7)), borders=12)
 write_dataset(f"{args.out}/known", {name: pair for task in TASKS for name, pair in numbered(
     base_pairs(4, VAL_SIZES, {task: 1}, args.seed + 8), task + "/{}").items()})
 if args.data_only:
