@@ -28,8 +28,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as stock_code
 from diffusers import QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from PIL import Image
@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import cache
 import predict
-from rope_patch import patch_qwen_model_for_multi_resolution, plan_padded, run_packed, run_padded
+from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
 
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,

@@ -112,22 +112,20 @@ def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     lens = [t + i for t, i in zip(txt_lens, img_lens)]
     both = lambda txt, img: torch.cat([part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1))
                                        for part in pair], dim=1)
-    with_text = txt_qkv[0] is not None
-    q = both(txt_qkv[0], img_qkv[0]) if with_text else img_qkv[0]
     k, v = both(txt_qkv[1], img_qkv[1]), both(txt_qkv[2], img_qkv[2])
-    q_lens = lens if with_text else img_lens
+    if txt_qkv[0] is None:
+        q, q_lens, cu_q = img_qkv[0], img_lens, cu_img
+    else:
+        q, q_lens, cu_q = both(txt_qkv[0], img_qkv[0]), lens, cu_joint
     if cu_joint is not None and backend is None and parallel_config is None:
-        out = varlen_attn(q[0], k[0], v[0], cu_joint if with_text else cu_img, cu_joint, max(q_lens), max(lens))[None]
-        if not with_text:
-            return None, out
-        parts = out.split([n for pair in zip(txt_lens, img_lens) for n in pair], dim=1)
-        return torch.cat(parts[::2], dim=1), torch.cat(parts[1::2], dim=1)
-    txt_out, img_out = [], []
-    for n, *qkv in zip(txt_lens, q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1)):
-        out = dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config)
-        txt_out.append(out[:, :n if with_text else 0])
-        img_out.append(out[:, n if with_text else 0:])
-    return torch.cat(txt_out, dim=1) if with_text else None, torch.cat(img_out, dim=1)
+        out = varlen_attn(q[0], k[0], v[0], cu_q, cu_joint, max(q_lens), max(lens))[None]
+    else:
+        out = torch.cat([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config)
+                         for qkv in zip(q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1))], dim=1)
+    if txt_qkv[0] is None:
+        return None, out
+    parts = out.split([n for pair in zip(txt_lens, img_lens) for n in pair], dim=1)
+    return torch.cat(parts[::2], dim=1), torch.cat(parts[1::2], dim=1)
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
