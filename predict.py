@@ -48,16 +48,19 @@ def load_transformer(folder, dtype, device):
     return patch_qwen_model_for_multi_resolution(transformer).to(device)
 
 class LoraLinear(lora.Linear):
-    """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here its
-    weights are cast when they are used, while they, their gradients and the file stay fp32."""
+    """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here
+    its weights are cast when they are used, while they, their gradients and the file stay fp32. Plain LoRA only: all
+    else is left to peft."""
 
     def forward(self, x, *args, **kwargs):
-        if x.dtype == torch.float32 or self.disable_adapters or self.merged:
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if (x.dtype == torch.float32 or self.disable_adapters or self.merged or args or kwargs or self.lora_variant
+                or any(self.lora_bias[name] for name in names)):
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x)
-        for name in self.active_adapters:
-            a, b = [m[name].weight.to(x.dtype) for m in (self.lora_A, self.lora_B)]
-            result = result + F.linear(F.linear(self.lora_dropout[name](x), a), b * self.scaling[name])
+        for name in names:
+            a, b = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
+            result = result + F.linear(F.linear(self.lora_dropout[name](x), a), b) * self.scaling[name]
         return result
 
 def add_lora(transformer, **config):
@@ -220,21 +223,22 @@ def psnr(image, reference):
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
 def drift(image, reference, keep):
-    """What an edit did where nothing should change -> dict of psnr (dB), colour (levels of 255), and motion: shift
-    (pixels), zoom (%). keep: bool (H, W). Least squares of image - reference on the reference's gradients (Lucas and
-    Kanade 1981): unlike phase correlation it can leave pixels out, and it leaves out 4 more around the edit, whose
-    soft edge would pass for a zoom. For motions of about a pixel; larger ones are underestimated."""
+    """What an edit did where nothing should change -> dict of psnr (dB), colour (levels of 255) and, where there is
+    anything to see, motion: shift (pixels), zoom (%). keep: bool (H, W). Least squares of image - reference on the
+    reference's gradients (Lucas and Kanade 1981): unlike phase correlation it can leave pixels out, and it leaves out 4
+    more around the edit, whose soft edge would pass for a zoom. Motions of over a pixel are underestimated."""
     a, b = np.asarray(image, float), np.asarray(reference, float)
     h, w = keep.shape
     inner = np.asarray(Image.fromarray(keep).convert("L").filter(ImageFilter.MinFilter(9))) > 0
     dy, dx = np.gradient(b.mean(-1))
     y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
-    # a(x) = b(x - shift - zoom * x) + colour
-    columns = np.stack([-dx, -dy, -(dx * x + dy * y), np.ones((h, w))], -1)[inner]
-    sx, sy, zoom, _ = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
-    colour = np.abs((a - b)[keep].mean(0)).max()
-    return dict(shift=float(np.hypot(sx, sy)), zoom=float(100 * abs(zoom)), colour=float(colour),
-                psnr=psnr(a[keep], b[keep]))
+    found = dict(psnr=psnr(a[keep], b[keep]), colour=float(np.abs((a - b)[keep].mean(0)).max()))
+    if np.hypot(dx, dy)[inner].sum() > 1000: # else nothing is left whose motion could be seen
+        # a(x) = b(x - shift - zoom * x) + colour
+        columns = np.stack([-dx, -dy, -(dx * x + dy * y), np.ones((h, w))], -1)[inner]
+        sx, sy, zoom, _ = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
+        found.update(shift=float(np.hypot(sx, sy)), zoom=float(100 * abs(zoom)))
+    return found
 
 def contact_sheet(rows, titles, cell=192):
     """Rows of pictures (text stands for itself, None stays empty) under titles -> one PIL image to look at."""

@@ -26,11 +26,16 @@ from math import ceil, prod
 from types import MethodType
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn)
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.utils import scale_lora_layers, unscale_lora_layers
-from torch.nn.attention.varlen import varlen_attn
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError: # an older torch: packed attention is one call a sample there
+    varlen_attn = None
 
 ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is silently shorter there
 
@@ -84,41 +89,44 @@ def as_joint_mask(mask, batch, length):
 
 @dataclass
 class Packed:
-    """Where the samples stand in a packed row, made once per forward pass: building these tensors waits for the GPU.
-    (No tuple: torch.compile would look into it, and compile anew for every number of samples.)"""
+    """Where the samples stand in a packed row, made once per forward pass and not once per block. (No tuple:
+    torch.compile would look into it, and compile anew for every number of samples.)"""
     txt_lens: list
     img_lens: list
+    joint_lens: list # text + image
     cu_joint: torch.Tensor | None # (B + 1,) int32, where each sample's [text, image] begins; None: varlen cannot run
     cu_img: torch.Tensor | None # the same for its image tokens alone
 
 def has_varlen(x):
-    """torch's variable-length attention has CUDA kernels only, for half precision."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
+    through diffusers, for all models or in a with block, has precedence."""
+    return (varlen_attn is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+            and torch.cuda.get_device_capability(x.device) >= (8, 0)
+            and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE)
 
 def pack_layout(txt_lens, img_lens, x):
     """-> Packed, for rows of x's device and dtype."""
-    cu_joint = cu_img = None
+    joint_lens, cu_joint, cu_img = [t + i for t, i in zip(txt_lens, img_lens)], None, None
     if has_varlen(x):
         begins = lambda lens: torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(x.device, non_blocking=True)
-        cu_joint, cu_img = begins([t + i for t, i in zip(txt_lens, img_lens)]), begins(img_lens)
-    return Packed(list(txt_lens), list(img_lens), cu_joint, cu_img)
+        cu_joint, cu_img = begins(joint_lens), begins(img_lens)
+    return Packed(list(txt_lens), list(img_lens), joint_lens, cu_joint, cu_img)
 
 @torch.compiler.disable # eager between two compiled halves of the block: lists of lengths would compile anew every step
 def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     """Each sample's [text, image] among themselves. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
     three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
     call a sample."""
-    txt_lens, img_lens, cu_joint, cu_img = packed.txt_lens, packed.img_lens, packed.cu_joint, packed.cu_img
-    lens = [t + i for t, i in zip(txt_lens, img_lens)]
+    txt_lens, img_lens, lens = packed.txt_lens, packed.img_lens, packed.joint_lens
     both = lambda txt, img: torch.cat([part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1))
                                        for part in pair], dim=1)
     k, v = both(txt_qkv[1], img_qkv[1]), both(txt_qkv[2], img_qkv[2])
     if txt_qkv[0] is None:
-        q, q_lens, cu_q = img_qkv[0], img_lens, cu_img
+        q, q_lens, cu_q = img_qkv[0], img_lens, packed.cu_img
     else:
-        q, q_lens, cu_q = both(txt_qkv[0], img_qkv[0]), lens, cu_joint
-    if cu_joint is not None and backend is None and parallel_config is None:
-        out = varlen_attn(q[0], k[0], v[0], cu_q, cu_joint, max(q_lens), max(lens))[None]
+        q, q_lens, cu_q = both(txt_qkv[0], img_qkv[0]), lens, packed.cu_joint
+    if cu_q is not None and backend is None and parallel_config is None:
+        out = varlen_attn(q[0], k[0], v[0], cu_q, packed.cu_joint, max(q_lens), max(lens))[None]
     else:
         out = torch.cat([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config)
                          for qkv in zip(q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1))], dim=1)

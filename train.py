@@ -97,7 +97,7 @@ parser.add_argument("--mask_background_weight", type=number(float, 0), default=1
 # memory
 parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: "
-                         "all; the first step says what would fit)")
+                         "all; after the first step it says if fewer would do)")
 parser.add_argument("--compile", action="store_true",
                     help="torch.compile the blocks: minutes at the start, then faster; needs a C++ compiler")
 # run
@@ -324,42 +324,57 @@ def batch_loss(batch):
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
-def free_memory():
-    """Bytes that this process could still take, on its device."""
-    if args.device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+def free_memory(growth):
+    """Bytes that this process could still take, on its device, if a step needed `growth` times what it has needed."""
+    if not args.device.startswith("cuda"):
+        return next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+    at_rest = torch.cuda.memory_allocated()
+    step_takes = growth * (torch.cuda.max_memory_allocated() - at_rest)
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - at_rest - step_takes
 
 def advise_on_memory(positions):
-    """Says how many blocks must be recomputed: from what the last two keep for their backward pass (the tensors that
-    autograd saves in a forward pass over these positions) and what the first step has left free at its peak."""
-    free, saved, total = free_memory(), {}, len(transformer.transformer_blocks)
-    blocks = total if args.gradient_checkpointing is None else args.gradient_checkpointing
-    kept = min(2, total)
+    """Says how many blocks must be recomputed: from what the last block but one keeps for its backward pass (the
+    tensors that autograd saves there in a forward pass over these positions) and what the first step has left free."""
+    total = len(transformer.transformer_blocks)
+    blocks = total if args.gradient_checkpointing is None else min(total, args.gradient_checkpointing)
+    lengths = [tokens_of(*draw(p)) for p in positions]
+    tokens = sum(lengths) if args.batching == "packed" else len(lengths) * max(lengths)
+    largest = max(args.max_tokens, tokens)
+    free, saved, counting = free_memory(largest / tokens), {}, [False]
 
     def remember(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+        if counting[0]:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach() # the tensor itself would make a circle with its own graph, and never be freed
 
-    transformer.gradient_checkpointing_blocks = total - kept
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        batch_loss(load_batch(positions))
-    transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
+    block = transformer.transformer_blocks[max(0, total - 2)]
+    hooks = [block.register_forward_pre_hook(lambda *_: counting.__setitem__(0, True)),
+             block.register_forward_hook(lambda *_: counting.__setitem__(0, False))]
+    transformer.gradient_checkpointing_blocks = max(0, total - 2)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+            batch_loss(load_batch(positions))
+    except torch.OutOfMemoryError:
+        return
+    finally:
+        transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
+        for hook in hooks:
+            hook.remove()
+        if args.device.startswith("cuda"): # the log shows the training's peak, not this one's
+            torch.cuda.reset_peak_memory_stats()
     for p in transformer.parameters(): # are there anyway
         saved.pop(p.untyped_storage().data_ptr(), None)
-    lengths = [tokens_of(*draw(p)) for p in positions]
-    block = sum(saved.values()) / kept / sum(lengths) * max(args.max_tokens, *lengths)
-    fit = max(0, blocks - int(0.9 * free / block))
+    takes = sum(saved.values()) * largest / tokens
+    fit = max(0, blocks - int(max(0, 0.9 * free / takes)))
     if fit < blocks:
-        say(f"memory: {free / 2**30:.1f} GiB stay free at the peak; a block that is not recomputed takes up to "
-            f"{block / 2**30:.2f}: --gradient_checkpointing {fit} should fit, and is faster")
+        say(f"memory: about {free / 2**30:.1f} GiB stay free; a block that is not recomputed takes up to "
+            f"{takes / 2**30:.2f}: --gradient_checkpointing {fit} should fit, and is faster")
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
-    "skip_bad", "max_tokens", "gradient_checkpointing", "val_data", "save_every", "keep", "resume")}
+    "skip_bad", "max_tokens", "gradient_checkpointing", "compile", "val_data", "save_every", "keep", "resume")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 config["model"] = fingerprint(folder / "transformer")
 config["data"] = cache.content_key(samples=[[s["name"], s["scales"], s["text"]] for s in samples])
@@ -532,10 +547,11 @@ def measure_held_out(before, after):
 if held_out: # on the master alone
     transformer.eval()
     pipe.vae.to(args.vae_encoder_device)
-    transformer.disable_adapters()
-    before = draw_held_out()
-    transformer.enable_adapters()
-    after = draw_held_out()
+    with torch.compiler.set_stance("force_eager"): # compiling once more, without gradients, would take longer
+        transformer.disable_adapters()
+        before = draw_held_out()
+        transformer.enable_adapters()
+        after = draw_held_out()
     measured = measure_held_out(before, after)
     sheets = {}
     for job, b, a in zip(held_out, before, after):

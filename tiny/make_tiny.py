@@ -8,8 +8,9 @@ $ python tiny/make_tiny.py --random       # the same files with untrained weight
 $ python tiny/make_tiny.py --out /tmp/tiny --seed 1
 
 Writes model_index.json, transformer/ vae/ text_encoder/ tokenizer/ scheduler/ processor/ with weights in bf16, and
-data/{target,control,mask}   the edit for the LoRA to learn: "add a red border"; the base never sees a border. And, in
-                             a quarter of the pairs, instructions that the base knows, so that they are not forgotten
+data/{target,control,mask}   the edit for the LoRA to learn: "add a red border"; the transformer never sees a border
+                             (the VAE does, to be able to draw it). And, in a quarter of the pairs, instructions that
+                             the base knows, so that they are not forgotten
 val/{target,control,mask}    held out: other scenes, in sizes and aspects that nothing here was trained on
 known/{target,control}       the base's own instructions, held out likewise: the LoRA should leave them alone
 
@@ -160,12 +161,12 @@ def base_pairs(n, sizes, tasks, seed):
 
 def write_dataset(folder, pairs, borders=0):
     """README's layout: target/NAME.png and .txt, control/NAME.png NAME_1.png, mask/NAME.png (white = edited) of every
-    fourth of the borders, which come first"""
+    fifth of the borders, which come first"""
     shutil.rmtree(folder, ignore_errors=True)
     for i, (name, (controls, text, target)) in enumerate(pairs.items()):
         files = {f"target/{name}.png": target}
         files.update({f"control/{name}{f'_{k}' if k else ''}.png": c for k, c in enumerate(controls)})
-        if i < borders and i % 4 == 1:
+        if i < borders and i % 5 == 1:
             files[f"mask/{name}.png"] = draw(target.size, (0, 0, 0), [], (255, 255, 255), SIDES).convert("L")
         for file, picture in files.items():
             os.makedirs(os.path.dirname(f"{folder}/{file}"), exist_ok=True)
@@ -180,8 +181,8 @@ def numbered(pairs, form="{:03d}"):
 write_dataset(f"{args.out}/data", numbered(border_pairs(144, DATA_SIZES, args.seed + 1)
                                            + base_pairs(48, DATA_SIZES, TASKS, args.seed + 2)), borders=144)
 write_dataset(f"{args.out}/val", numbered(border_pairs(12, VAL_SIZES, args.seed + 7)), borders=12)
-write_dataset(f"{args.out}/known", {name: pair for task in TASKS for name, pair in numbered(
-    base_pairs(4, VAL_SIZES, {task: 1}, args.seed + 8), task + "/{}").items()})
+write_dataset(f"{args.out}/known", {name: pair for k, task in enumerate(TASKS) for name, pair in numbered(
+    base_pairs(4, VAL_SIZES, {task: 1}, [args.seed + 8, k]), task + "/{}").items()})
 if args.data_only:
     raise SystemExit
 
@@ -486,7 +487,7 @@ if not args.random:
     rounded(vae)
     items = []
     for k in range(0, args.pairs, 1000):                   # in chunks: pictures take more memory than latents
-        items += encode(base_pairs(1000, BASE_SIZES, TASKS, [args.seed + 4, k]))
+        items += encode(base_pairs(min(1000, args.pairs - k), BASE_SIZES, TASKS, [args.seed + 4, k]))
         for item in items[k:]:
             del item["pictures"]
     print(f"encoded {len(items)} pairs in {len(buckets(items))} buckets | {time.time() - t0:.0f} s", flush=True)
