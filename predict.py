@@ -235,9 +235,12 @@ def drift(image, reference, keep):
     found = dict(psnr=psnr(a[keep], b[keep]), colour=float(np.abs((a - b)[keep].mean(0)).max()))
     if np.hypot(dx, dy)[inner].sum() > 1000: # else nothing is left whose motion could be seen
         # a(x) = b(x - shift - zoom * x) + colour
-        columns = np.stack([-dx, -dy, -(dx * x + dy * y), np.ones((h, w))], -1)[inner]
-        sx, sy, zoom, _ = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
-        found.update(shift=float(np.hypot(sx, sy)), zoom=float(100 * abs(zoom)))
+        shift, zoom = np.stack([-dx, -dy, np.ones((h, w))], -1)[inner], -(dx * x + dy * y)[inner]
+        own = zoom - shift @ np.linalg.lstsq(shift, zoom, rcond=None)[0]
+        both = own @ own > 0.25 * zoom @ zoom # one shape far from the middle: its zoom would look like a shift
+        columns = np.column_stack([shift, zoom]) if both else shift
+        moved = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
+        found.update(shift=float(np.hypot(*moved[:2])), **(dict(zoom=float(100 * abs(moved[3]))) if both else {}))
     return found
 
 def contact_sheet(rows, titles, cell=192):
