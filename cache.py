@@ -863,7 +863,7 @@ def main():
     add_data_flags(parser)
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
                         help="encode the empty prompt too, for train.py --caption_dropout_rate")
-    parser.add_argument("--verify", action="store_true", help="read every file of the cache, and encode the damaged ones again")
+    parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
     parser.add_argument("--prune", action="store_true", help="delete files that no sample of this dataset uses")
     args = parse_args(parser, TINY)
     if not args.data:
