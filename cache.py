@@ -148,7 +148,7 @@ def write_file(path, data):
     """Bytes beside the target, fsync, rename, fsync of the folder: after a kill or power loss there is the old file or
     the new one, never a part. InputError if the disk is full or may not be written."""
     path = Path(path)
-    tmp = path.with_name(f".tmp-{os.getpid()}-{HOST}-{path.name}")
+    tmp = path.with_name(f".tmp-{os.getpid()}-{HOST}-{path.name}.part") # glob("*.safetensors") finds hidden files
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

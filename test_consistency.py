@@ -3593,15 +3593,21 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_retu
     calls, fsync, replace = [], os.fsync, os.replace
     kind = lambda fd: "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(kind(fd)) or fsync(fd))
-    monkeypatch.setattr(os, "replace", lambda a, b: calls.append("rename") or replace(a, b))
-    cache.write_file(tmp_path / "f", b"x")
-    assert calls == ["file", "rename", "folder"]
+    unfinished = []
+
+    def rename(a, b):
+        calls.append("rename")
+        unfinished.extend(tmp_path.glob("*.safetensors"))
+        replace(a, b)
+    monkeypatch.setattr(os, "replace", rename)
+    cache.write_file(tmp_path / "f.safetensors", b"x")
+    assert calls == ["file", "rename", "folder"] and not unfinished
 
 
 def test_orphans_are_swept_and_the_files_of_the_living_are_not(tmp_path, start, small):
     dead = start("cache.py", "-h")
     dead.wait()
-    mine, theirs, other, old = [tmp_path / f".tmp-{name}-f.safetensors" for name in (
+    mine, theirs, other, old = [tmp_path / f".tmp-{name}-f.safetensors.part" for name in (
         f"{os.getpid()}-{cache.HOST}", f"{dead.pid}-{cache.HOST}", f"{dead.pid}-otherhost", f"{dead.pid}-otherhost2")]
     for path in (mine, theirs, other, old, tmp_path / "f.safetensors"):
         path.write_bytes(b"half")
@@ -3662,12 +3668,12 @@ def test_sigterm_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
 # ---- a full disk, no memory ----
 
 def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_file(tmp_path, small, start):
-    size = min(p.stat().st_size for p in small.cache.glob("text/*"))
-    full = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1}, {size - 1}))"
+    limit = max(p.stat().st_size for p in small.cache.glob("*/*")) - 1
+    full = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c", prelude=full)
     assert process.wait() == 1
     line = re.search(r"error: .*", process.output())[0]
-    assert is_one_line(line, tmp_path / "c/text", "bytes") and "Traceback" not in process.output()
+    assert is_one_line(line, tmp_path / "c", ".safetensors: ", "bytes") and "Traceback" not in process.output()
     assert not list((tmp_path / "c").rglob(".tmp-*"))
     for path in tmp_path.glob("c/*/*.safetensors"):
         cache.read_tensors(path, key=path.stem)
@@ -3799,9 +3805,9 @@ def test_two_runs_do_not_share_a_folder_and_the_dead_hold_no_lock(tmp_path, smal
 def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
     """G6. No bad read, nothing left behind, the bytes of one writer."""
     writers = [start("cache.py", *small.cache_flags, "--cache_dir", tmp_path) for _ in range(3)]
-    reads, alive = 0, lambda: any(not Path(f"/proc/{w.pid}/stat").read_text().rsplit(")")[-1].startswith(" Z")
-                                  for w in writers)
-    while alive():
+    state = lambda process: Path(f"/proc/{process.pid}/stat").read_text().rsplit(") ", 1)[1][0]
+    reads = 0
+    while any(state(w) != "Z" for w in writers):
         for path in tmp_path.glob("*/*.safetensors"):
             cache.read_tensors(path, key=path.stem)
             reads += 1
