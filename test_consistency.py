@@ -3484,12 +3484,12 @@ def start(tmp_path_factory):
     server.wait()
 
 
-def start_ranks(start, *flags):
+def start_ranks(start, *flags, preludes=("", "")):
     """train.py with two processes, as torchrun starts them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    return [start("train.py", *flags, env=dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                                               MASTER_PORT=str(port))) for rank in range(2)]
+    env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return [start("train.py", *flags, env=env | {"RANK": str(n)}, prelude=p) for n, p in enumerate(preludes)]
 
 
 def until(condition, seconds=60):
@@ -3587,6 +3587,26 @@ def test_training_killed_at_any_instant_ends_as_the_unbroken_run(tmp_path, small
         else:
             assert status == -9, process.output()
     print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
+
+
+@pytest.mark.parametrize("place", [".tmp-checkpoint-000004", "checkpoint-000004"])
+def test_a_checkpoint_killed_while_it_is_written_is_none(tmp_path, small, start, unbroken, place):
+    """Before its last file, or before the folder, gets its final name. And the log ends in rubbish, as after a power
+    loss."""
+    out_dir = tmp_path / "run"
+    process = start("train.py", *small.flags, "--out_dir", out_dir, prelude=f"""
+replace = os.replace
+def killed(a, b):
+    if "{place}" in (os.path.basename(b), os.path.basename(os.path.dirname(b))) and "weights" not in str(b):
+        os.kill(os.getpid(), 9)
+    replace(a, b)
+os.replace = killed""")
+    assert process.wait() == -9 and steps_of(out_dir) == [2] and len(log_of(out_dir)) == 4
+    with open(out_dir / "log.jsonl", "ab") as f:
+        f.write(bytes(100) + b'\n"step"}\n{"st')
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
+    assert process.wait() == 0 and "after step 2" in process.output(), process.output()
+    assert_same_run(out_dir, unbroken)
 
 
 def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
@@ -3802,6 +3822,13 @@ def test_two_runs_do_not_share_a_folder_and_the_dead_hold_no_lock(tmp_path, smal
     assert_same_run(out_dir, unbroken)
 
 
+def test_a_run_folder_that_cannot_be_written_is_told_before_anything_slow(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
+    (tmp_path / "file").write_text("")
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "file/run")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "file/run")
+
+
 def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
     """G6. No bad read, nothing left behind, the bytes of one writer."""
     writers = [start("cache.py", *small.cache_flags, "--cache_dir", tmp_path) for _ in range(3)]
@@ -3818,6 +3845,17 @@ def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
     assert reads > 10 and not list(tmp_path.rglob(".tmp-*"))
     files = [p.relative_to(small.cache) for p in small.cache.glob("*/*.safetensors")]
     assert files and all((tmp_path / f).read_bytes() == (small.cache / f).read_bytes() for f in files)
+
+
+def test_a_rank_that_fails_says_why_and_the_other_ends_too(tmp_path, small, start):
+    fail = """
+def load_sample(*args):
+    raise cache.InputError("b.png: spoiled; mend it")
+cache.load_sample = load_sample"""
+    t0 = time.monotonic()
+    ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", preludes=["", fail])
+    assert [r.wait() for r in ranks] == [1, 1] and time.monotonic() - t0 < 30
+    assert ranks[1].output().splitlines()[-1] == "error: b.png: spoiled; mend it"
 
 
 def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, small):
