@@ -3624,6 +3624,17 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_retu
     assert calls == ["file", "rename", "folder"] and not unfinished
 
 
+def test_the_log_is_on_the_disk_before_the_checkpoint_is(tmp_path, small, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append(str(b)) or replace(a, b))
+    run = tmp_path / "run"
+    assert run_script("train.py", *small.flags, "--out_dir", run, "--max_steps", 1).status == 0
+    renamed = calls.index(str(run / "checkpoint-000001"))
+    assert str(run / "log.jsonl") in calls[calls.index(str(run / "log.jsonl")) + 1:renamed]  # (first it is created)
+    assert calls[renamed + 1] == str(run)
+
+
 def test_orphans_are_swept_and_the_files_of_the_living_are_not(tmp_path, start, small):
     dead = start("cache.py", "-h")
     dead.wait()
@@ -3706,7 +3717,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_old_one_stays(tmp_p
     limit = min(p.stat().st_size for p in out_dir.glob("checkpoint-*/*")) - 1
     process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume",
                     prelude=f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))")
-    assert process.wait() == 1 and steps_of(out_dir) == [2, 4]
+    assert process.wait() == 1 and steps_of(out_dir) == [2, 4] and not (out_dir / "DONE").exists()
     assert is_one_line(re.search(r"error: .*", process.output())[0], out_dir) and "Traceback" not in process.output()
     assert_checkpoints_whole(out_dir)
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0

@@ -474,16 +474,17 @@ def is_taken(line):
 if checkpoint:
     refuse_other_settings(config)
     load_checkpoint(*checkpoint)
+    checkpoint = None # its tensors would stay in memory
 if master:
     need = 12 * sum(p.numel() for p in lora.values()) * (args.keep + 1) # LoRA and two moments, in fp32
     free = shutil.disk_usage(out_dir).free
     if need > free:
         raise InputError(f"--out_dir {out_dir}: checkpoints need {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; "
                          "lower --keep, or give a folder on another disk")
-    for left in out_dir.glob(".tmp-*"): # of a killed process, as the lock is ours
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # of a killed process, as the lock is ours; and of a
+        shutil.rmtree(left) if left.is_dir() else left.unlink()    # finished one that now goes on
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    lines = log.read_text(errors="replace").splitlines() if checkpoint and log.exists() else [json.dumps(dict(
+    lines = log.read_text(errors="replace").splitlines() if step and log.exists() else [json.dumps(dict(
         flags=vars(args), commit=commit.stdout.strip(), torch=torch.__version__, diffusers=diffusers.__version__,
         peft=peft.__version__, transformers=transformers.__version__), default=str)]
     write_file(log, ("\n".join(lines[:1] + [line for line in lines[1:] if is_taken(line)]) + "\n").encode())
@@ -491,8 +492,8 @@ if master:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 warned, first_step, stopped, stop = set(), step + 1, [], False
-handlers = {number: signal.signal(number, lambda number, _: stopped.append(number)) # the loop looks there
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+handlers = {name: signal.signal(name, lambda name, _: stopped.append(name)) # the loop looks there
+            for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=not master or None, leave=False)
 while step < args.max_steps:
     if args.device.startswith("cuda"):
@@ -560,9 +561,13 @@ while step < args.max_steps:
         tokens = sum(lengths)
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory)
+        saving = stop or step % args.save_every == 0 or step == args.max_steps
         try:
             with open(log, "a") as f:
                 f.write(json.dumps(record) + "\n")
+                if saving: # after a power loss the log must not lag behind the checkpoint
+                    f.flush()
+                    os.fsync(f.fileno())
         except OSError as e:
             raise InputError(f"{log}: cannot be written ({e.strerror}); free some space, then --resume") from None
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
@@ -570,15 +575,15 @@ while step < args.max_steps:
             + (f" | {tokens / computed:.0%} of computed tokens valid" if args.batching == "padded" else ""))
         bar.set_postfix(loss=f"{loss:.4f}", tok_s=int(tokens / seconds))
         bar.update()
-        if stop or step % args.save_every == 0 or step == args.max_steps:
+        if saving:
             save_checkpoint(step)
         if step == first_step and args.gradient_checkpointing != 0 and not args.compile:
             advise_on_memory([positions[i] for i in packs[0]])
     if stop:
         break
 bar.close()
-for number, handler in handlers.items():
-    signal.signal(number, handler)
+for name, handler in handlers.items():
+    signal.signal(name, handler)
 if stop:
     say(f"{out_dir}: stopped by a signal after step {step}; --resume goes on")
     sys.exit(0)
