@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -394,6 +395,12 @@ def main():
         print(p, file=sys.stderr)
     if not good:
         sys.exit(1 if problems else 0)
+    place = out_dir if args.jobs else Path(args.out).parent
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as e:
+        raise InputError(f"{place}: cannot be written ({e.strerror}); choose another folder") from None
 
     load_encoders(pipe, folder, args.dtype, args.vae_device, args.text_encoder_device)
     pipe.vae.to(args.vae_device)

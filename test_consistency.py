@@ -4,6 +4,7 @@ The claims of this project as tests. The oracle is stock diffusers, called with 
 $ pytest test_consistency.py                                    # float32 on the CPU
 $ pytest test_consistency.py --dtype bfloat16 --device cuda     # one GPU
 $ pytest test_consistency.py --full -k "split or full_batch"    # with the samples of 8,192 tokens, 2 minutes
+$ pytest test_consistency.py --kills 200 --fuzz 1000 -k "killed_at or no_damage_to_a_file"  # 5 minutes
 $ pytest test_consistency.py -k packed -s                       # -s prints each measured error beside its limit
 
 Shapes: B samples, I image tokens (target first, then controls), T text tokens, S = T + I (joint rows: [text, image]),
@@ -3957,3 +3958,13 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
     result = call()
     assert result.status == 0 and "2 of 4" in result.out
     assert "0 of 4" in call("--seed", 1).out or "already" not in call("--seed", 2).out
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_a_place_where_no_picture_can_go_is_told_before_a_model_is_loaded(tmp_path, monkeypatch, many):
+    monkeypatch.setattr(predict, "load_encoders", lambda *_: pytest.fail("models loaded"))
+    (tmp_path / "file").write_text("")
+    image = save(draw_picture(), tmp_path / "a.png")
+    flags = ["--out_dir"] if many else ["--image", image, "--prompt", "x", "--out"]
+    result = run_script("predict.py", *flags, tmp_path / "file/a.png", *ON_DEVICE)
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "file"), result.err
