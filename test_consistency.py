@@ -4,7 +4,7 @@ The claims of this project as tests. The oracle is stock diffusers, called with 
 $ pytest test_consistency.py                                    # float32 on the CPU
 $ pytest test_consistency.py --dtype bfloat16 --device cuda     # one GPU
 $ pytest test_consistency.py --full -k "split or full_batch"    # with the samples of 8,192 tokens, 2 minutes
-$ pytest test_consistency.py --kills 200 --fuzz 1000 -k "killed_at or no_damage_to_a_file"  # 5 minutes
+$ pytest test_consistency.py --kills 200 --fuzz 1000 -k "killed_at or no_damage_to_a_file"  # 7 minutes
 $ pytest test_consistency.py -k packed -s                       # -s prints each measured error beside its limit
 
 Shapes: B samples, I image tokens (target first, then controls), T text tokens, S = T + I (joint rows: [text, image]),
