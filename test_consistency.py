@@ -3605,6 +3605,8 @@ os.replace = killed""")
     assert process.wait() == -9 and steps_of(out_dir) == [2] and len(log_of(out_dir)) == 4
     with open(out_dir / "log.jsonl", "ab") as f:
         f.write(bytes(100) + b'\n"step"}\n{"st')
+    (out_dir / ".tmp-checkpoint-000001").mkdir()
+    (out_dir / ".tmp-1-host-log.jsonl.part").touch()
     process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
     assert process.wait() == 0 and "after step 2" in process.output(), process.output()
     assert_same_run(out_dir, unbroken)
