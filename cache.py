@@ -24,8 +24,10 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import time
 import unicodedata
 import warnings
 from datetime import timedelta
@@ -140,24 +142,49 @@ def parse_args(parser, tiny):
 
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------
 
+HOST = re.sub(r"\W", "", os.uname().nodename) # containers may all have the same process numbers
+
 def write_file(path, data):
     """Bytes beside the target, fsync, rename, fsync of the folder: after a kill or power loss there is the old file or
-    the new one, never a part."""
+    the new one, never a part. InputError if the disk is full or may not be written."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    tmp = path.with_name(f".tmp-{os.getpid()}-{HOST}-{path.name}.part") # glob("*.safetensors") finds hidden files
     try:
-        with open(tmp, "wb") as f: # an old file of this name is what a dead process of our number left
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(tmp, "wb") as f: # an old file of this name is what a dead process of our number left
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(tmp, path)
+        except BaseException:
+            tmp.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as e:
+        raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or mend the "
+                         "folder's permissions, and run again") from None
+
+def sync_folder(path):
+    """A rename is safe from power loss only when the folder is on the disk too."""
+    folder = os.open(path, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
+
+def sweep(folder):
+    """Deletes the unfinished files of write_file whose process is dead, or (of other machines) that are an hour old."""
+    for tmp in Path(folder).glob(".tmp-*"):
+        of = re.match(rf"\.tmp-(\d+)-{HOST}-", tmp.name)
+        try:
+            dead = time.time() - tmp.stat().st_mtime > 3600
+            if of and not dead:
+                os.kill(int(of[1]), 0) # signal 0 only asks
+        except ProcessLookupError:
+            dead = True
+        except OSError: # another user's process; or the file is gone meanwhile
+            dead = False
+        if dead:
+            tmp.unlink(missing_ok=True)
 
 NO_DIGEST = "0" * 64
 
@@ -172,7 +199,7 @@ def write_tensors(path, tensors, meta, meta_key="json"):
 def read_tensors(path, meta_key="json", key=None):
     """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of it has changed since
     write_tensors, or if it holds other content than `key`. Never unpickles."""
-    fix = "delete it and run cache.py again" if key else "it is damaged; take another copy"
+    fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
         data = Path(path).read_bytes()
         tensors = safetensors.torch.load(data)
@@ -657,11 +684,22 @@ def sample_files(cache_dir, sample):
             files[text_file(cache_dir, text)] = text["key"], encode_text, prompt
     return files
 
-def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
+def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, verify=False):
     """Encodes this rank's share of what the cache lacks -> problems; a bad sample stops no others. The encoders
-    are loaded only if there is something to do. InputError if the disk is too small or full."""
+    are loaded only if there is something to do. With `verify` its share of the files is read, and what is damaged is
+    encoded again. InputError if the disk is too small or full."""
     jobs = {path: (sample, *job) for sample in index["samples"] # a file that samples share stands there once
-            for path, job in sample_files(cache_dir, sample).items() if not path.exists()}
+            for path, job in sample_files(cache_dir, sample).items()}
+    # dealt by key, not by place in the list: a rank that lists the files later finds some of them there already
+    mine = {path for path, (_, key, *_) in jobs.items() if int(key, 16) % world_size == rank}
+    for path in tqdm(sorted(mine), desc="verifying", unit=" files", disable=rank > 0 or None) if verify else []:
+        try:
+            if path.is_file():
+                read_tensors(path, key=jobs[path][1])
+        except InputError:
+            tqdm.write(f"{path}: damaged; encoding it again", file=sys.stderr)
+            path.unlink()
+    jobs = {path: job for path, job in jobs.items() if not path.is_file()}
     if not jobs:
         return []
     config = json.loads((folder / "text_encoder" / "config.json").read_text())
@@ -680,19 +718,24 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1):
     if pipe.vae is None:
         load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
     problems = []
-    # dealt by key, not by place in the list: a rank that lists the files later finds some of them there already
-    share = [(path, job) for path, job in jobs.items() if int(job[1], 16) % world_size == rank]
+    share = [(path, job) for path, job in jobs.items() if path in mine]
+    stopped = []
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.append(True)) # what is begun is finished
     for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0 or None):
+        if stopped:
+            tqdm.write(f"{cache_dir}: stopped by a signal; run the same command again for the rest")
+            sys.exit(0)
         try:
-            write_tensors(path, encode(pipe, sample, arg), dict(
-                version=VERSION, key=key, sources=[sample["target"], *sample["control"]], sizes=sample["sizes"]))
+            tensors = encode(pipe, sample, arg)
         except InputError as e:
             problems.append(str(e))
-        except OSError as e:
-            raise InputError(f"{path}: cannot be written ({e.strerror}); free some space and run again") from None
+            continue
+        write_tensors(path, tensors, dict(
+            version=VERSION, key=key, sources=[sample["target"], *sample["control"]], sizes=sample["sizes"]))
+    signal.signal(signal.SIGTERM, before)
     return problems
 
-def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1):
+def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1, verify=False):
     """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe`
     is load_pipeline's; it has its encoders afterwards if there was something to encode."""
     index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
@@ -700,9 +743,11 @@ def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_
         for kind in ("latents", "text"):
             Path(cache_dir, kind).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=Path(cache_dir, kind)).close() # a folder may be there and be read-only
+            sweep(Path(cache_dir, kind))
+        sweep(cache_dir)
     except OSError as e:
         raise InputError(f"{cache_dir}: cannot be written ({e.strerror}); choose another --cache_dir") from None
-    found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size)
+    found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size, verify)
     if world_size > 1:
         shares = [None] * world_size
         dist.all_gather_object(shares, found) # also waits for the others' files
@@ -800,24 +845,15 @@ def read_v1(path):
         raise InputError(f"{path}: {tokens} target and control tokens, but sizes {shapes.tolist()}; encode it again")
     return {**tensors, "img_shapes": shapes}
 
-def look_after(cache_dir, index, verify, prune):
-    """--verify and --prune -> problems. Files that no sample uses are never trained; they are named, and deleted only
-    when asked."""
-    used = {path: key for s in index["samples"] for path, (key, *_) in sample_files(cache_dir, s).items()}
-    problems = []
-    for path, key in tqdm(used.items(), desc="verifying", unit=" files", disable=None) if verify else []:
-        try:
-            read_tensors(path, key=key)
-        except InputError as e:
-            problems.append(str(e))
-            print(e, file=sys.stderr)
+def look_after(cache_dir, index, prune):
+    """Files that no sample uses are never trained; they are named, and deleted only when asked."""
+    used = {path for s in index["samples"] for path in sample_files(cache_dir, s)}
     unused = [p for d in ("latents", "text") for p in Path(cache_dir, d).glob("*.safetensors") if p not in used]
     if unused:
         print(f"{len(unused)} files in {cache_dir} belong to no sample" + (
             "; deleted" if prune else " (--prune deletes them)"))
     for path in unused if prune else []:
         path.unlink()
-    return problems
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -827,7 +863,7 @@ def main():
     add_data_flags(parser)
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
                         help="encode the empty prompt too, for train.py --caption_dropout_rate")
-    parser.add_argument("--verify", action="store_true", help="read every file of the cache and check its digest")
+    parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
     parser.add_argument("--prune", action="store_true", help="delete files that no sample of this dataset uses")
     args = parse_args(parser, TINY)
     if not args.data:
@@ -837,15 +873,15 @@ def main():
         dist.init_process_group("gloo", timeout=timedelta(days=7))
     cache_dir = Path(args.cache_dir or Path("cache", run_name(args.model, args.data)))
     folder = find_model(args.model, ENCODER_PARTS)
-    index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size)
-    damaged = []
+    index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size,
+                                 args.verify)
     if rank == 0:
         if args.prune and problems:
             raise InputError("--prune: would delete what the samples above need once they are mended; mend them first")
-        damaged = look_after(cache_dir, index, args.verify, args.prune)
+        look_after(cache_dir, index, args.prune)
     if world_size > 1:
         dist.destroy_process_group()
-    if not index["samples"] or damaged or (problems and not args.skip_bad):
+    if not index["samples"] or (problems and not args.skip_bad):
         sys.exit(1)
     if rank == 0:
         print(f"{cache_dir}: complete. next: python train.py with the same flags")

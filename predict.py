@@ -8,13 +8,16 @@ $ python predict.py --model ... --image person.png coat.png --prompt "the person
 $ python predict.py --model ... --jobs jobs.jsonl --out_dir edited # lines: {"image": ["a.jpg"], "prompt": "snow"}
 $ python predict.py --model ... --transformer_device cuda:0 --text_encoder_device cuda:1 --vae_device cuda:1 ...
 
+Where --jobs finds a picture that was made with the same settings, it leaves it: a second call draws what is missing.
 A job's line may also set out, negative_prompt, height, width, seed, num_inference_steps and true_cfg_scale. Conditional
 and unconditional runs of all jobs share the packs. Shape letters as in rope_patch.py.
 """
 import argparse
+import hashlib
 import io
 import json
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +31,14 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
 from peft.tuners import lora
-from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps, PngImagePlugin
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, check_prompt, encode_image, encode_prompt,
-                   find_model, fit_size, image_size, is_plus, load_encoders, load_part, load_pipeline, number,
-                   parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image, read_tensors, read_text,
-                   write_file)
+from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, check_prompt, content_key, encode_image,
+                   encode_prompt, find_model, fingerprint, fit_size, image_size, is_plus, load_encoders, load_part,
+                   load_pipeline, number, parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image,
+                   read_tensors, read_text, sweep, write_file)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
@@ -268,10 +271,20 @@ def sheet_row(job):
         beside.paste(c, (sum(c.width for c in controls[:i]), 0))
     return [beside, job.prompt]
 
-def save_png(image, path):
-    png = io.BytesIO()
-    image.save(png, format="PNG")
+def save_png(image, path, settings=""):
+    png, notes = io.BytesIO(), PngImagePlugin.PngInfo()
+    notes.add_text("settings", settings)
+    image.save(png, format="PNG", pnginfo=notes)
     write_file(path, png.getvalue())
+
+def finished(path, settings):
+    """The picture that an earlier call has saved here with the same settings, or None."""
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image if image.info.get("settings") == settings else None
+    except (OSError, ValueError, SyntaxError): # none, or a broken one: it is drawn again
+        return None
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
@@ -352,19 +365,42 @@ def main():
 
     folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
     pipe = load_pipeline(folder)
-    good = []
+    # what decides a picture besides its job. the scripts too, for they are made to be edited
+    hashed = lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    lora_file = args.lora and (Path(args.lora, LORA_FILE) if Path(args.lora).is_dir() else Path(args.lora))
+    common = dict(model=[fingerprint(folder / part) for part in (*ENCODER_PARTS, "transformer")], dtype=args.dtype,
+                  lora=[hashed(lora_file), args.lora_scale] if args.lora else None,
+                  scripts=[hashed(Path(__file__).with_name(f)) for f in ("predict.py", "cache.py", "rope_patch.py")])
+    good, rows, outs = [], [], set()
+    if args.jobs:
+        sweep(out_dir)
     for job in jobs:
         try:
-            if job.out in [other.out for other in good]:
+            if job.out in outs:
                 raise InputError(f"{args.jobs}: two jobs write {job.out}; give each its own 'out'")
             plan_job(pipe, job)
-            good.append(job)
+            outs.add(job.out)
+            job.settings = content_key(**common, **{k: v for k, v in vars(job).items() if k not in (
+                "image", "size_from", "out", "name")}, pictures=[hashed(path) for path in job.image])
+            done = finished(out_dir / job.out, job.settings) if args.jobs else None
+            if not done:
+                good.append(job)
+            elif len(rows) < 24:
+                rows.append(sheet_row(job) + [done])
         except InputError as e:
             problems.append(str(e))
+    if len(outs) > len(good):
+        print(f"{out_dir}: {len(outs) - len(good)} of {len(jobs)} pictures are there already, with the same settings")
     for p in problems:
         print(p, file=sys.stderr)
     if not good:
-        sys.exit(1)
+        sys.exit(1 if problems else 0)
+    place = out_dir if args.jobs else Path(args.out).parent
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as e:
+        raise InputError(f"{place}: cannot be written ({e.strerror}); choose another folder") from None
 
     load_encoders(pipe, folder, args.dtype, args.vae_device, args.text_encoder_device)
     pipe.vae.to(args.vae_device)
@@ -372,19 +408,33 @@ def main():
     if args.lora:
         load_lora(transformer, args.lora, args.lora_scale)
         print(f"LoRA {args.lora} at scale {args.lora_scale}")
-    rows = []
+
+    def attempt(function, *given):
+        """Whether function(*given) went well. A job that fails (a broken picture, a full disk) stops no others."""
+        try:
+            function(*given)
+        except InputError as e:
+            problems.append(str(e))
+            print(e, file=sys.stderr)
+            return False
+        return True
+
+    def prepare(job):
+        encode_job(pipe, job, args.transformer_device)
+        if len(rows) < 24:
+            job.row = sheet_row(job) # now, for the pictures may be gone afterwards
+
     for pack in plan_packs([j.tokens for j in good], args.max_tokens):
-        batch = [good[i] for i in pack]
-        for job in batch:
-            encode_job(pipe, job, args.transformer_device)
-        denoise(transformer, pipe.scheduler.config, batch, args.max_tokens, progress=True)
+        batch = [good[i] for i in pack if attempt(prepare, good[i])]
+        if batch:
+            denoise(transformer, pipe.scheduler.config, batch, args.max_tokens, progress=True)
         for job in batch:
             result = decode(pipe, job.latents, job.height, job.width)
-            save_png(result, out_dir / job.out)
-            if len(rows) < 24:
-                rows.append(sheet_row(job) + [result])
-            print(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
             job.latents = job.control_latent = job.prompt_embeds = None # a thousand jobs' would fill the memory
+            if attempt(save_png, result, out_dir / job.out, job.settings):
+                print(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
+                if len(rows) < 24:
+                    rows.append(job.row + [result])
     if len(rows) > 1:
         save_png(contact_sheet(rows, ["control", "instruction", "result"]), out_dir / "sheet.png")
         print(f"{out_dir / 'sheet.png'}: {len(rows)} of them side by side")

@@ -12,9 +12,11 @@ $ python train.py --resume                                                  # go
 A step takes --batch_size samples from the stream, whatever the number of processes; they are packed into forward passes
 of at most --max_tokens tokens, without padding. Sample order, noise, timesteps and dropped captions are functions of
 (seed, position in the stream): 1 and 8 processes see the same; a resumed run is the unbroken run (on a CPU to the bit).
+SIGTERM, SIGUSR1 or Ctrl-C end a run after the step at hand, with a checkpoint and status 0; DONE marks a finished one.
 Shape letters as in rope_patch.py.
 """
 import argparse
+import fcntl
 import gc
 import hashlib
 import json
@@ -23,6 +25,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -43,8 +46,8 @@ from tqdm import tqdm
 
 import cache
 import predict
-from cache import (ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, number, read_tensors, write_file,
-                   write_tensors)
+from cache import (ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, number, read_tensors, sync_folder,
+                   write_file, write_tensors)
 from predict import LORA_FILE, load_transformer
 from rope_patch import deal_to_ranks, plan_packs, plan_padded, run_packed, run_padded
 
@@ -140,19 +143,70 @@ def say(line):
 # ---- run folder ------------------------------------------------------------------------------------------------------
 
 run_name = cache.run_name(args.model, args.data or args.cache_dir)
-runs = {int(m[1]): p for p in Path("out").glob("*") if (m := re.fullmatch(re.escape(run_name) + r"-(\d+)", p.name))}
+runs = {int(m[1]): p for p in Path("out").glob("*") if (m := re.fullmatch(re.escape(run_name) + r"-(\d+)", p.name))
+        and (p / "log.jsonl").exists()} # others never began
 newest = max(runs, default=0)
 out_dir = Path(args.out_dir or (runs[newest] if args.resume and runs else f"out/{run_name}-{newest + 1:03d}"))
+log = out_dir / "log.jsonl"
 if out_dir.exists() and not out_dir.is_dir():
     raise InputError(f"--out_dir {out_dir}: is a file; give a folder")
-if not args.resume and out_dir.is_dir() and any(out_dir.iterdir()):
+if not args.resume and out_dir.is_dir() and not all(p.name.startswith(".") for p in out_dir.iterdir()):
     raise InputError(f"--out_dir {out_dir}: is not empty; go on with --resume, or give another folder")
 by_step = lambda path: int(path.name.split("-")[-1])
-checkpoints = sorted(out_dir.glob("checkpoint-*"), key=by_step)
-if args.resume and not checkpoints:
+checkpoints = sorted(out_dir.glob("checkpoint-*"), key=by_step, reverse=True) if args.resume else []
+if args.resume and not checkpoints and not log.exists(): # (a run may be killed before its first checkpoint)
     raise InputError(f"--resume: no checkpoint in {out_dir}; start without --resume, or give the right --out_dir")
 if world_size > 1:
     dist.barrier() # all have looked at the folder before one writes to it
+if master:
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(out_dir / ".lock", "w")
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) # not flock: children, who may outlive us, would hold that too
+    except BlockingIOError:
+        raise InputError(f"--out_dir {out_dir}: another run is at work in it; wait, or give another folder") from None
+    except OSError as e:
+        raise InputError(f"--out_dir {out_dir}: cannot be written ({e.strerror}); give another folder") from None
+
+config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
+    "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
+    "skip_bad", "max_tokens", "gradient_checkpointing", "compile", "val_data", "save_every", "keep", "resume")}
+config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
+
+def read_checkpoint(path):
+    """-> LoRA, optimizer moments, and a dict of step and config. InputError if any bit of it is not as it was saved."""
+    weights, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
+    moments, state = read_tensors(path / "optimizer.safetensors")
+    if not meta.get("train.step") == state.get("step") == by_step(path) or "config" not in state:
+        raise InputError(f"{path}: its files do not belong together; it is damaged")
+    return weights, moments, state
+
+def refuse_other_settings(settings):
+    differ = [f"{k}: {checkpoint[2]['config'].get(k)} -> {v}" for k, v in settings.items()
+              if checkpoint[2]["config"].get(k) != v]
+    if differ:
+        raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(differ)}); give the old ones, "
+                         "or start a new run")
+
+step, checkpoint = 0, None
+for path in checkpoints:
+    try:
+        checkpoint = read_checkpoint(path)
+        break
+    except InputError as e:
+        say(f"{str(e).removeprefix('error: ').rsplit('; ', 1)[0]}; going back to the checkpoint before")
+if checkpoints and not checkpoint:
+    raise InputError(f"--resume: no checkpoint in {out_dir} is whole; start a new run")
+if checkpoint:
+    # before anything slow. what the data decide comes later; without --data that is the geometry too
+    refuse_other_settings({k: v for k, v in config.items() if args.data or k not in (
+        "target_pixels", "control_pixels", "upscale")})
+    step = checkpoint[2]["step"]
+    if step >= args.max_steps and (out_dir / "DONE").exists():
+        say(f"{out_dir}: already done, {step} steps; a larger --max_steps would go on (constant learning rate only)")
+        sys.exit(0)
+if args.resume:
+    say(f"{out_dir}: going on after step {step}")
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
@@ -372,12 +426,9 @@ def advise_on_memory(positions):
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
-config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
-    "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
-    "skip_bad", "max_tokens", "gradient_checkpointing", "compile", "val_data", "save_every", "keep", "resume")}
-config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
-config["model"] = fingerprint(folder / "transformer")
-config["data"] = cache.content_key(samples=[[s["name"], s["scales"], s["text"]] for s in samples])
+config.update(target_pixels=args.target_pixels, control_pixels=args.control_pixels, upscale=args.upscale,
+              model=fingerprint(folder / "transformer"),
+              data=cache.content_key(samples=[[s["name"], s["scales"], s["text"]] for s in samples]))
 
 def save_lora(path, step):
     """diffusers' file: its key names, rank and alpha in its metadata; our own entries have the prefix train."""
@@ -397,50 +448,52 @@ def save_checkpoint(step):
     save_lora(tmp / LORA_FILE, step)
     moments = {f"{key}.{name}": optimizer.state[p][key]
                for name, p in lora.items() for key in ("exp_avg", "exp_avg_sq")}
-    write_tensors(tmp / "optimizer.safetensors", moments, dict(step=step))
-    write_file(tmp / "state.json", json.dumps(dict(step=step, config=config), indent=1).encode())
-    shutil.rmtree(path, ignore_errors=True)
+    write_tensors(tmp / "optimizer.safetensors", moments, dict(step=step, config=config))
+    shutil.rmtree(path, ignore_errors=True) # a damaged one
     os.replace(tmp, path)
+    sync_folder(out_dir)
     for old in sorted(out_dir.glob("checkpoint-*"), key=by_step)[:-args.keep]:
         shutil.rmtree(old)
 
-def load_checkpoint(path):
-    """Puts LoRA and optimizer back, bit for bit -> step. InputError that lists what differs from this call's flags."""
-    state = json.loads((path / "state.json").read_text())
-    differ = [f"{k}: {state['config'].get(k)} -> {v}" for k, v in config.items() if state["config"].get(k) != v]
-    if differ:
-        raise InputError(f"--resume: {path} was made with other settings ({'; '.join(differ)}); give the old ones, or "
-                         "start a new run")
-    weights, _ = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
-    moments, _ = read_tensors(path / "optimizer.safetensors")
+def load_checkpoint(weights, moments, state):
+    """Puts LoRA and optimizer back, bit for bit."""
     found = set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in weights.items()})
     assert not found.unexpected_keys and not [k for k in found.missing_keys if ".lora_" in k], found
     for name, p in lora.items():
         optimizer.state[p] = {key: moments[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[p]["step"] = torch.tensor(float(state["step"]))
-    return state["step"]
 
-step = 0
-if args.resume:
-    step = load_checkpoint(checkpoints[-1])
-    if step >= args.max_steps and (out_dir / "DONE").exists():
-        say(f"{out_dir}: already done, {step} steps; a larger --max_steps would go on (constant learning rate only)")
-        sys.exit(0)
-    say(f"{out_dir}: going on after step {step}")
-log = out_dir / "log.jsonl"
+def is_taken(line):
+    """Whether a line of the log is a step up to the checkpoint: a killed run has logged steps after it, which are about
+    to be taken again, and maybe half a line."""
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+if checkpoint:
+    refuse_other_settings(config)
+    load_checkpoint(*checkpoint)
+    checkpoint = None # its tensors would stay in memory
 if master:
-    out_dir.mkdir(parents=True, exist_ok=True)
+    need = 12 * sum(p.numel() for p in lora.values()) * (args.keep + 1) # LoRA and two moments, in fp32
+    free = shutil.disk_usage(out_dir).free
+    if need > free:
+        raise InputError(f"--out_dir {out_dir}: checkpoints need {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; "
+                         "lower --keep, or give a folder on another disk")
+    for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # of a killed process, as the lock is ours; and of a
+        shutil.rmtree(left) if left.is_dir() else left.unlink()    # finished one that now goes on
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    lines = log.read_text().splitlines() if args.resume else [json.dumps(dict(
+    lines = log.read_text(errors="replace").splitlines() if step and log.exists() else [json.dumps(dict(
         flags=vars(args), commit=commit.stdout.strip(), torch=torch.__version__, diffusers=diffusers.__version__,
         peft=peft.__version__, transformers=transformers.__version__), default=str)]
-    # a killed run has logged steps after its last checkpoint, which are about to be taken again, and maybe half a line
-    lines = lines[:1] + [line for line in lines[1:] if line.endswith("}") and json.loads(line)["step"] <= step]
-    write_file(log, ("\n".join(lines) + "\n").encode())
+    write_file(log, ("\n".join(lines[:1] + [line for line in lines[1:] if is_taken(line)]) + "\n").encode())
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
-warned, first_step = set(), step + 1
+warned, first_step, stopped, stop = set(), step + 1, [], False
+handlers = {name: signal.signal(name, lambda name, _: stopped.append(name)) # the loop looks there
+            for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=not master or None, leave=False)
 while step < args.max_steps:
     if args.device.startswith("cuda"):
@@ -463,21 +516,27 @@ while step < args.max_steps:
     for pack in packs:
         torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed())
         batch = load_batch([positions[i] for i in pack])
-        numerator, denominator = batch_loss(batch)
-        numerator.backward()
+        try:
+            numerator, denominator = batch_loss(batch)
+            numerator.backward()
+        except torch.OutOfMemoryError:
+            names = ", ".join(f"{draw(positions[i])[0]['name']}: {lengths[i]:,}" for i in pack)
+            raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); "
+                             "lower it, or raise --gradient_checkpointing, then --resume") from None
         top, bottom = top + numerator.detach(), bottom + denominator
         computed += sum(lengths[i] for i in pack) if args.batching == "packed" else len(pack) * (
             max(map(len, batch["latents"])) + max(map(len, batch["prompt_embeds"])))
 
-    # one all-reduce: gradients, numerator, denominator, computed tokens; then divide by what all processes saw together
+    # one all-reduce: gradients, numerator, denominator, computed tokens, and whether any process was told to stop, for
+    # all must do so after the same step; then divide by what all processes saw together
     for p in lora.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    sums = torch.tensor([top, bottom, computed], device=args.device)
+    sums = torch.tensor([top, bottom, computed, len(stopped)], device=args.device)
     flat = torch.cat([*[p.grad.flatten() for p in lora.values()], sums])
     if world_size > 1:
         dist.all_reduce(flat)
-    top, bottom, computed = flat[-3:].tolist()
-    for p, grad in zip(lora.values(), (flat[:-3] / bottom).split([p.numel() for p in lora.values()])):
+    top, bottom, computed, stop = flat[-4:].tolist()
+    for p, grad in zip(lora.values(), (flat[:-4] / bottom).split([p.numel() for p in lora.values()])):
         p.grad = grad.view_as(p)
     loss = top / bottom
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
@@ -502,18 +561,32 @@ while step < args.max_steps:
         tokens = sum(lengths)
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory)
-        with open(log, "a") as f:
-            f.write(json.dumps(record) + "\n")
+        saving = stop or step % args.save_every == 0 or step == args.max_steps
+        try:
+            with open(log, "a") as f:
+                f.write(json.dumps(record) + "\n")
+                if saving: # after a power loss the log must not lag behind the checkpoint
+                    f.flush()
+                    os.fsync(f.fileno())
+        except OSError as e:
+            raise InputError(f"{log}: cannot be written ({e.strerror}); free some space, then --resume") from None
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
             f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory / 2**30:.1f} GiB"
             + (f" | {tokens / computed:.0%} of computed tokens valid" if args.batching == "padded" else ""))
         bar.set_postfix(loss=f"{loss:.4f}", tok_s=int(tokens / seconds))
         bar.update()
-        if step % args.save_every == 0 or step == args.max_steps:
+        if saving:
             save_checkpoint(step)
         if step == first_step and args.gradient_checkpointing != 0 and not args.compile:
             advise_on_memory([positions[i] for i in packs[0]])
+    if stop:
+        break
 bar.close()
+for name, handler in handlers.items():
+    signal.signal(name, handler)
+if stop:
+    say(f"{out_dir}: stopped by a signal after step {step}; --resume goes on")
+    sys.exit(0)
 
 if master: # first of all, for drawing takes minutes
     save_lora(out_dir / LORA_FILE, step)
