@@ -113,8 +113,9 @@ parser.add_argument("--resume", action="store_true",
                     help="go on with --out_dir, or with the newest run of this model and data")
 args = cache.parse_args(parser, dict( # what differs with --model tiny: native sizes, and a minute on two CPU cores
     **cache.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
-    timestep_sampling="qwen_shift", gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
-                                            "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
+    timestep_sampling="qwen_shift", gradient_checkpointing=0, lora_targets=[
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
+        "img_in"]))
 if args.val_data is None:
     args.val_data = [str(Path(args.data).with_name(name)) for name in ("val", "known")] if (
         args.data == cache.TINY["data"]) else []
