@@ -1090,7 +1090,8 @@ def test_text_that_nobody_reads_is_not_computed(door):
 
 def test_compiled_blocks_do_not_compile_anew_for_new_lengths():
     """After one batch of several samples and one of a single one, every other mixture runs what is compiled."""
-    plain = patched_model(dtype=torch.float32, lora=True)
+    plain = patched_copy(hot_model(dtype=torch.float32))
+    predict.add_lora(plain.requires_grad_(False), r=4, target_modules=["to_q", "net.2"], init_lora_weights=False)
     model = copy.deepcopy(plain)
     torch._dynamo.reset()
     for block in model.transformer_blocks:
