@@ -720,7 +720,8 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
     problems = []
     share = [(path, job) for path, job in jobs.items() if path in mine]
     stopped = []
-    before = signal.signal(signal.SIGTERM, lambda *_: stopped.append(True)) # what is begun is finished
+    handlers = {s: signal.signal(s, lambda *_: stopped.append(True)) # what is begun is finished
+                for s in (signal.SIGTERM, signal.SIGINT)}
     for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0 or None):
         if stopped:
             tqdm.write(f"{cache_dir}: stopped by a signal; run the same command again for the rest")
@@ -732,7 +733,8 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
             continue
         write_tensors(path, tensors, dict(
             version=VERSION, key=key, sources=[sample["target"], *sample["control"]], sizes=sample["sizes"]))
-    signal.signal(signal.SIGTERM, before)
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
     return problems
 
 def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1, verify=False):

@@ -3680,14 +3680,14 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, small, sta
     assert steps_of(tmp_path / "run") == [log_of(tmp_path / "run")[-1]["step"]]
 
 
-def test_sigterm_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
+def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
     slow = "real = cache.write_tensors; cache.write_tensors = lambda *args: time.sleep(0.2) or real(*args)"
     files = lambda: {p: p.stat().st_mtime_ns for p in tmp_path.glob("c/*/*.safetensors")}
     process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c", prelude=slow)
     until(files)
     before = len(files())
-    for _ in range(2):
-        os.kill(process.pid, signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, number)
     assert process.wait() == 0 and "stopped by a signal" in process.output() and "complete" not in process.output()
     done = files()
     assert before <= len(done) <= before + 2 and not (tmp_path / "c/index.json").exists()
