@@ -3107,9 +3107,9 @@ def test_batching_does_not_change_training(tmp_path, flags):
         )
 
 
-@pytest.mark.parametrize("flags", [["--batching", "padded"], ["--max_tokens", 1], ["--max_tokens", 400]])
+@pytest.mark.parametrize("flags", [["--batching", "padded"], ["--max_tokens", 1]])
 def test_twenty_steps_are_the_same_steps(tmp_path, twenty_steps, flags):
-    """Twenty optimizer steps at the demo's own settings: one packed batch a step, padded, one at a time, split."""
+    """Twenty optimizer steps at the demo's own settings: one packed batch a step, padded, one at a time."""
     log = train_log(tmp_path / "a", *TWENTY, *flags)
     assert [r["loss"] for r in log] == pytest.approx([r["loss"] for r in twenty_steps], rel=1e-5)
 
@@ -3351,7 +3351,7 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path):
 
 def test_only_the_lora_trains_and_is_float32(tmp_path):
     """With a bf16 base too: fp32 adapters (1 + 1e-3 is 1 in bf16, so small steps would be lost), the base untouched."""
-    ns = globals_of_train(tmp_path, "--dtype", "bfloat16", "--cache_dir", tmp_path / "cache16")
+    ns = globals_of_train(tmp_path, "--dtype", "bfloat16", "--no-use_cache")
     fresh = predict.load_transformer(TINY, "bfloat16", "cpu").state_dict()
     trained = {k.replace(".base_layer", ""): v for k, v in ns["transformer"].state_dict().items() if ".lora_" not in k}
     assert trained.keys() == fresh.keys() and all(torch.equal(trained[k], fresh[k]) for k in fresh)
@@ -3391,21 +3391,27 @@ def test_plans_cover_every_sample_within_the_budget():
 # ---- chapter 5: bench.py ---------------------------------------------------------------------------------------------
 
 
-@both_dtypes
-def test_bench_times_only_what_agrees(monkeypatch, dtype):
+BENCH = ["--preset", "quick", "--rounds", 1]
+
+
+@pytest.fixture(scope="module")
+def benched():
+    return run_script("bench.py", *BENCH)
+
+
+def test_bench_times_only_what_agrees(monkeypatch, benched):
     """Every way gives the same loss and gradients, or there is no table."""
-    flags = ["--preset", "quick", "--rounds", 1, "--dtype", str(dtype)[6:]]
-    table = run_script("bench.py", *flags).out
-    assert all(re.search(rf"^{way} ", table, re.M) for way in ("packed", "padded", "sorted", "single", "stock"))
+    ways = ("packed", "padded", "sorted", "single", "stock")
+    assert all(re.search(rf"^{way} ", benched.out, re.M) for way in ways)
     real = rope_patch.run_padded
     monkeypatch.setattr(rope_patch, "run_padded", lambda *args: [x + 0.5 for x in real(*args)])
-    assert is_one_line(run_script("bench.py", *flags).errors[0], "padded")
+    assert is_one_line(run_script("bench.py", *BENCH).errors[0], "padded")
 
 
-def test_bench_counts_flops():
+def test_bench_counts_flops(benched):
     """Of the real 60 blocks at 1024 * 1024 with one control and 500 tokens of text, as counted by hand: 431 TFLOP, with
     every block recomputed 605. Of the small model, as torch counts them while they run, modulation left out."""
-    script = run_script("bench.py", "--preset", "quick", "--rounds", 1).globals
+    script = benched.globals
     samples, op = script["make_samples"](script["PRESETS"]["mixed"]), torch.ops.aten
     cpu_attention = {  # torch does not count this kernel: two products, backward five
         op._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * prod(q) * k[2],
