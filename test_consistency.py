@@ -3099,7 +3099,8 @@ def test_batching_does_not_change_training(tmp_path, flags):
     same LoRA. Two controls, edit masks and dropped captions included."""
     common = ["--caption_dropout_rate", 0.3, "--loss_norm", "token", "--batch_size", 6, *EXACT]
     one, other = train_log(tmp_path / "a", *common), train_log(tmp_path / "b", *common, *flags)
-    assert [r["loss"] for r in other] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    limit = 1e-5 if "padded" in flags else 1e-6  # the split into packs is worth less than the padding's other kernels
+    assert [r["loss"] for r in other] == pytest.approx([r["loss"] for r in one], rel=limit)
     assert [r["grad_norm"] for r in other] == pytest.approx([r["grad_norm"] for r in one], rel=1e-3)
     if "padded" in flags:  # the log shows the waste
         assert all(r["computed_tokens"] > r["tokens"] for r in other) and all(
