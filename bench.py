@@ -146,6 +146,8 @@ def widest(lens):
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
+OURS = ("packed", "padded", "sorted") # on the patched model; the others are stock diffusers
+
 def loss_of(samples, preds):
     return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
 
@@ -172,7 +174,7 @@ def step(way, models, samples):
         p.grad = None
     total = 0.0
     for batch in batches_of(samples, way):
-        if way in ("packed", "padded", "sorted"):
+        if way in OURS:
             run = run_packed if way == "packed" else run_padded
             preds = run(model, [s.latents for s in batch], [s.prompt for s in batch],
                         torch.stack([s.timestep for s in batch]), [s.shapes for s in batch])
@@ -245,28 +247,32 @@ def head(title):
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
-def make_models():
-    """One set of frozen weights under every way, three copies of the LoRA."""
-    ours = with_lora(make_model())
-    single = share(with_lora(make_model()), ours)
-    stock = share(with_lora(make_model(), ours=False), ours)
-    patch_qwen_model_for_multi_resolution(ours)
+def make_ours():
+    """The patched model, as train.py sets it up."""
+    ours = patch_qwen_model_for_multi_resolution(with_lora(make_model()))
     if args.checkpointing:
         ours.enable_gradient_checkpointing()
         ours.gradient_checkpointing_blocks = args.checkpointing
-        single.enable_gradient_checkpointing()
-    stock.enable_gradient_checkpointing()
     if args.compile:
         for block in ours.transformer_blocks:
             block.compile(dynamic=True)
-    return dict(packed=ours, padded=ours, sorted=ours, single=single, stock=stock, bucketed=single)
+    return ours
+
+def make_models():
+    """One set of frozen weights under every way, three copies of the LoRA."""
+    ours = make_ours()
+    single = share(with_lora(make_model()), ours)
+    stock = share(with_lora(make_model(), ours=False), ours)
+    if args.checkpointing:
+        single.enable_gradient_checkpointing()
+    stock.enable_gradient_checkpointing()
+    return {**dict.fromkeys(OURS, ours), "single": single, "stock": stock, "bucketed": single}
 
 def flops_of(way, batches):
     """What this way computes: pads count as tokens."""
-    blocks = dict(packed=args.checkpointing, padded=args.checkpointing, sorted=args.checkpointing, stock=layers)
+    blocks = args.checkpointing if way in OURS else layers if way == "stock" or args.checkpointing else 0
     return sum(flops(widest([s.lens for s in batch]) if way in ("padded", "sorted") else [s.lens for s in batch],
-                     blocks.get(way, layers if args.checkpointing else 0), tail=way in ("single", "bucketed", "stock"))
-               for batch in batches)
+                     blocks, tail=way not in OURS) for batch in batches)
 
 def bench_training(preset, models):
     samples = make_samples(PRESETS[preset])
@@ -290,7 +296,7 @@ def bench_training(preset, models):
             del ways[way]
             torch.cuda.empty_cache()
             continue
-        if args.compile and way in ("packed", "padded", "sorted"):
+        if args.compile and way in OURS:
             print(f"{way:9s} first call, with what it compiles: {first:.1f} s")
         off = [((models[way].lora[name].grad - g).norm() / g.norm()).item() for name, g in want.items()]
         if not (abs(loss / want_loss - 1) <= limit and all(x <= limit for x in off)):           # not: NaN fails, too
@@ -314,7 +320,7 @@ def bench_training(preset, models):
 
 def bench_cost():
     """One sample of 512 to 16k tokens; then 4096 tokens cut into 1 to 16 samples: time over FLOPs should stay level."""
-    model = make_models()["packed"]
+    model = make_ours()
     tokens = lambda n: ([(n // 64, 32), (n // 64, 32 - 4)], n // 16)                  # n in all: target, control, text
     sets = {f"1 x {n}": [tokens(n)] for n in (512, 1024, 2048, 4096, 8192, 16384)}
     sets |= {f"{k} x {4096 // k}": [tokens(4096 // k)] * k for k in (2, 4, 8, 16)}

@@ -7,7 +7,8 @@ OPTIONS = {}
 def pytest_addoption(parser):
     parser.addoption("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and inputs")
     parser.addoption("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.addoption("--full", action="store_true", help="the 8,192-token samples at full size (minutes on a CPU)")
+    parser.addoption("--full", action="store_true",
+                     help="8,192-token samples at full size, and four trainings of the demo (minutes)")
     parser.addoption("--kills", type=int, default=10, help="kill -9 of cache.py, and of train.py (200: 3 minutes)")
     parser.addoption("--fuzz", type=int, default=0, help="damages of each kind to each file, and every header bit")
 

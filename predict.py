@@ -76,10 +76,14 @@ def add_lora(transformer, **config):
     assert all(".lora_" in name for name in weights)
     return weights
 
+def find_lora(path):
+    """A LoRA file, or the one in this folder -> its path, which need not exist."""
+    return Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+
 def read_lora(path):
     """LoRA file, or folder that holds one -> (state dict with transformer. keys, metadata). Keys of ComfyUI, kohya and
     peft files are converted by diffusers. InputError if it is no LoRA, has A without B, or holds NaN."""
-    file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    file = find_lora(path)
     if not file.is_file() or file.suffix != ".safetensors":
         raise InputError(f"{file}: no LoRA; want a .safetensors file, or a folder with {LORA_FILE}")
     try:
@@ -367,9 +371,8 @@ def main():
     pipe = load_pipeline(folder)
     # what decides a picture besides its job. the scripts too, for they are made to be edited
     hashed = lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    lora_file = args.lora and (Path(args.lora, LORA_FILE) if Path(args.lora).is_dir() else Path(args.lora))
     common = dict(model=[fingerprint(folder / part) for part in (*ENCODER_PARTS, "transformer")], dtype=args.dtype,
-                  lora=[hashed(lora_file), args.lora_scale] if args.lora else None,
+                  lora=[hashed(find_lora(args.lora)), args.lora_scale] if args.lora else None,
                   scripts=[hashed(Path(__file__).with_name(f)) for f in ("predict.py", "cache.py", "rope_patch.py")])
     good, rows, outs = [], [], set()
     if args.jobs:

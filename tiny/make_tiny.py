@@ -3,7 +3,7 @@ Makes everything in tiny/: a complete Qwen-Image-Edit-Plus pipeline, 5000 times 
 same classes, files and state-dict names, and a toy dataset for a first LoRA. Downloads nothing; one CPU core will do.
 
 $ python tiny/make_tiny.py                # draw the data, train VAE and transformer from nothing: over an hour
-$ python tiny/make_tiny.py --data_only    # only draw tiny/data and tiny/val again: the same pictures for the same seed
+$ python tiny/make_tiny.py --data_only    # only draw data, val and known again: the same pictures for the same seed
 $ python tiny/make_tiny.py --random       # the same files with untrained weights, in seconds
 $ python tiny/make_tiny.py --out /tmp/tiny --seed 1
 
