@@ -109,6 +109,12 @@ def add_data_flags(parser):
                         help="go on without the samples that have an error")
     parser.add_argument("--vae_encoder_device", help="default: --device")
     parser.add_argument("--text_encoder_device", help="default: --device")
+    add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
+
+def add_quantize_flag(parser, name, what):
+    parser.add_argument(name, choices=["none", "int8", "fp8", "nf4"], default="none",
+                        help=f"{what}: int8 or fp8 (half the memory of bf16) or nf4 (a quarter; pip install "
+                             "bitsandbytes)")
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action): # a default that is None is explained in the help itself
@@ -525,13 +531,89 @@ def load_part(cls, folder, part, dtype):
                          f"{sorted(info['missing_keys'])[0]}; download it again")
     return model.requires_grad_(False).eval()
 
-def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device):
-    """Adds VAE and text encoder to the pipeline. The VAE's decoder stays on the CPU: training does not need it."""
-    pipe.vae = load_part(AutoencoderKLQwenImage, folder, "vae", dtype)
-    pipe.vae.encoder.to(vae_encoder_device)
-    pipe.vae.quant_conv.to(vae_encoder_device)
-    pipe.text_encoder = load_part(Qwen2_5_VLForConditionalGeneration, folder, "text_encoder", dtype)
-    pipe.text_encoder.to(text_encoder_device)
+class FrozenProduct(torch.autograd.Function):
+    """x @ weight.T for a low-bit weight. autograd alone would keep the weight as it was multiplied, in bf16, for the
+    backward pass: 27 GB of the real model."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale):
+        ctx.save_for_backward(weight, scale)
+        scale = scale.flatten()
+        if weight.dtype == torch.float8_e4m3fn and has_fp8_matmul(x): # rows of x get scales of their own
+            rows = x.flatten(0, -2)
+            row_scale = (rows.abs().amax(-1, keepdim=True).float() / 448).clamp_min(1e-12)
+            out = torch._scaled_mm((rows / row_scale).to(weight.dtype), weight.T, row_scale, scale[None],
+                                   out_dtype=x.dtype)
+            return out.unflatten(0, x.shape[:-1])
+        return x @ weight.to(x.dtype).T * scale.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, scale = ctx.saved_tensors
+        return grad * scale.flatten().to(grad.dtype) @ weight.to(grad.dtype), None, None
+
+def has_fp8_matmul(x):
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+class LowBitLinear(torch.nn.Linear): # a class, and a Linear, because peft puts LoRAs on such
+    """A frozen linear layer with 8 bits a weight, int8 or fp8 (e4m3), and a scale per row. Both are plain parameters,
+    fp8 as bytes: that is what FSDP2 can split and copy. (torchao 0.18 has the same numbers, but fully_shard fails on
+    its tensors, and they keep bf16 copies for the backward pass.)"""
+
+    def __init__(self, linear, kind):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.kind, top = (torch.int8, 127) if kind == "int8" else (torch.float8_e4m3fn, 448)
+        scale = (linear.weight.float().abs().amax(1, keepdim=True) / top).clamp_min(1e-12)
+        weight = linear.weight.float() / scale
+        weight = weight.round().to(self.kind) if kind == "int8" else weight.to(self.kind).view(torch.int8)
+        self.weight, self.scale = [torch.nn.Parameter(t, requires_grad=False) for t in (weight, scale)]
+
+    def forward(self, x):
+        out = FrozenProduct.apply(x, self.weight.view(self.kind), self.scale)
+        return out if self.bias is None else out + self.bias
+
+def make_low_bit(module, kind, device):
+    """Every linear layer under `module`, LoRAs apart, with a frozen weight of 8 or 4 bits, made one by one on the
+    device. nf4 is bitsandbytes', which has a backward pass that keeps nothing. -> module"""
+    for name, parent in list(module.named_modules()):
+        for child, linear in list(parent.named_children()):
+            if type(linear) is not torch.nn.Linear or ".lora_" in f".{name}.{child}":
+                continue
+            linear.to(device)
+            if kind == "nf4":
+                low = bitsandbytes().nn.Linear4bit(
+                    linear.in_features, linear.out_features, linear.bias is not None, quant_type="nf4",
+                    compute_dtype=linear.weight.dtype, compress_statistics=False, device="meta")
+                low.weight = bitsandbytes().nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4",
+                                                          compress_statistics=False, module=low)
+                low.bias = linear.bias
+                low = low.to(device) # packs it
+            else:
+                low = LowBitLinear(linear, kind)
+            setattr(parent, child, low.train(linear.training))
+    return module
+
+def bitsandbytes():
+    try:
+        import bitsandbytes
+        return bitsandbytes
+    except ImportError:
+        raise InputError("--quantize nf4: needs the package bitsandbytes; pip install bitsandbytes") from None
+
+def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device, quantize="none", parts=("vae", "text")):
+    """Adds VAE and text encoder to the pipeline, or one of them, and brings them to their devices. The VAE's decoder
+    stays on the CPU: training does not need it."""
+    if "vae" in parts:
+        pipe.vae = pipe.vae or load_part(AutoencoderKLQwenImage, folder, "vae", dtype)
+        pipe.vae.encoder.to(vae_encoder_device)
+        pipe.vae.quant_conv.to(vae_encoder_device)
+    if "text" in parts and pipe.text_encoder is None:
+        pipe.text_encoder = load_part(Qwen2_5_VLForConditionalGeneration, folder, "text_encoder", dtype)
+        if quantize != "none":
+            make_low_bit(pipe.text_encoder.model, quantize, text_encoder_device)
+    if "text" in parts:
+        pipe.text_encoder.to(text_encoder_device)
 
 def model_fingerprints(folder):
     """What decides latents and what decides prompt embeddings, of those parts that are there."""
@@ -631,6 +713,8 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
     items, problems = read_dataset(args.data)
     models = model_fingerprints(folder)
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=type(pipe).__name__, dtype=args.dtype)
+    if args.quantize_text_encoder != "none":
+        models["text"] += "-" + args.quantize_text_encoder
     samples = []
     # disable=None here and elsewhere: tqdm hides itself where there is no terminal
     for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
@@ -715,17 +799,23 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
         print(f"encoding {len(jobs)} files, {need / 1e9:.3f} GB, into {cache_dir} ({free / 1e9:.0f} GB free)")
     if need > free:
         raise InputError(f"{cache_dir}: {need / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; take another --cache_dir")
-    if pipe.vae is None:
-        load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
     problems = []
-    share = [(path, job) for path, job in jobs.items() if path in mine]
-    stopped = []
+    # latents first, then texts: the two encoders are never on the device together
+    share = sorted(((path, job) for path, job in jobs.items() if path in mine), key=lambda s: s[1][2] is encode_text)
+    stopped, loaded = [], []
     handlers = {s: signal.signal(s, lambda *_: stopped.append(True)) # what is begun is finished
                 for s in (signal.SIGTERM, signal.SIGINT)}
     for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0 or None):
         if stopped:
             tqdm.write(f"{cache_dir}: stopped by a signal; run the same command again for the rest")
             sys.exit(0)
+        part = "vae" if encode is encode_latents else "text"
+        if part not in loaded:
+            if pipe.vae is not None:
+                pipe.vae.to("cpu")
+            load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device,
+                          args.quantize_text_encoder, [part])
+            loaded.append(part)
         try:
             tensors = encode(pipe, sample, arg)
         except InputError as e:

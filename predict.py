@@ -19,12 +19,14 @@ import json
 import sys
 import tempfile
 import textwrap
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
@@ -33,11 +35,14 @@ from diffusers.utils.torch_utils import randn_tensor
 from peft.tuners import lora
 from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps, PngImagePlugin
 from safetensors import SafetensorError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, check_prompt, content_key, encode_image,
+from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, add_quantize_flag, check_prompt, content_key, encode_image,
                    encode_prompt, find_model, fingerprint, fit_size, image_size, is_plus, load_encoders, load_part,
-                   load_pipeline, number, parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image,
+                   load_pipeline, make_low_bit, number, parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image,
                    read_tensors, read_text, sweep, write_file)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
@@ -45,10 +50,60 @@ LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_w
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-def load_transformer(folder, dtype, device):
-    """The frozen transformer, patched so that a batch may hold any sizes."""
-    transformer = load_part(QwenImageTransformer2DModel, folder, "transformer", dtype)
-    return patch_qwen_model_for_multi_resolution(transformer).to(device)
+def load_transformer(folder, dtype):
+    """The frozen transformer, patched so that a batch may hold any sizes. As long as dtype is its files', its weights
+    are mappings of these, which take no memory and are shared by all processes, until place_transformer copies them."""
+    return patch_qwen_model_for_multi_resolution(load_part(QwenImageTransformer2DModel, folder, "transformer", dtype))
+
+def count_or_all(text):
+    """For argparse's type=: a number of blocks, or 'all'."""
+    return 10**9 if text == "all" else number(int, 0)(text)
+
+def add_memory_flags(parser):
+    """What train.py and predict.py can do about a transformer that is too large for its device."""
+    add_quantize_flag(parser, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
+    parser.add_argument("--offload", type=count_or_all, default=0, metavar="BLOCKS",
+                        help="blocks (a number, or all) that wait in pinned host memory and are copied to the device "
+                             "for each forward and backward pass; raise it if memory runs out, with --max_tokens, as "
+                             "more tokens a pass mean fewer copies")
+
+def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
+    """Brings the transformer, with its LoRAs, to the device, block by block, at the number of bits that `quantize` says
+    (embeddings and the last projection, a hundredth of all weights, keep theirs). `offload` of the blocks, spread evenly so
+    that their copies hide behind the others, wait in pinned host memory; with fsdp each process holds its part of each
+    block. Both are FSDP2: a block is gathered when it is entered, in the forward as in the backward pass, while the one
+    before still computes, and freed behind it. All other layers and the LoRAs are whole on every device. Needs a
+    process group, and makes one where a process is alone. (diffusers' group offloading has taken a block away when its
+    backward pass begins.)"""
+    device, blocks = torch.device(device), transformer.transformer_blocks
+    offload = min(offload, len(blocks))
+    away = [i * len(blocks) // offload for i in range(offload)]
+    transformer.bytes_away = 0 # what a forward or a backward pass copies from host memory
+    sharded = [block for i, block in enumerate(blocks) if fsdp or i in away]
+    for block in blocks if quantize != "none" else []:
+        make_low_bit(block, quantize, device).to("cpu" if block in sharded else device)
+    if not sharded:
+        return transformer.to(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
+                                world_size=1)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place on it
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (1, ranks) if fsdp else (ranks, 1), mesh_dim_names=("copies", "parts"))["parts"]
+    whole = set(transformer.parameters()) - {p for block in sharded for name, p in block.named_parameters()
+                                             if ".lora_" not in name}
+    for p in whole:
+        p.data = p.data.to(device)
+    for module in transformer.modules():
+        if hasattr(module, "quant_state"): # nf4's scales are no parameter; a 30th of the weights
+            module.quant_state.to(device)
+    for i, block in enumerate(blocks):
+        if block in sharded:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=(
+                CPUOffloadPolicy(pin_memory=device.type == "cuda") if i in away else OffloadPolicy()))
+    transformer.bytes_away = sum(p.to_local().nbytes for i in away for p in blocks[i].parameters() if p not in whole)
+    # the root ties the blocks together: they share streams, and know who comes next
+    return fully_shard(transformer, mesh=mesh, ignored_params=whole)
 
 class LoraLinear(lora.Linear):
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here
@@ -346,6 +401,8 @@ def main():
     parser.add_argument("--lora_scale", type=float, default=1.0, help="strength of the LoRA: 0 is none, 1 as trained")
     parser.add_argument("--max_tokens", type=number(int, 1), default=20_000,
                         help="tokens per forward pass; lower it if memory runs out")
+    add_memory_flags(parser)
+    add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
     parser.add_argument("--vae_device", help="default: --device")
     parser.add_argument("--text_encoder_device", help="default: --device")
     parser.add_argument("--transformer_device", help="default: --device")
@@ -405,12 +462,13 @@ def main():
     except OSError as e:
         raise InputError(f"{place}: cannot be written ({e.strerror}); choose another folder") from None
 
-    load_encoders(pipe, folder, args.dtype, args.vae_device, args.text_encoder_device)
+    load_encoders(pipe, folder, args.dtype, args.vae_device, args.text_encoder_device, args.quantize_text_encoder)
     pipe.vae.to(args.vae_device)
-    transformer = load_transformer(folder, args.dtype, args.transformer_device)
+    transformer = load_transformer(folder, args.dtype)
     if args.lora:
         load_lora(transformer, args.lora, args.lora_scale)
         print(f"LoRA {args.lora} at scale {args.lora_scale}")
+    place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
 
     def attempt(function, *given):
         """Whether function(*given) went well. A job that fails (a broken picture, a full disk) stops no others."""

@@ -196,7 +196,7 @@ class Segments:
     index: torch.Tensor # (tokens,) the row of every token
 
 def make_segments(lens, rows, device):
-    index = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lens))
+    index = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lens), output_size=sum(lens))
     return Segments(lens, rows, index.to(device, non_blocking=True))
 
 @dataclass
@@ -543,6 +543,15 @@ def plan_padded(lengths, max_tokens):
         else:
             batches.append([i])
     return batches
+
+def even_packs(packs, n):
+    """The same samples in exactly n packs (n >= len(packs)): the pack of most samples is halved until there are n;
+    where there are too few samples the last ones are empty. For FSDP, where a forward pass is every process's."""
+    packs = [list(pack) for pack in packs]
+    while len(packs) < n:
+        most = max(packs, key=len, default=[])
+        packs.append([most.pop() for _ in range(len(most) // 2)])
+    return packs
 
 def deal_to_ranks(lengths, dim, ranks):
     """Indices of `lengths` in one list per rank, of about equal FLOPs: the next longest sample goes to the rank with

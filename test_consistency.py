@@ -1299,7 +1299,8 @@ def flags_for(data, **changes):
     """What the command line would give; pictures keep their sizes."""
     return SimpleNamespace(**dict(
         data=data, dtype=DTYPE_NAME, target_pixels=["native"], control_pixels="native", upscale=True,
-        max_sequence_length=1024, vae_encoder_device=DEVICE, text_encoder_device=DEVICE) | changes)
+        max_sequence_length=1024, vae_encoder_device=DEVICE, text_encoder_device=DEVICE,
+        quantize_text_encoder="none") | changes)
 
 
 def index_of(pipe, data, empty_prompt=False, **changes):
@@ -2532,7 +2533,7 @@ def test_an_unmatched_lora_target_is_an_error(data, tmp_path):
 # ---- LoRA files ----
 
 def tiny_transformer():
-    return predict.load_transformer(TINY, DTYPE_NAME, DEVICE)
+    return predict.place_transformer(predict.load_transformer(TINY, DTYPE_NAME), DEVICE)
 
 
 def lora_tensors(rank=2, names=("attn.to_q", "attn.to_out.0", "img_mlp.net.2"), blocks=(0, 1), prefix="transformer."):
@@ -3072,7 +3073,7 @@ def test_lora_loads_in_stock_pipeline(trained, photos):
 
 @pytest.mark.parametrize("scale", [0.0, 0.5])
 def test_lora_scale(trained, scale):
-    transformer = predict.load_transformer(TINY, "float32", "cpu")
+    transformer = predict.load_transformer(TINY, "float32")
     x = make_input(transformer, [[(1, 4, 6)], [(1, 4, 4)]], [7, 3])
     half = copy.deepcopy(transformer)
     state = lora_of(trained)
@@ -3353,7 +3354,7 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path):
 def test_only_the_lora_trains_and_is_float32(tmp_path):
     """With a bf16 base too: fp32 adapters (1 + 1e-3 is 1 in bf16, so small steps would be lost), the base untouched."""
     ns = globals_of_train(tmp_path, "--dtype", "bfloat16", "--no-use_cache")
-    fresh = predict.load_transformer(TINY, "bfloat16", "cpu").state_dict()
+    fresh = predict.load_transformer(TINY, "bfloat16").state_dict()
     trained = {k.replace(".base_layer", ""): v for k, v in ns["transformer"].state_dict().items() if ".lora_" not in k}
     assert trained.keys() == fresh.keys() and all(torch.equal(trained[k], fresh[k]) for k in fresh)
     assert all(p.dtype == torch.float32 and p.requires_grad for p in ns["lora"].values())

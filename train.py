@@ -49,7 +49,7 @@ import predict
 from cache import (ENCODER_PARTS, InputError, find_model, fingerprint, load_sample, number, read_tensors, sync_folder,
                    write_file, write_tensors)
 from predict import LORA_FILE, load_transformer
-from rope_patch import deal_to_ranks, plan_packs, plan_padded, run_packed, run_padded
+from rope_patch import deal_to_ranks, even_packs, plan_packs, plan_padded, run_packed, run_padded
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
@@ -101,6 +101,10 @@ parser.add_argument("--mask_background_weight", type=number(float, 0), default=1
 parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: "
                          "all; after the first step it says if fewer would do)")
+parser.add_argument("--fsdp", action="store_true",
+                    help="under torchrun each process holds its part of the frozen blocks and gathers one at a time: "
+                         "memory of the base / processes")
+predict.add_memory_flags(parser)
 parser.add_argument("--compile", action="store_true",
                     help="torch.compile the blocks: minutes at the start, then faster; needs a C++ compiler")
 # run
@@ -171,7 +175,8 @@ if master:
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
-    "skip_bad", "max_tokens", "gradient_checkpointing", "compile", "val_data", "save_every", "keep", "resume")}
+    "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile", "val_data", "save_every", "keep",
+    "resume")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 
 def read_checkpoint(path):
@@ -221,7 +226,7 @@ if not args.data: # a cache that was made elsewhere
     pipeline = json.loads((folder / "model_index.json").read_text())["_class_name"]
     for part, here in [*cache.model_fingerprints(folder).items(), ("pipeline", pipeline)]:
         made = {**(index["models"] or {}), "pipeline": index.get("pipeline")}.get(part)
-        if made not in (None, here):
+        if made and made.split("-")[0] != here: # (its encoder may have been quantised)
             raise InputError(f"{cache_dir}: was encoded with another model than {args.model} ({part}); run cache.py "
                              "with this one")
     for name in ("target_pixels", "control_pixels", "upscale"): # not this call's flags but those that made the cache
@@ -234,7 +239,8 @@ else:
     index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
     if master:
         cache.report(index, problems)
-    cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
+    cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device,
+                        args.quantize_text_encoder)
 if problems and not args.skip_bad: # they have been reported
     sys.exit(1)
 if not index["samples"]:
@@ -244,7 +250,7 @@ samples = index["samples"]
 # held-out pictures: encoded now, while the encoders are here, and drawn at the end
 geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
 held_out = []
-for path in args.val_data if master else []:
+for path in args.val_data if master or args.fsdp else []:
     jobs, wrong = predict.read_jobs(path, {**predict.SAMPLING, **geometry, "seed": args.seed,
                                            **(predict.TINY_SAMPLING if args.model == "tiny" else {})})
     if wrong:
@@ -254,8 +260,9 @@ for path in args.val_data if master else []:
         job.group = "/".join([job.sheet, *Path(job.name).parent.parts])
         predict.plan_job(pipe, job)
     held_out += jobs
-if held_out and pipe.vae is None:
-    cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device)
+if held_out:
+    cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device,
+                        args.quantize_text_encoder)
 for job in tqdm(held_out, desc="encoding held-out pictures", disable=None, leave=False):
     predict.encode_job(pipe, job, args.device)
     job.target = cache.read_image(job.size_from).resize((job.width, job.height), Image.Resampling.LANCZOS)
@@ -270,7 +277,7 @@ if args.device.startswith("cuda"):
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
-transformer = load_transformer(folder, args.dtype, args.device)
+transformer = load_transformer(folder, args.dtype)
 linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
 for target in args.lora_targets: # peft is silent as long as any of the names fits
     if not any(name == target or name.endswith("." + target) for name in linears):
@@ -284,6 +291,7 @@ lora = predict.add_lora(
     transformer, r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout,
     target_modules=args.lora_targets, init_lora_weights="gaussian" if args.lora_init == "gaussian" else True,
     exclude_modules=[n for n in dead if n.endswith(tuple(args.lora_targets))] or None)
+predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.gradient_checkpointing != 0:
     transformer.enable_gradient_checkpointing()
@@ -504,9 +512,13 @@ while step < args.max_steps:
     # this step's samples, dealt to the processes; this process' share in packs. every rank plans the same
     positions = range(step * args.batch_size, (step + 1) * args.batch_size)
     lengths = [tokens_of(*draw(p)) for p in positions]
-    mine = deal_to_ranks(lengths, transformer.inner_dim, world_size)[rank]
+    shares = deal_to_ranks(lengths, transformer.inner_dim, world_size)
     plan = plan_packs if args.batching == "packed" else plan_padded
-    packs = [[mine[i] for i in pack] for pack in plan([lengths[i] for i in mine], args.max_tokens)]
+    plans = [[[share[i] for i in pack] for pack in plan([lengths[i] for i in share], args.max_tokens)]
+             for share in shares]
+    mine, packs = shares[rank], plans[rank]
+    if args.fsdp: # a forward pass is everybody's, so all must make the same number
+        packs = even_packs(packs, max(map(len, plans)))
     for i in mine:
         if lengths[i] > args.max_tokens and (name := draw(positions[i])[0]["name"]) not in warned:
             warned.add(name)
@@ -515,10 +527,10 @@ while step < args.max_steps:
     # gradients of the sum; LoRA dropout is the only user of the global random state
     top = bottom = computed = 0.0
     for pack in packs:
-        torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed())
-        batch = load_batch([positions[i] for i in pack])
+        torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed())
+        batch = load_batch([positions[i] for i in pack or [lengths.index(min(lengths))]])
         try:
-            numerator, denominator = batch_loss(batch)
+            numerator, denominator = [len(pack[:1]) * x for x in batch_loss(batch)] # an empty pack counts for nothing
             numerator.backward()
         except torch.OutOfMemoryError:
             names = ", ".join(f"{draw(positions[i])[0]['name']}: {lengths[i]:,}" for i in pack)
@@ -559,9 +571,10 @@ while step < args.max_steps:
     if master:
         memory = torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(
             resource.RUSAGE_SELF).ru_maxrss * 1024
-        tokens = sum(lengths)
+        tokens, copied = sum(lengths), 2 * len(packs) * transformer.bytes_away # forward and backward pass
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
-                      images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory)
+                      images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory,
+                      copied_from_host=copied)
         saving = stop or step % args.save_every == 0 or step == args.max_steps
         try:
             with open(log, "a") as f:
@@ -573,12 +586,13 @@ while step < args.max_steps:
             raise InputError(f"{log}: cannot be written ({e.strerror}); free some space, then --resume") from None
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
             f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory / 2**30:.1f} GiB"
-            + (f" | {tokens / computed:.0%} of computed tokens valid" if args.batching == "padded" else ""))
+            + (f" | {tokens / computed:.0%} of computed tokens valid" if args.batching == "padded" else "")
+            + (f" | {copied / len(mine) / 1e9:.3f} GB/img from host" if args.offload else ""))
         bar.set_postfix(loss=f"{loss:.4f}", tok_s=int(tokens / seconds))
         bar.update()
         if saving:
             save_checkpoint(step)
-        if step == first_step and args.gradient_checkpointing != 0 and not args.compile:
+        if step == first_step and args.gradient_checkpointing != 0 and not (args.compile or args.fsdp or args.offload):
             advise_on_memory([positions[i] for i in packs[0]])
     if stop:
         break
@@ -620,7 +634,7 @@ def measure_held_out(before, after):
     return {group: {"pictures": len(records), **{k: float(average(k)([r[k] for r in records if k in r]))
                                                  for k in keys(records)}} for group, records in groups.items()}
 
-if held_out: # on the master alone
+if held_out: # on the master alone; with --fsdp on all, as no forward pass is possible alone
     transformer.eval()
     pipe.vae.to(args.vae_encoder_device)
     with torch.compiler.set_stance("force_eager"): # compiling once more, without gradients, would take longer
@@ -628,6 +642,7 @@ if held_out: # on the master alone
         before = draw_held_out()
         transformer.enable_adapters()
         after = draw_held_out()
+if held_out and master:
     measured = measure_held_out(before, after)
     sheets = {}
     for job, b, a in zip(held_out, before, after):
