@@ -532,74 +532,74 @@ def load_part(cls, folder, part, dtype):
     return model.requires_grad_(False).eval()
 
 class FrozenProduct(torch.autograd.Function):
-    """x @ weight.T for a low-bit weight. autograd alone would keep the weight as it was multiplied, in bf16, for the
-    backward pass: 27 GB of the real model."""
+    """x @ weight.T for a low-bit weight, which is unpacked anew in the backward pass. autograd alone would keep it there
+    as it was multiplied, in bf16: 27 GB of the real model."""
 
     @staticmethod
-    def forward(ctx, x, weight, scale):
-        ctx.save_for_backward(weight, scale)
-        scale = scale.flatten()
-        if weight.dtype == torch.float8_e4m3fn and has_fp8_matmul(x): # rows of x get scales of their own
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        if layer.kind == "fp8" and has_fp8_matmul(x): # rows of x get scales of their own
             rows = x.flatten(0, -2)
-            row_scale = (rows.abs().amax(-1, keepdim=True).float() / 448).clamp_min(1e-12)
-            out = torch._scaled_mm((rows / row_scale).to(weight.dtype), weight.T, row_scale, scale[None],
-                                   out_dtype=x.dtype)
+            scale = (rows.abs().amax(-1, keepdim=True).float() / 448).clamp_min(1e-12)
+            out = torch._scaled_mm((rows / scale).to(torch.float8_e4m3fn), layer.weight.view(torch.float8_e4m3fn).T,
+                                   scale, layer.scale.T, out_dtype=x.dtype)
             return out.unflatten(0, x.shape[:-1])
-        return x @ weight.to(x.dtype).T * scale.to(x.dtype)
+        return x @ layer.unpacked(x.dtype).T
 
     @staticmethod
     def backward(ctx, grad):
-        weight, scale = ctx.saved_tensors
-        return grad * scale.flatten().to(grad.dtype) @ weight.to(grad.dtype), None, None
+        return grad @ ctx.layer.unpacked(grad.dtype), None
 
 def has_fp8_matmul(x):
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 class LowBitLinear(torch.nn.Linear): # a class, and a Linear, because peft puts LoRAs on such
-    """A frozen linear layer with 8 bits a weight, int8 or fp8 (e4m3), and a scale per row. Both are plain parameters,
-    fp8 as bytes: that is what FSDP2 can split and copy. (torchao 0.18 has the same numbers, but fully_shard fails on
-    its tensors, and they keep bf16 copies for the backward pass.)"""
+    """A frozen linear layer. int8 and fp8 (e4m3): a byte a weight and a scale per row, as torchao's Int8WeightOnlyConfig
+    and Float8WeightOnlyConfig; nf4: bitsandbytes' half byte, and a scale per 64 weights. Weights and scales are plain
+    parameters, which FSDP2 can split and copy: on torchao's own tensors (0.18) fully_shard fails."""
 
     def __init__(self, linear, kind):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.kind, top = (torch.int8, 127) if kind == "int8" else (torch.float8_e4m3fn, 448)
-        scale = (linear.weight.float().abs().amax(1, keepdim=True) / top).clamp_min(1e-12)
-        weight = linear.weight.float() / scale
-        weight = weight.round().to(self.kind) if kind == "int8" else weight.to(self.kind).view(torch.int8)
+        self.kind, weight = kind, linear.weight.detach()
+        if kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 is wrong about others
+            weight, state = bitsandbytes().quantize_4bit(weight.float().reshape(-1, 64), quant_type=kind,
+                                                         compress_statistics=False)
+            scale, self.code = state.absmax, state.code
+        else:
+            top = 127 if kind == "int8" else 448
+            scale = (weight.float().abs().amax(1, keepdim=True) / top).clamp_min(1e-12)
+            weight = weight.float() / scale
+            weight = weight.round().to(torch.int8) if kind == "int8" else weight.to(torch.float8_e4m3fn).view(torch.int8)
         self.weight, self.scale = [torch.nn.Parameter(t, requires_grad=False) for t in (weight, scale)]
 
-    def forward(self, x):
-        out = FrozenProduct.apply(x, self.weight.view(self.kind), self.scale)
-        return out if self.bias is None else out + self.bias
+    def unpacked(self, dtype):
+        """-> weight (out_features, in_features)."""
+        if self.kind == "nf4":
+            blocks = torch.Size([len(self.scale), 64])
+            state = bitsandbytes().QuantState(self.scale, blocks, self.code, 64, self.kind, dtype)
+            return bitsandbytes().dequantize_4bit(self.weight, state).view(self.out_features, self.in_features)
+        weight = self.weight if self.kind == "int8" else self.weight.view(torch.float8_e4m3fn)
+        return weight.to(dtype) * self.scale.to(dtype)
 
-def make_low_bit(module, kind, device):
-    """Every linear layer under `module`, LoRAs apart, with a frozen weight of 8 or 4 bits, made one by one on the
-    device. nf4 is bitsandbytes', which has a backward pass that keeps nothing. -> module"""
-    for name, parent in list(module.named_modules()):
-        for child, linear in list(parent.named_children()):
-            if type(linear) is not torch.nn.Linear or ".lora_" in f".{name}.{child}":
-                continue
-            linear.to(device)
-            if kind == "nf4":
-                low = bitsandbytes().nn.Linear4bit(
-                    linear.in_features, linear.out_features, linear.bias is not None, quant_type="nf4",
-                    compute_dtype=linear.weight.dtype, compress_statistics=False, device="meta")
-                low.weight = bitsandbytes().nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4",
-                                                          compress_statistics=False, module=low)
-                low.bias = linear.bias
-                low = low.to(device) # packs it
-            else:
-                low = LowBitLinear(linear, kind)
-            setattr(parent, child, low.train(linear.training))
-    return module
+    def forward(self, x):
+        out = FrozenProduct.apply(x, self)
+        return out if self.bias is None else out + self.bias
 
 def bitsandbytes():
     try:
-        import bitsandbytes
-        return bitsandbytes
+        import bitsandbytes.functional
+        return bitsandbytes.functional
     except ImportError:
-        raise InputError("--quantize nf4: needs the package bitsandbytes; pip install bitsandbytes") from None
+        raise InputError("--quantize nf4: needs a package that is not here; pip install bitsandbytes") from None
+
+def make_low_bit(module, kind, device):
+    """Every linear layer under `module`, LoRAs apart, with 8 or 4 bits a weight, one by one on the device -> module."""
+    for name, parent in list(module.named_modules()):
+        for child, linear in list(parent.named_children()):
+            if type(linear) is torch.nn.Linear and ".lora_" not in f".{name}.{child}":
+                setattr(parent, child, LowBitLinear(linear.to(device), kind).train(linear.training))
+    return module
 
 def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device, quantize="none", parts=("vae", "text")):
     """Adds VAE and text encoder to the pipeline, or one of them, and brings them to their devices. The VAE's decoder

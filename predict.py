@@ -94,9 +94,6 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
                                              if ".lora_" not in name}
     for p in whole:
         p.data = p.data.to(device)
-    for module in transformer.modules():
-        if hasattr(module, "quant_state"): # nf4's scales are no parameter; a 30th of the weights
-            module.quant_state.to(device)
     for i, block in enumerate(blocks):
         if block in sharded:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=(
