@@ -39,6 +39,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import init_empty_weights
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from PIL import Image
@@ -472,13 +473,15 @@ def expand_image_pads(texts, counts):
     counts = iter(counts)
     return [re.sub(re.escape("<|image_pad|>"), lambda m: m[0] * next(counts), text) for text in texts]
 
-def find_model(model, parts):
-    """--model -> a local folder that holds model_index.json and the folders in `parts` (downloaded where missing)."""
+def find_model(model, parts, weights=True):
+    """--model -> a local folder that holds model_index.json and the folders in `parts` (downloaded where missing), with
+    or without their weights."""
     folder = Path(__file__).with_name("tiny") if model == "tiny" else Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
         try:
-            folder = Path(snapshot_download(model, allow_patterns=["model_index.json", *[f"{p}/*" for p in parts]]))
+            folder = Path(snapshot_download(model, ignore_patterns=None if weights else "*.safetensors",
+                                            allow_patterns=["model_index.json", *[f"{p}/*" for p in parts]]))
         except Exception as e: # a dozen kinds: no such name, no network, no login, ...
             raise InputError(f"--model {model}: neither a folder nor to be had from the hub ({type(e).__name__}); "
                              "check the name, or log in with `hf auth login`") from None
@@ -489,7 +492,7 @@ def find_model(model, parts):
             if file.name != "tokenizer.json" or not file.with_name("vocab.json").is_file(): # older tokenizers
                 raise InputError(f"{file}: missing or broken; --model wants a complete diffusers folder of "
                                  "Qwen-Image-Edit: download it again (after a git clone: git lfs pull)") from None
-    for part in parts:
+    for part in parts if weights else []:
         shards = {folder / part / name for index in (folder / part).glob("*.safetensors.index.json")
                   for name in json.loads(index.read_text())["weight_map"].values()}
         for file in sorted(shards | set((folder / part).glob("*.safetensors"))):
@@ -532,8 +535,8 @@ def load_part(cls, folder, part, dtype):
     return model.requires_grad_(False).eval()
 
 class FrozenProduct(torch.autograd.Function):
-    """x @ weight.T for a low-bit weight, which is unpacked anew in the backward pass. autograd alone would keep it there
-    as it was multiplied, in bf16: 27 GB of the real model."""
+    """x @ weight.T for a low-bit weight, which is unpacked anew in the backward pass. autograd alone would keep it as
+    it was multiplied, in bf16: 27 GB of the real model."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -554,9 +557,9 @@ def has_fp8_matmul(x):
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 class LowBitLinear(torch.nn.Linear): # a class, and a Linear, because peft puts LoRAs on such
-    """A frozen linear layer. int8 and fp8 (e4m3): a byte a weight and a scale per row, as torchao's Int8WeightOnlyConfig
-    and Float8WeightOnlyConfig; nf4: bitsandbytes' half byte, and a scale per 64 weights. Weights and scales are plain
-    parameters, which FSDP2 can split and copy: on torchao's own tensors (0.18) fully_shard fails."""
+    """A frozen linear layer. int8 and fp8 (e4m3): a byte a weight and a scale per row, as in torchao's weight-only
+    configs; nf4: bitsandbytes' half byte, and a scale per 64 weights. Weights and scales are plain parameters, which
+    FSDP2 can split and copy: on torchao's own tensors (0.18) fully_shard fails."""
 
     def __init__(self, linear, kind):
         torch.nn.Module.__init__(self)
@@ -570,7 +573,8 @@ class LowBitLinear(torch.nn.Linear): # a class, and a Linear, because peft puts 
             top = 127 if kind == "int8" else 448
             scale = (weight.float().abs().amax(1, keepdim=True) / top).clamp_min(1e-12)
             weight = weight.float() / scale
-            weight = weight.round().to(torch.int8) if kind == "int8" else weight.to(torch.float8_e4m3fn).view(torch.int8)
+            weight = weight.round() if kind == "int8" else weight.to(torch.float8_e4m3fn).view(torch.int8)
+            weight = weight.to(torch.int8)
         self.weight, self.scale = [torch.nn.Parameter(t, requires_grad=False) for t in (weight, scale)]
 
     def unpacked(self, dtype):
@@ -593,6 +597,17 @@ def bitsandbytes():
     except ImportError:
         raise InputError("--quantize nf4: needs a package that is not here; pip install bitsandbytes") from None
 
+LOW_BIT_BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
+
+def model_bytes(model, quantize="none"):
+    """Bytes of the weights, LoRAs apart, once make_low_bit has packed them. The model may be on the meta device."""
+    total = sum(p.numel() * p.itemsize for name, p in model.named_parameters() if ".lora_" not in name)
+    for name, module in model.named_modules() if quantize != "none" else []:
+        if type(module) is torch.nn.Linear and ".lora_" not in name:
+            w = module.weight
+            total += w.numel() * (LOW_BIT_BYTES[quantize] - w.itemsize) + (4 * len(w) if quantize != "nf4" else 0)
+    return int(total)
+
 def make_low_bit(module, kind, device):
     """Every linear layer under `module`, LoRAs apart, with 8 or 4 bits a weight, one by one on the device -> module."""
     for name, parent in list(module.named_modules()):
@@ -614,6 +629,15 @@ def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device, 
             make_low_bit(pipe.text_encoder.model, quantize, text_encoder_device)
     if "text" in parts:
         pipe.text_encoder.to(text_encoder_device)
+
+def empty_encoders(folder, args):
+    """-> [(part, model without weights, its quantisation)] of what load_encoders loads."""
+    with init_empty_weights():
+        vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(folder / "vae"))
+        text = Qwen2_5_VLForConditionalGeneration._from_config(
+            Qwen2_5_VLForConditionalGeneration.config_class.from_pretrained(folder / "text_encoder"))
+    return [(part, torch.nn.Module.to(model, getattr(torch, args.dtype)), quantize) for part, model, quantize in (
+        ("vae", vae, "none"), ("text_encoder", text, args.quantize_text_encoder))]
 
 def model_fingerprints(folder):
     """What decides latents and what decides prompt embeddings, of those parts that are there."""

@@ -28,6 +28,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.training_utils import cast_training_params
@@ -40,20 +41,28 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, add_quantize_flag, check_prompt, content_key, encode_image,
-                   encode_prompt, find_model, fingerprint, fit_size, image_size, is_plus, load_encoders, load_part,
-                   load_pipeline, make_low_bit, number, parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image,
-                   read_tensors, read_text, sweep, write_file)
+from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, add_quantize_flag, check_prompt, content_key,
+                   encode_image, encode_prompt, find_model, fingerprint, fit_size, image_size, is_plus, load_encoders,
+                   load_part, load_pipeline, make_low_bit, model_bytes, number, parse_args, pixels, prompt_length,
+                   prompt_size, read_dataset, read_image, read_tensors, read_text, sweep, write_file)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-def load_transformer(folder, dtype):
+def load_transformer(folder, dtype, weights=True):
     """The frozen transformer, patched so that a batch may hold any sizes. As long as dtype is its files', its weights
-    are mappings of these, which take no memory and are shared by all processes, until place_transformer copies them."""
-    return patch_qwen_model_for_multi_resolution(load_part(QwenImageTransformer2DModel, folder, "transformer", dtype))
+    are mappings of these, which take no memory and are shared by all processes, until place_transformer copies them.
+    Without weights: on the meta device, for its shapes."""
+    if weights:
+        transformer = load_part(QwenImageTransformer2DModel, folder, "transformer", dtype)
+    else:
+        with init_empty_weights():
+            transformer = QwenImageTransformer2DModel.from_config(QwenImageTransformer2DModel.load_config(
+                folder / "transformer")).requires_grad_(False)
+        torch.nn.Module.to(transformer, getattr(torch, dtype)) # not diffusers' own, which warns
+    return patch_qwen_model_for_multi_resolution(transformer)
 
 def count_or_all(text):
     """For argparse's type=: a number of blocks, or 'all'."""
@@ -69,8 +78,8 @@ def add_memory_flags(parser):
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Brings the transformer, with its LoRAs, to the device, block by block, at the number of bits that `quantize` says
-    (embeddings and the last projection, a hundredth of all weights, keep theirs). `offload` of the blocks, spread evenly so
-    that their copies hide behind the others, wait in pinned host memory; with fsdp each process holds its part of each
+    (what is no block, a hundredth of all weights, keeps its own). `offload` of the blocks, spread evenly so that their
+    copies hide behind the others, wait in pinned host memory; with fsdp each process holds its part of each
     block. Both are FSDP2: a block is gathered when it is entered, in the forward as in the backward pass, while the one
     before still computes, and freed behind it. All other layers and the LoRAs are whole on every device. Needs a
     process group, and makes one where a process is alone. (diffusers' group offloading has taken a block away when its
@@ -89,18 +98,27 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
                                 world_size=1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place on it
     ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (1, ranks) if fsdp else (ranks, 1), mesh_dim_names=("copies", "parts"))["parts"]
+    mesh = init_device_mesh(device.type, (1, ranks) if fsdp else (ranks, 1), mesh_dim_names=("copies", "parts"))
     whole = set(transformer.parameters()) - {p for block in sharded for name, p in block.named_parameters()
                                              if ".lora_" not in name}
     for p in whole:
         p.data = p.data.to(device)
     for i, block in enumerate(blocks):
         if block in sharded:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=(
+            fully_shard(block, mesh=mesh["parts"], reshard_after_forward=True, ignored_params=whole, offload_policy=(
                 CPUOffloadPolicy(pin_memory=device.type == "cuda") if i in away else OffloadPolicy()))
     transformer.bytes_away = sum(p.to_local().nbytes for i in away for p in blocks[i].parameters() if p not in whole)
     # the root ties the blocks together: they share streams, and know who comes next
-    return fully_shard(transformer, mesh=mesh, ignored_params=whole)
+    return fully_shard(transformer, mesh=mesh["parts"], ignored_params=whole)
+
+def transformer_bytes(transformer, quantize, offload, parts):
+    """-> (bytes on the device, bytes in host memory) of what place_transformer places; parts: processes under fsdp."""
+    blocks = [model_bytes(block, quantize) for block in transformer.transformer_blocks]
+    away = min(offload, len(blocks)) * blocks[0] // parts
+    # the block at work, the next one, and the buffer in which that arrives
+    gathered = 3 * blocks[0] if away or parts > 1 else 0
+    rest = model_bytes(transformer) - sum(map(model_bytes, transformer.transformer_blocks))
+    return rest + sum(blocks) // parts - away + gathered, away
 
 class LoraLinear(lora.Linear):
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here

@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +43,9 @@ import transformers
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import cache
@@ -113,6 +117,9 @@ parser.add_argument("--val_data", nargs="*", metavar="DATA",
                          "(default: none; the toy dataset has its own)")
 parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
 parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
+parser.add_argument("--plan", action="store_true",
+                    help="only say what this training would take: tokens, steps, memory with these and other flags; "
+                         "needs no weights")
 parser.add_argument("--resume", action="store_true",
                     help="go on with --out_dir, or with the newest run of this model and data")
 args = cache.parse_args(parser, dict( # what differs with --model tiny: native sizes, and a minute on two CPU cores
@@ -163,7 +170,7 @@ if args.resume and not checkpoints and not log.exists(): # (a run may be killed 
     raise InputError(f"--resume: no checkpoint in {out_dir}; start without --resume, or give the right --out_dir")
 if world_size > 1:
     dist.barrier() # all have looked at the folder before one writes to it
-if master:
+if master and not args.plan:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / ".lock", "w")
@@ -176,7 +183,7 @@ if master:
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
     "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile", "val_data", "save_every", "keep",
-    "resume")}
+    "resume", "plan")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 
 def read_checkpoint(path):
@@ -217,7 +224,7 @@ if args.resume:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 drop_captions = args.caption_dropout_rate > 0
-folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if args.data else []))
+folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if args.data else []), not args.plan)
 pipe = cache.load_pipeline(folder) if args.data else None
 cache_dir = Path(args.cache_dir or Path("cache", run_name))
 problems = []
@@ -233,14 +240,15 @@ if not args.data: # a cache that was made elsewhere
         setattr(args, name, index.get(name, getattr(args, name)))
     if drop_captions and not all(s["empty_text"] for s in index["samples"]):
         raise InputError(f"{cache_dir}: no empty prompt for --caption_dropout_rate; run cache.py --empty_prompt")
-elif args.use_cache:
+elif args.use_cache and not args.plan:
     index, problems = cache.make_cache(pipe, folder, args, cache_dir, drop_captions, rank, world_size)
 else:
     index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
     if master:
         cache.report(index, problems)
-    cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device,
-                        args.quantize_text_encoder)
+    if not args.plan:
+        cache.load_encoders(pipe, folder, args.dtype, args.vae_encoder_device, args.text_encoder_device,
+                            args.quantize_text_encoder)
 if problems and not args.skip_bad: # they have been reported
     sys.exit(1)
 if not index["samples"]:
@@ -250,7 +258,7 @@ samples = index["samples"]
 # held-out pictures: encoded now, while the encoders are here, and drawn at the end
 geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
 held_out = []
-for path in args.val_data if master or args.fsdp else []:
+for path in args.val_data if (master or args.fsdp) and not args.plan else []:
     jobs, wrong = predict.read_jobs(path, {**predict.SAMPLING, **geometry, "seed": args.seed,
                                            **(predict.TINY_SAMPLING if args.model == "tiny" else {})})
     if wrong:
@@ -277,7 +285,7 @@ if args.device.startswith("cuda"):
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
-transformer = load_transformer(folder, args.dtype)
+transformer = load_transformer(folder, args.dtype, weights=not args.plan)
 linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
 for target in args.lora_targets: # peft is silent as long as any of the names fits
     if not any(name == target or name.endswith("." + target) for name in linears):
@@ -287,11 +295,13 @@ for target in args.lora_targets: # peft is silent as long as any of the names fi
 last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
 dead = [n for n in linears if n.startswith((last + "attn.add_q_proj", last + "attn.to_add_out", last + "txt_mlp"))]
 torch.manual_seed(args.seed)
-lora = predict.add_lora(
-    transformer, r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout,
-    target_modules=args.lora_targets, init_lora_weights="gaussian" if args.lora_init == "gaussian" else True,
+lora_config = dict(
+    r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=args.lora_targets,
+    init_lora_weights="gaussian" if args.lora_init == "gaussian" else True,
     exclude_modules=[n for n in dead if n.endswith(tuple(args.lora_targets))] or None)
-predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
+lora = predict.add_lora(transformer, **lora_config)
+if not args.plan:
+    predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.gradient_checkpointing != 0:
     transformer.enable_gradient_checkpointing()
@@ -371,7 +381,7 @@ def load_batch(positions):
         batch["weights"].append(weight)
     return batch
 
-def batch_loss(batch):
+def batch_loss(batch, transformer=transformer):
     """-> (numerator with gradient, denominator): the step's loss is the quotient of their sums over all its batches and
     processes. Per sample a mean weighted by the edit mask, so that an all-white mask changes nothing."""
     run = run_packed if args.batching == "packed" else run_padded
@@ -387,51 +397,124 @@ def batch_loss(batch):
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
-def free_memory(growth):
-    """Bytes that this process could still take, on its device, if a step needed `growth` times what it has needed."""
+class LiveBytes(TorchDispatchMode):
+    """Inside `with`: the bytes of all tensors made there that are alive (`now`), and their greatest number (`peak`)."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = weakref.WeakSet(p.untyped_storage() for p in model.parameters())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage()) not in self.known:
+                self.known.add(storage)
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
+        return out
+
+    def add(self, n):
+        self.now += n
+        self.peak = max(self.peak, self.now)
+
+def step_bytes(model, pack, checkpointed):
+    """Peak bytes of a forward and backward pass over `pack`, a list of (img_shapes, text tokens), beside the weights:
+    the training's own code on fake tensors, which have shapes and no memory. model: load_transformer's without weights,
+    with a LoRA."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    fake = torch.empty(p.shape, dtype=p.dtype)
+                    module._parameters[name] = torch.nn.Parameter(fake, p.requires_grad)
+        model.train().enable_gradient_checkpointing()
+        model.gradient_checkpointing_blocks = checkpointed
+        with LiveBytes(model) as live:
+            images = [sum(h * w for _, h, w in shapes) for shapes, _ in pack]
+            targets = [shapes[0][1] * shapes[0][2] for shapes, _ in pack]
+            top, _ = batch_loss(dict(
+                latents=[torch.empty(n, 64, dtype=dtype) for n in images],
+                prompt_embeds=[torch.empty(n, model.config.joint_attention_dim, dtype=dtype) for _, n in pack],
+                timesteps=[torch.empty(()) for _ in pack], img_shapes=[shapes for shapes, _ in pack],
+                targets=[torch.empty(n, 64) for n in targets], weights=[torch.empty(n) for n in targets]), model)
+            top.backward()
+        return live.peak
+
+def sizes_of(positions):
+    """-> [(img_shapes, text tokens)], as step_bytes takes them."""
+    drawn = [draw(p) for p in positions]
+    return [([tuple(shape) for shape in scale["img_shapes"]], tokens_of(sample, scale, dropped) - tokens_of(
+        dict(text=dict(tokens=0), empty_text=dict(tokens=0)), scale, dropped)) for sample, scale, dropped in drawn]
+
+def free_memory():
+    """Bytes that this process could still take on its device."""
     if not args.device.startswith("cuda"):
         return next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
-    at_rest = torch.cuda.memory_allocated()
-    step_takes = growth * (torch.cuda.max_memory_allocated() - at_rest)
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - at_rest - step_takes
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
 
 def advise_on_memory(positions):
-    """Says how many blocks must be recomputed: from what the last block but one keeps for its backward pass (the
-    tensors that autograd saves there in a forward pass over these positions) and what the first step has left free."""
-    total = len(transformer.transformer_blocks)
+    """Says after the first step, over these positions, if fewer blocks need be computed again in the backward pass."""
+    model, total = load_transformer(folder, args.dtype, weights=False), len(transformer.transformer_blocks)
+    predict.add_lora(model, **lora_config)
+    del model.transformer_blocks[3:] # three show what one takes
     blocks = total if args.gradient_checkpointing is None else min(total, args.gradient_checkpointing)
-    lengths = [tokens_of(*draw(p)) for p in positions]
-    tokens = sum(lengths) if args.batching == "packed" else len(lengths) * max(lengths)
-    largest = max(args.max_tokens, tokens)
-    free, saved, counting = free_memory(largest / tokens), {}, [False]
-
-    def remember(tensor):
-        if counting[0]:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor.detach() # the tensor itself would make a circle with its own graph, and never be freed
-
-    block = transformer.transformer_blocks[max(0, total - 2)]
-    hooks = [block.register_forward_pre_hook(lambda *_: counting.__setitem__(0, True)),
-             block.register_forward_hook(lambda *_: counting.__setitem__(0, False))]
-    transformer.gradient_checkpointing_blocks = max(0, total - 2)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-            batch_loss(load_batch(positions))
-    except torch.OutOfMemoryError:
-        return
-    finally:
-        transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
-        for hook in hooks:
-            hook.remove()
-        if args.device.startswith("cuda"): # the log shows the training's peak, not this one's
-            torch.cuda.reset_peak_memory_stats()
-    for p in transformer.parameters(): # are there anyway
-        saved.pop(p.untyped_storage().data_ptr(), None)
-    takes = sum(saved.values()) * largest / tokens
+    pack = sizes_of(positions)
+    tokens = sum(h * w for shapes, _ in pack for _, h, w in shapes) + sum(n for _, n in pack)
+    growth = max(1, args.max_tokens / tokens)
+    step_takes, more = [step_bytes(model, pack, n) for n in (3, 1)] # the block at work keeps all it has anyway
+    free = free_memory() - (growth - 1) * step_takes / 3 * total
+    takes = growth * (more - step_takes) / 2
     fit = max(0, blocks - int(max(0, 0.9 * free / takes)))
     if fit < blocks:
         say(f"memory: about {free / 2**30:.1f} GiB stay free; a block that is not recomputed takes up to "
             f"{takes / 2**30:.2f}: --gradient_checkpointing {fit} should fit, and is faster")
+
+if args.plan:
+    GB, steps = 2**30, range(min(args.max_steps, 50))
+    plan = plan_packs if args.batching == "packed" else plan_padded
+    lengths, packs = [], [] # of 50 steps: tokens, and the positions in each forward pass of each process
+    for i in steps:
+        at = range(i * args.batch_size, (i + 1) * args.batch_size)
+        lengths += [tokens_of(*draw(p)) for p in at]
+        for share in deal_to_ranks(lengths[-len(at):], transformer.inner_dim, world_size):
+            packs += [[at[share[j]] for j in pack] for pack in plan([lengths[at[j]] for j in share], args.max_tokens)]
+    in_pack = lambda pack: [lengths[p] for p in pack]
+    padded = sum(len(b) * lengths[b[0]] for i in steps for b in [
+        [i * args.batch_size + j for j in batch] for batch in plan_padded(
+            lengths[i * args.batch_size:(i + 1) * args.batch_size], args.max_tokens)])
+    heaviest = max(packs, key=lambda pack: sum(in_pack(pack)))
+    lora_bytes = 4 * sum(p.numel() for p in lora.values())
+    ordered = sorted(lengths)
+    say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding would compute "
+        f"{padded / sum(lengths):.2f} times as many")
+    say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / len(samples):.1f} "
+        f"epochs; {len(packs) / len(steps) / world_size:.1f} forward passes a step and process, the heaviest of "
+        f"{len(heaviest)} samples and {sum(in_pack(heaviest)):,} tokens (--max_tokens {args.max_tokens:,})")
+    say(f"parameters: {sum(p.numel() for p in transformer.parameters()):,}, of which {lora_bytes // 4:,} in the LoRA")
+    if pipe is not None:
+        takes = [f"{part.replace('_', ' ')} {cache.model_bytes(model, quantize) / GB:.1f}"
+                 for part, model, quantize in cache.empty_encoders(folder, args)]
+        say(f"encoding, in GiB, one after the other: {', '.join(takes)}")
+    say("\nexpected memory of a process, in GiB. an estimate: 1 GiB for CUDA and fragmentation is in `card`\n"
+        f"{'base':>7} {'LoRA':>7} {'step':>7} {'in all':>7} {'host':>7}  card  flags")
+    blocks, parts = len(transformer.transformer_blocks), world_size if args.fsdp else 1
+    given = blocks if args.gradient_checkpointing is None else args.gradient_checkpointing
+    mine = (given, args.quantize, args.offload)
+    rows = [mine] + [row for row in ((0, "none", 0), (blocks, "none", 0), (blocks, "int8", 0), (blocks, "nf4", 0),
+                                     (blocks, "none", blocks // 2), (blocks, "none", blocks), (blocks, "int8", blocks))
+                     if row != mine]
+    peaks = {n: step_bytes(transformer, sizes_of(heaviest), n) for n in {given, 0, blocks}}
+    for checkpointed, quantize, offload in rows:
+        base, host = predict.transformer_bytes(transformer, quantize, offload, parts)
+        takes = base, 3 * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes) # weights and moments; gradients are the step's
+        card = next((f"{c} GB" for c in (8, 12, 16, 24, 32, 48, 80, 141) if sum(takes) / GB + 1 <= c), "none")
+        flags = f"--gradient_checkpointing {checkpointed} --quantize {quantize} --offload {min(offload, blocks)}"
+        say(" ".join(f"{n / GB:7.2f}" for n in (*takes, sum(takes), host)) + f"  {card:>6}  {flags}"
+            + (" (as given)" if (checkpointed, quantize, offload) == mine else ""))
+    free = free_memory() / GB
+    say(f"{args.device} has {free:.1f} GiB free")
+    sys.exit(0)
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
