@@ -2747,6 +2747,8 @@ def job_of(images, area=64 * 64, **fields):
                 control_pixels=area,
                 upscale=True,
                 size_from=None,
+                sigmas=None,
+                shift=None,
             ),
             **fields,
         }
