@@ -30,6 +30,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +59,7 @@ from cache import (ENCODER_PARTS, InputError, OTHER_SUFFIXES, SUFFIXES, TINY, ad
                    write_tensors)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
+warnings.filterwarnings("ignore", "Already found a `peft_config`") # several LoRAs are what is wanted
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json" # peft's own: the scale stands in the second
 
