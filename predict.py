@@ -8,8 +8,7 @@ $ python predict.py --model ... --image person.png coat.png --prompt "the person
 $ python predict.py --model ... --image photos --prompt "make it snow" --out_dir edited # every picture of a folder
 $ python predict.py --model ... --jobs jobs.jsonl --out_dir edited # lines: {"image": ["a.jpg"], "prompt": "snow"}
 $ python predict.py --model ... --lora out/RUN --seed 0 1 2 --compare ...  # sheet: a column per seed, base | LoRA
-$ python predict.py --model ... --lora out/RUN lightx2v/Qwen-Image-Edit-2511-Lightning/FILE.safetensors --shift 3 \
-      --num_inference_steps 4 --true_cfg_scale 1 ...                       # four steps with a distilled LoRA
+$ python predict.py --model ... --lora out/RUN LIGHTNING --shift 3 --num_inference_steps 4 --true_cfg_scale 1 ...
 $ python predict.py --model ... --lora A B --lora_scale 1 0.5 --merge_lora merged/model # then --model merged/model
 $ python predict.py --again out.png                      # once more, with the settings that stand in the picture
 $ python predict.py --model ... --transformer_device cuda:0 --text_encoder_device cuda:1 --vae_device cuda:1 ...
@@ -551,10 +550,9 @@ def main():
     parser.add_argument("--transformer_device", help="default: --device")
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)
     given = {a.split("=")[0] for a in sys.argv[1:]}
-    again = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    again.add_argument("--again")
-    again = again.parse_known_args()[0].again
-    again = read_made_with(again) if again else {}
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--again", type=read_made_with, default={})
+    again = early.parse_known_args()[0].again
     parser.set_defaults(**SAMPLING | again)
     args = parse_args(parser, TINY_SAMPLING | dict(
         target_pixels="native", control_pixels="native", upscale=True, lora=[str(runs[-1])] if runs else None,
@@ -582,9 +580,9 @@ def main():
     trained = [t for t in (read_lora(path)[1].get("train.geometry") for path in args.lora) if t]
     if any(t != trained[0] for t in trained):
         print(f"warning: the LoRAs were trained at different sizes ({'; '.join(map(str, trained))}); the first counts")
-    # so that inference sees the scale of training
-    geometry = dict(target_pixels=1024 * 1024, control_pixels=1024 * 1024, upscale=True) | dict(*trained[:1])
-    geometry = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in geometry.items()}
+    geometry = dict(target_pixels=1024 * 1024, control_pixels=1024 * 1024, upscale=True)
+    for source in (*trained[:1], vars(args)): # so that inference sees the scale of training
+        geometry.update({name: source[name] for name in geometry if source.get(name) is not None})
     args.image = [Path(path) for path in args.image or []]
     defaults = geometry | {k: getattr(args, k) for k in ("image", "prompt", "out", *SAMPLING)} | dict(seed=None)
     folder_of_images = len(args.image) == 1 and args.image[0].is_dir() and args.image[0]
@@ -592,11 +590,9 @@ def main():
     out_dir = Path(args.out_dir if many else "")
     if folder_of_images and folder_of_images.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
         raise InputError(f"--out_dir {out_dir}: lies in the folder of --image; give another one")
-    scenes, problems = ([], []) if args.merge_lora else read_jobs(args.jobs, defaults) if args.jobs else (
-        read_folder(folder_of_images, defaults) if folder_of_images else [SimpleNamespace(**defaults)], [])
 
-    folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
     if args.merge_lora:
+        folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
         transformer = load_transformer(folder, args.dtype, args.transformer_device)
         load_loras(transformer, args.lora, args.lora_scale)
         if len(args.lora) > 1 and any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
@@ -605,6 +601,10 @@ def main():
         save_merged(transformer, folder, args.merge_lora)
         print(f"{args.merge_lora}: {args.model} with {' + '.join(args.lora)}; give it as --model")
         return
+    scenes, problems = read_jobs(args.jobs, defaults) if args.jobs else (
+        read_folder(folder_of_images, defaults) if folder_of_images else [SimpleNamespace(**defaults)], [])
+
+    folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
     pipe = load_pipeline(folder)
     # what decides a picture besides its job. the scripts too, for they are made to be edited
     hashed = lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -635,8 +635,8 @@ def main():
                 job.settings = content_key(**common, lora=loras if on else None, pictures=pictures, **{
                     k: v for k, v in vars(job).items() if k not in ("image", "size_from", "out", "name")})
                 if again and job.settings != again["settings"]:
-                    print(f"warning: {args.again}: a flag, model, LoRA, picture or script differs from when it was made")
-                job.row, job.column, job.on = row, column, on
+                    print(f"warning: {args.again}: a flag, model, LoRA, picture or script is another than it was then")
+                job.row, job.column, job.on, job.pictures = row, column, on, pictures
                 done = finished(out_dir / job.out, job.settings) if many else None
                 if not done:
                     good.append(job)
@@ -687,8 +687,7 @@ def main():
             model=str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,
             image=[str(Path(path).resolve()) for path in job.image], size_from=None, seed=[job.seed],
             lora=[str(Path(path).resolve()) for path in args.lora] if job.on else None, lora_sha256=loras * job.on,
-            lora_scale=args.lora_scale if job.on else [1.0],
-            pictures=[hashed(path) for path in job.image],
+            lora_scale=args.lora_scale if job.on else [1.0], pictures=job.pictures,
             versions={m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
         save_png(image, out_dir / job.out, job.settings, made_with)
         tqdm.write(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")

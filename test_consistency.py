@@ -3986,7 +3986,8 @@ LIGHTNING = dict(base_shift=math.log(3), max_shift=math.log(3), max_image_seq_le
 
 def draw(*flags):
     """predict.py with two steps -> result of run_script, which went well."""
-    result = run_script("predict.py", *flags, *([] if "--sigmas" in flags else ["--num_inference_steps", 2]), *ON_DEVICE)
+    steps = [] if "--sigmas" in flags else ["--num_inference_steps", 2]
+    result = run_script("predict.py", *flags, *steps, *ON_DEVICE)
     assert result.status == 0, result.err
     return result
 
@@ -4061,8 +4062,8 @@ def test_a_folder_times_seeds_times_compare_is_one_batch_and_one_sheet(tmp_path,
              "--lora_scale", 2, 3, "--seed", 4, 5, "--compare"]
     out = draw(*flags)
     stems = ["a", "deep/b.jpg", "deep/b.png"]
-    names = {f"{stem}-s{seed}{base}.png" for stem in stems for seed in (4, 5) for base in ("", "-base")}
-    assert {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.png")} == names | {"sheet.png"}
+    names = {f"{stem}-s{seed}{base}.png" for stem in stems for seed in (4, 5) for base in ("", "-base")} | {"sheet.png"}
+    assert {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.png")} == names
     assert Image.open(tmp_path / "out/sheet.png").size == (6 * 200, 3 * 200 + 24) and "12 of them" in out.out
     alone = ["--image", tmp_path / "in/deep/b.jpg", "--prompt", "go", "--seed", 5, "--lora"]
     draw(*alone, *two_loras, "--lora_scale", 2, 3, "--out", tmp_path / "one.png")
@@ -4073,12 +4074,13 @@ def test_a_folder_times_seeds_times_compare_is_one_batch_and_one_sheet(tmp_path,
     assert abs(pixels_of(tmp_path / "out/a-s4.png") - pixels_of(tmp_path / "out/a-s5.png")).max() > 8
     (tmp_path / "out/a-s5-base.png").unlink()
     again = draw(*flags)
-    assert "11 of 12 pictures are there" in again.out and re.findall(r"/(\S+\.png): \d", again.out)[0].endswith("a-s5-base.png")
+    assert "11 of 12 pictures are there" in again.out
+    assert [Path(p).name for p in re.findall(r"(\S+\.png): \d+x", again.out)] == ["a-s5-base.png"]
 
 
 def test_a_picture_is_drawn_again_bit_for_bit_from_what_stands_in_it(tmp_path, photos, two_loras):
-    draw("--image", *photos[:2], "--prompt", "snow \u96ea", "--out", tmp_path / "a.png", "--lora", two_loras[1], "--seed", 7,
-         "--lora_scale", 0.5, "--size_from", 1, "--sigmas", 1, 0.4, "--shift", 3, "--true_cfg_scale", 2,
+    draw("--image", *photos[:2], "--prompt", "snow \u96ea", "--out", tmp_path / "a.png", "--lora", two_loras[1],
+         "--seed", 7, "--lora_scale", 0.5, "--size_from", 1, "--sigmas", 1, 0.4, "--shift", 3, "--true_cfg_scale", 2,
          "--target_pixels", "64*64", "--negative_prompt", "fog")
     note = json.loads(Image.open(tmp_path / "a.png").text["made_with"])
     assert (note["prompt"], note["negative_prompt"], note["sigmas"]) == ("snow \u96ea", "fog", [1, 0.4])
@@ -4201,13 +4203,13 @@ def test_dora_of_kohya_is_refused_not_halved(tmp_path):
         predict.read_lora(lora_file(tmp_path, tensors | {f"{name}.dora_scale": torch.ones(128, 1)}))
 
 
-def stock_velocity(position, ns, *loras, **scales):
-    """The stock model's prediction, with LoRAs loaded by the stock pipeline, for the sample at this position."""
-    pipe = stock_pipeline(TINY)
+def stock_loss(position, ns, *loras, scales=None, model=TINY):
+    """The stock model's loss, with LoRAs loaded by the stock pipeline, for the sample at this position."""
+    pipe = stock_pipeline(model)
     for i, path in enumerate(loras):
         pipe.load_lora_weights(str(path), adapter_name=f"l{i}")
     if loras:
-        pipe.set_adapters([f"l{i}" for i in range(len(loras))], scales.get("scales"))
+        pipe.set_adapters([f"l{i}" for i in range(len(loras))], scales)
     sample, scale, _ = ns["draw"](position)
     t = cache.load_sample(toy_cache(), sample, scale)
     s, noise = ns["draw_noise"](position, *t["pixel_latent"].shape)
@@ -4219,8 +4221,8 @@ def stock_velocity(position, ns, *loras, **scales):
     return (((v[:len(noise)] - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum() / weight.sum()).item()
 
 
-@pytest.mark.parametrize("flags", [["--rslora"], ["--dora", "--lora_targets", "to_q"], ["--lora_targets", "all-linear"]],
-                         ids=["rslora", "dora", "all-linear"])
+@pytest.mark.parametrize("flags", [["--rslora"], ["--dora", "--lora_targets", "to_q"],
+                                   ["--lora_targets", "all-linear"]], ids=["rslora", "dora", "all-linear"])
 def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, flags, caplog):
     """The file in the stock pipeline, and as --pretrained_lora, give the loss of the model that was trained; stock says
     nothing about its metadata; the ComfyUI file is the same LoRA; and it resumes bit for bit."""
@@ -4236,15 +4238,18 @@ def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, flags, caplo
     assert meta["train.config"]["lora_rank"] == 4 and meta["train.config"]["data"] and meta["train.versions"]["commit"]
     log = train_log(tmp_path / "b", *EXACT, "--pretrained_lora", tmp_path / "a", "--batch_size", 1, "--max_steps", 1)
     caplog.clear()
-    want = stock_velocity(0, whole.globals, tmp_path / "a")
+    want = stock_loss(0, whole.globals, tmp_path / "a")
     assert not [r for r in caplog.records if r.name.startswith("diffusers")], caplog.text
     assert log[0]["loss"] == pytest.approx(want, rel=1e-6)
-    assert abs(want / stock_velocity(0, whole.globals) - 1) > 1e-4
+    assert abs(want / stock_loss(0, whole.globals) - 1) > 1e-4
+    merge = ["--lora", tmp_path / "a", "--lora_scale", 1, "--merge_lora", tmp_path / "m"]
+    assert run_script("predict.py", *merge, "--dtype", "float32").status == 0
+    assert stock_loss(0, whole.globals, model=tmp_path / "m") == pytest.approx(want, rel=1e-5)
     if comfyui:
         file = tmp_path / "a/a_comfyui.safetensors"
         keys = safetensors.torch.load_file(file)
         assert all(k.startswith("diffusion_model.") for k in keys) and len(keys) % 3 == 0
-        assert stock_velocity(0, whole.globals, file) == pytest.approx(want, rel=1e-6)
+        assert stock_loss(0, whole.globals, file) == pytest.approx(want, rel=1e-6)
         assert predict.read_lora(file)[1]["train.geometry"] == meta["train.geometry"]
     if "all-linear" in flags:
         layers = {k.rsplit(".lora_", 1)[0] for k in lora_of(tmp_path / "a")}
@@ -4263,7 +4268,7 @@ def test_a_base_lora_stays_as_it_is_under_the_trained_one(tmp_path, two_loras):
     run = train_toy(tmp_path / "a", *flags, "--max_steps", 1)
     assert run.status == 0, run.err
     log = log_of(tmp_path / "a")
-    assert log[0]["loss"] == pytest.approx(stock_velocity(0, run.globals, two_loras[1], scales=[0.5]), rel=1e-6)
+    assert log[0]["loss"] == pytest.approx(stock_loss(0, run.globals, two_loras[1], scales=[0.5]), rel=1e-6)
     trained = {n for n, p in run.globals["transformer"].named_parameters() if p.requires_grad}
     assert trained == set(run.globals["lora"]) and all(".default." in n for n in trained)
     base = {n: p for n, p in run.globals["transformer"].named_parameters() if ".base." in n}
@@ -4273,7 +4278,7 @@ def test_a_base_lora_stays_as_it_is_under_the_trained_one(tmp_path, two_loras):
     assert {k.rsplit(".lora_")[0].rsplit(".", 1)[1] for k in lora_of(tmp_path / "a")} == {"to_q"}
     with torch.no_grad():
         top, bottom = run.globals["batch_loss"](run.globals["load_batch"]([0]))
-    want = stock_velocity(0, run.globals, tmp_path / "a", two_loras[1], scales=[1.0, 0.5])
+    want = stock_loss(0, run.globals, tmp_path / "a", two_loras[1], scales=[1.0, 0.5])
     assert (top / bottom).item() == pytest.approx(want, rel=1e-6) and want != pytest.approx(log[0]["loss"], rel=1e-4)
     for change in (["--base_lora_scale", 1], ["--base_lora", two_loras[0]]):
         result = train_toy(tmp_path / "a", *flags, *change, "--max_steps", 2, "--resume")

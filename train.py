@@ -688,6 +688,7 @@ if held_out: # on the master alone
 if master:
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
-        f"  python predict.py --model {args.model} --lora {out_dir} --image CONTROL.png --prompt \"...\"")
+        f"  python predict.py --model {args.model} --lora {' '.join(filter(None, [str(out_dir), args.base_lora]))} "
+        "--image CONTROL.png --prompt \"...\"")
 if world_size > 1:
     dist.destroy_process_group()
