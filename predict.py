@@ -152,7 +152,7 @@ def read_lora(path):
         elif any(k.startswith("transformer_blocks.") for k in raw): # no prefix: as ComfyUI takes it
             raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
-    except (OSError, SafetensorError, ValueError, KeyError) as e:
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as e:
         raise InputError(f"{file}: cannot be read as a LoRA ({str(e).splitlines()[0]}); take another file") from None
     if not all(k.startswith("transformer.") and ".lora_" in k for k in state) or not state:
         other = next((k for k in state if not k.startswith("transformer.") or ".lora_" not in k), "nothing")
