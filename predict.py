@@ -5,34 +5,51 @@ sizes in one batch.
 $ python predict.py                                    # embedded default: held-out toy pictures, with the newest LoRA
 $ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/RUN
 $ python predict.py --model ... --image person.png coat.png --prompt "the person wears the coat of picture 2"
+$ python predict.py --model ... --image photos --prompt "make it snow" --out_dir edited # every picture of a folder
 $ python predict.py --model ... --jobs jobs.jsonl --out_dir edited # lines: {"image": ["a.jpg"], "prompt": "snow"}
+$ python predict.py --model ... --lora out/RUN --seed 0 1 2 --compare ...  # sheet: a column per seed, base | LoRA
+$ python predict.py --model ... --lora out/RUN LIGHTNING --shift 3 --num_inference_steps 4 --true_cfg_scale 1 ...
+$ python predict.py --model ... --lora A B --lora_scale 1 0.5 --merge_lora merged/model # then --model merged/model
+$ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir edited   # eight share the jobs
+$ python predict.py --again out.png                      # once more, with the settings that stand in the picture
 $ python predict.py --model ... --transformer_device cuda:0 --text_encoder_device cuda:1 --vae_device cuda:1 ...
 
-Where --jobs finds a picture that was made with the same settings, it leaves it: a second call draws what is missing.
-A job's line may also set out, negative_prompt, height, width, seed, num_inference_steps and true_cfg_scale. Conditional
-and unconditional runs of all jobs share the packs. Shape letters as in rope_patch.py.
+Where many pictures are drawn, one that was made with the same settings stays: a second call draws what is missing. A
+job's line may also set out, negative_prompt, height, width, size_from, seed, num_inference_steps, true_cfg_scale,
+sigmas and shift. Conditional and unconditional runs of all jobs share the packs. Shape letters as in rope_patch.py.
 """
 import argparse
+import copy
 import hashlib
 import io
 import json
+import math
+import os
+import re
+import shutil
 import sys
 import tempfile
 import textwrap
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
 import numpy as np
+import peft
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.training_utils import cast_training_params
+from diffusers.utils import get_peft_kwargs
 from diffusers.utils.torch_utils import randn_tensor
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import lora
 from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps, PngImagePlugin
 from safetensors import SafetensorError
@@ -41,13 +58,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from cache import (ENCODER_PARTS, InputError, TINY, add_model_flags, add_quantize_flag, check_prompt, content_key,
-                   encode_image, encode_prompt, find_model, fingerprint, fit_size, image_size, is_plus, load_encoders,
-                   load_part, load_pipeline, make_low_bit, model_bytes, number, parse_args, pixels, prompt_length,
-                   prompt_size, read_dataset, read_image, read_tensors, read_text, sweep, write_file)
+from cache import (ENCODER_PARTS, InputError, OTHER_SUFFIXES, SUFFIXES, TINY, add_model_flags, add_quantize_flag,
+                   check_prompt, content_key, encode_image, encode_prompt, find_files, find_model, fingerprint,
+                   fit_size, image_size, is_plus, load_encoders, load_part, load_pipeline, make_low_bit, model_bytes,
+                   number, open_image, parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image,
+                   read_tensors, read_text, sweep, write_file, write_tensors)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
+warnings.filterwarnings("ignore", "Already found a `peft_config`") # several LoRAs are what is wanted
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json" # peft's own: the scale stands in the second
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -147,29 +167,68 @@ def add_lora(transformer, **config):
     return weights
 
 def find_lora(path):
-    """A LoRA file, or the one in this folder -> its path, which need not exist."""
-    return Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    """A LoRA file; the one in this folder, ours or peft's; or user/repo, user/repo/file.safetensors of the hub -> its
+    path, which need not exist."""
+    path = Path(path)
+    if path.is_dir():
+        return path / (PEFT_FILE if (path / PEFT_FILE).is_file() and not (path / LORA_FILE).exists() else LORA_FILE)
+    if not re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)) or Path(path.parts[0]).exists():
+        return path
+    from huggingface_hub import hf_hub_download, list_repo_files
+    repo, name = "/".join(path.parts[:2]), "/".join(path.parts[2:])
+    try:
+        names = [name] if name else [n for n in list_repo_files(repo) if n.endswith(".safetensors")]
+        names = [n for n in names if n in (LORA_FILE, PEFT_FILE)][:1] or names
+        if len(names) == 1:
+            path = Path(hf_hub_download(repo, names[0]))
+            if path.name == PEFT_FILE:
+                hf_hub_download(repo, str(Path(names[0]).with_name(PEFT_CONFIG)))
+    except Exception as e: # a dozen kinds, as in find_model
+        raise InputError(f"{path}: neither a file or folder nor to be had from the hub ({type(e).__name__}); check the "
+                         "name, or log in with `hf auth login`") from None
+    if len(names) != 1:
+        raise InputError(f"{path}: {len(names)} .safetensors files ({', '.join(names[:9])}); add the name of one")
+    return path
+
+def lora_digest(path):
+    """sha256 of all that decides what a LoRA does."""
+    files = [find_lora(path), find_lora(path).with_name(PEFT_CONFIG)]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files if f.is_file())).hexdigest()
 
 def read_lora(path):
-    """LoRA file, or folder that holds one -> (state dict with transformer. keys, metadata). Keys of ComfyUI, kohya and
-    peft files are converted by diffusers. InputError if it is no LoRA, has A without B, or holds NaN."""
+    """LoRA file, or what find_lora takes -> (state dict with transformer. keys, metadata). Keys of ComfyUI and kohya
+    files are converted by diffusers, which also works their alpha in. InputError if it is no LoRA, has A without B, or
+    holds NaN."""
     file = find_lora(path)
     if not file.is_file() or file.suffix != ".safetensors":
-        raise InputError(f"{file}: no LoRA; want a .safetensors file, or a folder with {LORA_FILE}")
+        raise InputError(f"{file}: no LoRA; want a .safetensors file, a folder with {LORA_FILE} or {PEFT_FILE}, or "
+                         "user/repo of the hub")
     try:
         with safetensors.safe_open(file, "pt") as f:
-            meta = json.loads((f.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            notes = f.metadata() or {}
+            kind = "lora_adapter_metadata" if "lora_adapter_metadata" in notes else "train" # the latter: save_comfyui
+            meta = json.loads(notes.get(kind, "{}"))
             raw = {k: f.get_tensor(k) for k in f.keys()}
         if not isinstance(meta, dict):
             raise ValueError("metadata is no dictionary")
         if "digest" in meta: # one of ours
-            raw, meta = read_tensors(file, "lora_adapter_metadata")
+            raw, meta = read_tensors(file, kind)
+        if any("dora_scale" in k for k in raw): # diffusers would leave it out
+            raise ValueError("DoRA in the form of kohya and ComfyUI")
+        if file.with_name(PEFT_CONFIG).is_file() and all(k.startswith("base_model.model.") for k in raw):
+            raw = {k.replace("base_model.model.", "transformer.", 1): v for k, v in raw.items()}
+            meta = {f"transformer.{k}": v for k, v in json.loads(file.with_name(PEFT_CONFIG).read_text()).items()
+                    if k in SHAPE}
+            meta["transformer.target_modules"] = sorted({k[12:].rsplit(".lora_", 1)[0] for k in raw})
+        elif any(k.startswith("transformer_blocks.") for k in raw): # no prefix: as ComfyUI takes it
+            raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
-    except (OSError, SafetensorError, ValueError, KeyError) as e:
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as e:
         raise InputError(f"{file}: cannot be read as a LoRA ({str(e).splitlines()[0]}); take another file") from None
     if not all(k.startswith("transformer.") and ".lora_" in k for k in state) or not state:
         other = next((k for k in state if not k.startswith("transformer.") or ".lora_" not in k), "nothing")
-        raise InputError(f"{file}: no LoRA of Qwen-Image: it holds {other}; want transformer.*.lora_A.weight")
+        raise InputError(f"{file}: no LoRA of Qwen-Image: it holds {other}; want transformer.*.lora_A.weight (peft's: "
+                         f"with its {PEFT_CONFIG} beside it)")
     a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
     targets = meta.get("transformer.target_modules")
     missing = [] if not isinstance(targets, list) else [t for t in targets if not any(k.endswith("." + t) for k in a)]
@@ -185,10 +244,18 @@ def read_lora(path):
         raise InputError(f"{file}: NaN or Inf in {bad[0]}; the training diverged, take an earlier checkpoint")
     return state, meta
 
-def load_lora(transformer, path, scale=1.0, name="default"):
-    """Adds a LoRA to the transformer -> its metadata. diffusers itself only warns, or says nothing, when keys fit
-    nothing or in part; here that is an InputError with counts."""
+SHAPE = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora") # of LoraConfig's arguments
+
+def lora_config(path):
+    """-> LoraConfig's arguments for a LoRA that load_weights can fill with this one: layers, ranks, scales."""
     state, meta = read_lora(path)
+    state = {k.removeprefix("transformer."): v for k, v in state.items()}
+    found = get_peft_kwargs({f"^{k}": v.shape[1] for k, v in state.items() if ".lora_B." in k}, None, state)
+    return {**{k: found[k] for k in found if k != "lora_bias"},
+            **{k: meta[f"transformer.{k}"] for k in SHAPE if f"transformer.{k}" in meta}}
+
+def check_fit(transformer, path, state):
+    """InputError with counts if keys fit nothing or in part; diffusers itself only warns, or says nothing."""
     modules = dict(transformer.named_modules())
     missing, misfit = set(), []
     for key, value in state.items():
@@ -200,32 +267,112 @@ def load_lora(transformer, path, scale=1.0, name="default"):
         if want != value.shape[1 if kind == "A.weight" else 0]:
             misfit.append(f"{module} (got {tuple(value.shape)}, the model has {want})")
     if missing:
-        raise InputError(f"{path}: {len(missing)} of {len(state) // 2} layers are not in this model, for instance "
+        layers = {k.rsplit(".lora_", 1)[0] for k in state}
+        raise InputError(f"{path}: {len(missing)} of {len(layers)} layers are not in this model, for instance "
                          f"{sorted(missing)[0]}; it was made for another one")
     if misfit:
         raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was "
                          "made for another model")
+
+def load_lora(transformer, path, scale=1.0, name="default"):
+    """Adds a LoRA to the transformer, as the only one that is active -> its metadata."""
+    state, meta = read_lora(path)
+    check_fit(transformer, path, state)
+    config = {k: v for k, v in meta.items() if k.startswith("transformer.")}
     try:
         QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name,
-                                                             metadata=meta or None)
+                                                             metadata=config or None)
     except (TypeError, ValueError, KeyError, RuntimeError) as e:
         raise InputError(f"{path}: diffusers cannot load it ({str(e).splitlines()[0]}); take another file") from None
     transformer.set_adapters([name], [scale])
     return meta
 
+def load_loras(transformer, paths, scales):
+    """All these LoRAs at once, each at its scale."""
+    names = [f"lora{i}" for i in range(len(paths))]
+    for name, path in zip(names, paths):
+        load_lora(transformer, path, name=name)
+    if names:
+        transformer.set_adapters(names, list(scales))
+
+def load_weights(transformer, path, state=None):
+    """Fills the adapter "default" with a LoRA file, or with these tensors of one, bit for bit."""
+    if state is None:
+        state, _ = read_lora(path)
+        check_fit(transformer, path, state)
+    found = set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
+    assert not found.unexpected_keys and not [k for k in found.missing_keys if ".default" in k], found
+
+def save_lora(path, transformer, train):
+    """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
+    our own entries there."""
+    state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
+    meta = {f"transformer.{k}": sorted(v) if isinstance(v, set) else v
+            for k, v in transformer.peft_config["default"].to_dict().items()}
+    # the layers that have one, by their full names: peft warns when names are more, or exclude_modules finds nothing
+    layers = sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state})
+    meta.update({"transformer.target_modules": layers, "transformer.exclude_modules": None})
+    write_tensors(path, state, meta | {f"train.{k}": v for k, v in train.items()}, meta_key="lora_adapter_metadata")
+
+def save_comfyui(path, transformer, train):
+    """The same for ComfyUI, whose scale is alpha / rank in every layer: alpha is what makes that the true one, with
+    rsLoRA too. The metadata has another key, as diffusers would apply rank and alpha from there once more."""
+    state = {}
+    for key, value in get_peft_model_state_dict(transformer).items():
+        state[f"diffusion_model.{key}"] = value
+        if key.endswith(".lora_A.weight"):
+            layer = key.removesuffix(".lora_A.weight")
+            alpha = transformer.get_submodule(layer).scaling["default"] * len(value)
+            state[f"diffusion_model.{layer}.alpha"] = torch.tensor(alpha)
+    write_tensors(path, state, {f"train.{k}": v for k, v in train.items()}, meta_key="train")
+
+def save_merged(transformer, folder, out):
+    """A complete model folder: the active LoRAs added to the transformer's weights, the other parts of `folder` as hard
+    links, or copies where the disk is another. `out` appears whole."""
+    def link(source, target):
+        try:
+            os.link(os.path.realpath(source), target) # the hub's cache holds links
+        except OSError:
+            shutil.copy2(source, target)
+    tmp = out.with_name(f".tmp-{os.getpid()}-{out.name}")
+    try:
+        tmp.mkdir(parents=True)
+        link(folder / "model_index.json", tmp / "model_index.json")
+        for part in ENCODER_PARTS:
+            shutil.copytree(folder / part, tmp / part, copy_function=link)
+        transformer.fuse_lora()
+        transformer.unload_lora()
+        transformer.save_pretrained(tmp / "transformer")
+        os.replace(tmp, out)
+    except (OSError, SafetensorError) as e:
+        raise InputError(f"--merge_lora {out}: cannot be written ({e}); free some space, or mend its path") from None
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
 
 def plan_job(pipe, job):
     """Fills in what can be known before any model runs: sizes, shapes and token counts (which decide the packs). As in
-    stock, the last picture gives the target's aspect, and sides are rounded down to 16. (size_from: a dataset's job
-    has a target of its own, whose size counts.)"""
+    stock, the last picture gives the target's aspect, and sides are rounded down to 16. (size_from: another one does,
+    counted from 1; a dataset's job has a target of its own, a path, whose size counts.)"""
     sizes = [image_size(path) for path in job.image]
     if not is_plus(pipe) and len(sizes) > 1:
         raise InputError(f"{job.image[1]}: Qwen-Image-Edit v1 takes one picture; leave it out")
-    if job.num_inference_steps < 2:
+    if job.sigmas:
+        wrong = [s for s, t in zip(job.sigmas, [*job.sigmas[1:], 0]) if not 1 >= s > t]
+        if wrong:
+            raise InputError(f"{job.image[0]}: sigma {wrong[0]} is not from 1 to 0, or not above the next; give the "
+                             "noise level of each step, falling")
+        job.num_inference_steps = len(job.sigmas)
+    if job.shift is not None and not job.shift > 0:
+        raise InputError(f"{job.image[0]}: shift {job.shift}; give a number above 0, 3 for Lightning LoRAs")
+    if job.num_inference_steps < 1 + bool(pipe.scheduler.config.shift_terminal and not job.shift):
         raise InputError(f"{job.image[0]}: {job.num_inference_steps} steps; at least 2 are needed, as the schedule is "
-                         "stretched between its first and its last")
-    width, height = fit_size(image_size(job.size_from or job.image[-1]), job.target_pixels, job.upscale)
+                         "stretched between its first and its last (--shift: not stretched)")
+    if isinstance(job.size_from, int) and not 1 <= job.size_from <= len(job.image):
+        raise InputError(f"{job.image[0]}: size_from {job.size_from} of {len(job.image)} pictures; count from 1")
+    shape = job.image[job.size_from - 1] if isinstance(job.size_from, int) else job.size_from or job.image[-1]
+    width, height = fit_size(image_size(shape), job.target_pixels, job.upscale)
     job.width, job.height = (job.width or width) // 16 * 16, (job.height or height) // 16 * 16
     if min(job.width, job.height) < 32:
         raise InputError(f"{job.image[0]}: width {job.width}, height {job.height}; give at least 32 each")
@@ -238,33 +385,40 @@ def plan_job(pipe, job):
     img_len = sum(h * w for _, h, w in job.img_shapes)
     job.tokens = sum(img_len + prompt_length(pipe, p, job.prompt_sizes) for p in job.prompts)
 
-def encode_job(pipe, job, device):
-    """Noise, control latents and prompt embeddings, on the transformer's device."""
-    images = [read_image(path) for path in job.image]
-    job.control_latent = torch.cat([encode_image(pipe, im, s) for im, s in zip(images, job.control_sizes)]).to(device)
-    job.prompt_embeds = [encode_prompt(pipe, p, images, job.prompt_sizes).to(device) for p in job.prompts]
+def encode_job(pipe, job, device, twin=None):
+    """Noise, control latents and prompt embeddings, on the transformer's device. twin: a job that differs in its seed
+    or LoRA only, and has been encoded."""
+    if twin:
+        job.control_latent, job.prompt_embeds = twin.control_latent, twin.prompt_embeds
+    else:
+        images = [read_image(path) for path in job.image]
+        latents = [encode_image(pipe, im, s) for im, s in zip(images, job.control_sizes)]
+        job.control_latent = torch.cat(latents).to(device)
+        job.prompt_embeds = [encode_prompt(pipe, p, images, job.prompt_sizes).to(device) for p in job.prompts]
     shape = 1, 1, pipe.vae.config.z_dim, job.height // 8, job.width // 8
     noise = randn_tensor(shape, torch.Generator().manual_seed(job.seed), device, job.prompt_embeds[0].dtype)
     job.noise = pipe._pack_latents(noise, 1, *shape[2:])[0]
 
 def set_schedule(job, config):
-    """The job's own timesteps: their shift depends on the target's number of tokens."""
+    """The job's own timesteps: their shift depends on the target's number of tokens, unless job.shift fixes it as
+    Qwen-Image-Lightning does: the same for every size, and not stretched."""
+    if job.shift:
+        config = {**config, "base_shift": math.log(job.shift), "max_shift": math.log(job.shift), "shift_terminal": None}
     mu = calculate_shift(len(job.noise), config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096),
                          config.get("base_shift", 0.5), config.get("max_shift", 1.15))
     job.scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
-    sigmas = np.linspace(1.0, 1 / job.num_inference_steps, job.num_inference_steps)
+    sigmas = job.sigmas or np.linspace(1.0, 1 / job.num_inference_steps, job.num_inference_steps)
     job.timesteps, _ = retrieve_timesteps(job.scheduler, device=job.noise.device, sigmas=sigmas, mu=mu)
     job.scheduler.set_begin_index(0)
 
 @torch.no_grad()
-def denoise(transformer, scheduler_config, jobs, max_tokens, progress=False):
+def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
     """Euler steps from job.noise to job.latents, (I_0, 64), for all jobs at once; each forward pass takes at most
-    max_tokens tokens. Jobs may differ in everything, the number of steps too."""
+    max_tokens tokens. Jobs may differ in everything, the number of steps too. bar: a tqdm, one per job and step."""
     for j in jobs:
         set_schedule(j, scheduler_config)
         j.latents = j.noise
-    steps = range(max(len(j.timesteps) for j in jobs))
-    for i in tqdm(steps, desc=f"{len(jobs)} jobs", unit=" steps", disable=not progress or None):
+    for i in range(max(len(j.timesteps) for j in jobs)):
         active = [j for j in jobs if i < len(j.timesteps)]
         runs = [(j, embeds) for j in active for embeds in j.prompt_embeds]
         preds = [None] * len(runs)
@@ -282,6 +436,8 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, progress=False):
                 both = uncond + j.true_cfg_scale * (pred - uncond)
                 pred = both * (pred.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
             j.latents = j.scheduler.step(pred[None], j.timesteps[i], j.latents[None], return_dict=False)[0][0]
+        if bar is not None:
+            bar.update(len(active))
 
 @torch.no_grad()
 def decode(pipe, latents, height, width):
@@ -345,9 +501,12 @@ def sheet_row(job):
         beside.paste(c, (sum(c.width for c in controls[:i]), 0))
     return [beside, job.prompt]
 
-def save_png(image, path, settings=""):
+def save_png(image, path, settings="", made_with=None):
+    """settings: a hash, for `finished`; made_with: the same in words, for a person and --again."""
     png, notes = io.BytesIO(), PngImagePlugin.PngInfo()
     notes.add_text("settings", settings)
+    if made_with:
+        notes.add_text("made_with", json.dumps(made_with))
     image.save(png, format="PNG", pnginfo=notes)
     write_file(path, png.getvalue())
 
@@ -363,10 +522,12 @@ def finished(path, settings):
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 SAMPLING = dict(negative_prompt=" ", num_inference_steps=20, true_cfg_scale=4.0, height=None, width=None,
-                size_from=None)
+                size_from=None, sigmas=None, shift=None)
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
 JOB_KEYS = dict(prompt=str, negative_prompt=str, out=str, height=int, width=int, seed=int, num_inference_steps=int,
-                true_cfg_scale=(int, float))
+                true_cfg_scale=(int, float), size_from=int, sigmas=list, shift=(int, float))
+REPEAT = ("model", "dtype", "image", "prompt", "lora", "lora_scale", "seed", "target_pixels", "control_pixels",
+          "upscale", *SAMPLING) # the flags that --again takes from a picture
 
 def read_jobs(path, defaults):
     """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
@@ -386,34 +547,73 @@ def read_jobs(path, defaults):
                 wrong = [k for k, v in row.items() if k != "image" and not isinstance(v, JOB_KEYS.get(k, ()))]
                 if wrong or "prompt" not in row:
                     raise ValueError(f"field {(wrong or ['prompt'])[0]!r} is unknown, missing or of a wrong type")
+                if "sigmas" in row and "num_inference_steps" in row:
+                    raise ValueError("both sigmas and num_inference_steps")
+                if "sigmas" in row:
+                    row["sigmas"] = [float(s) for s in row["sigmas"]]
                 own = dict(out=f"{n:03d}-{Path(images[0]).stem}.png") | row
+                own |= dict(sigmas=None) if "num_inference_steps" in row else {} # not those of --sigmas
                 jobs.append(SimpleNamespace(**defaults | own | dict(image=[Path(path).parent / i for i in images])))
         except (ValueError, KeyError, TypeError, IndexError) as e:
             problems.append(f'error: {path}:{n}: {e}; want {{"image": ["a.png"], "prompt": "..."}}')
     return jobs, problems
 
+def read_folder(folder, defaults):
+    """A job for every picture below this folder, under its own name."""
+    found = find_files(folder, SUFFIXES + OTHER_SUFFIXES)
+    if not found:
+        raise InputError(f"--image {folder}: no picture in it; give a folder of {', '.join(SUFFIXES)}")
+    name = lambda stem, path, paths: (stem if len(paths) == 1 else path.relative_to(folder).as_posix()) + ".png"
+    return [SimpleNamespace(**{**defaults, "image": [path], "out": name(stem, path, paths)})
+            for stem, paths in found.items() for path in paths]
+
+def read_made_with(path):
+    """The flags that --again repeats, from a picture of ours."""
+    try:
+        with open_image(path) as image:
+            flags = json.loads(image.info["made_with"])
+            return {k: flags[k] for k in REPEAT} | dict(settings=image.info["settings"])
+    except (KeyError, ValueError, TypeError):
+        raise InputError(f"--again {path}: no settings in it; give a PNG that predict.py has written") from None
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, conflict_handler="resolve") # for --seed
     add_model_flags(parser)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0],
+                        help="of the noise; several: each job once per seed")
     # what to draw
-    parser.add_argument("--image", nargs="+", type=Path, help="control picture(s)")
+    parser.add_argument("--image", nargs="+", type=Path, help="control picture(s), or one folder: each of its pictures")
     parser.add_argument("--prompt", help="the instruction")
     parser.add_argument("--negative_prompt", help="what the unconditional run is told (default: one blank)")
     parser.add_argument("--jobs", help="jobs.jsonl, or a dataset folder: many pictures in one batch")
+    parser.add_argument("--again", metavar="PNG", help="a picture from here: its settings, unless a flag differs")
     parser.add_argument("--out", default="out.png", help="PNG of --image")
-    parser.add_argument("--out_dir", default="out/predict", help="folder for the PNGs of --jobs")
+    parser.add_argument("--out_dir", default="out/predict", help="folder for many PNGs: of --jobs, or a folder's")
+    parser.add_argument("--compare", action="store_true",
+                        help="each picture also without the LoRA, from the same noise: NAME-base.png")
     # how
-    parser.add_argument("--num_inference_steps", type=number(int, 2), help="Euler steps; at least 2")
+    parser.add_argument("--num_inference_steps", type=number(int, 1), help="Euler steps; at least 2, with --shift 1")
+    parser.add_argument("--sigmas", type=number(float, 1e-6, 1), nargs="+",
+                        help="noise level of each step, before the shift: falling, from 1 (default: evenly spaced)")
+    parser.add_argument("--shift", type=number(float, 1e-6),
+                        help="one shift for all sizes, and no stretching: 3 for Qwen-Image-Lightning (default: the "
+                             "model's own, by size)")
     parser.add_argument("--true_cfg_scale", type=float, help="at 1 or below no unconditional run, half the time")
-    parser.add_argument("--height", type=number(int, 32), help="pixels (default: from the last picture's aspect)")
+    parser.add_argument("--height", type=number(int, 32), help="pixels (default: from --size_from's aspect)")
     parser.add_argument("--width", type=number(int, 32), help="pixels")
+    parser.add_argument("--size_from", type=number(int, 1), metavar="N",
+                        help="which picture gives the result its shape, from 1 (default: the last, as in stock)")
     parser.add_argument("--target_pixels", type=pixels, metavar="AREA",
                         help="area of the result, or native (default: as the LoRA was trained, else 1024*1024)")
     parser.add_argument("--control_pixels", type=pixels, metavar="AREA", help="likewise, of the pictures given")
     parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=None,
                         help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
-    parser.add_argument("--lora", help="LoRA file or run folder (default: none; with --model tiny the newest run's)")
-    parser.add_argument("--lora_scale", type=float, default=1.0, help="strength of the LoRA: 0 is none, 1 as trained")
+    parser.add_argument("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all "
+                        "active together (default: none; with --model tiny the newest run's)")
+    parser.add_argument("--lora_scale", type=number(float, -10, 10), nargs="+", default=[1.0],
+                        help="strength of the LoRA, or of each: 0 is none, 1 as trained")
+    parser.add_argument("--merge_lora", type=Path, metavar="DIR",
+                        help="write a model folder with the LoRA(s) in its weights, in --dtype, and draw nothing")
     parser.add_argument("--max_tokens", type=number(int, 1), default=20_000,
                         help="tokens per forward pass; lower it if memory runs out")
     add_memory_flags(parser)
@@ -422,55 +622,117 @@ def main():
     parser.add_argument("--text_encoder_device", help="default: --device")
     parser.add_argument("--transformer_device", help="default: --device")
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)
-    no_job = not any(a.split("=")[0] in ("--image", "--jobs") for a in sys.argv[1:])
-    parser.set_defaults(**SAMPLING)
+    given = {a.split("=")[0] for a in sys.argv[1:]}
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--again", type=read_made_with, default={})
+    again = early.parse_known_args()[0].again
+    parser.set_defaults(**SAMPLING | again)
     args = parse_args(parser, TINY_SAMPLING | dict(
-        target_pixels="native", control_pixels="native", upscale=True, lora=runs[-1] if runs else None,
-        jobs=str(Path(TINY["data"]).with_name("val")) if no_job else None))
-    if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
+        target_pixels="native", control_pixels="native", upscale=True, lora=[str(runs[-1])] if runs else None,
+        jobs=None if given & {"--image", "--jobs", "--merge_lora"} else str(Path(TINY["data"]).with_name("val"))) | (
+        dict(again, jobs=None) if again else {}))
+    args.lora = [path for path in args.lora or [] if path]
+    if len(args.lora_scale) not in (1, len(args.lora)):
+        parser.error(f"argument --lora_scale: {len(args.lora_scale)} for {len(args.lora)} LoRAs; give one, or one each")
+    args.lora_scale *= max(1, len(args.lora)) if len(args.lora_scale) == 1 else 1
+    if len(set(args.seed)) < len(args.seed):
+        parser.error("argument --seed: one stands there twice; give each once")
+    if (args.compare or args.merge_lora) and not args.lora:
+        parser.error(f"argument --{'compare' if args.compare else 'merge_lora'}: no LoRA; give --lora")
+    if {"--sigmas", "--num_inference_steps"} <= given:
+        parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
+    if args.merge_lora:
+        if args.image or args.jobs:
+            parser.error("argument --merge_lora: draws nothing; leave out --image and --jobs, then give --model DIR")
+        if args.merge_lora.exists() and not (args.merge_lora.is_dir() and not [*args.merge_lora.iterdir()]):
+            raise InputError(f"--merge_lora {args.merge_lora}: is not empty; give another folder")
+    elif bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    master = rank == 0
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device.startswith("cuda") else "gloo",
+                                timeout=timedelta(days=7))
 
-    geometry = {name: getattr(args, name) for name in ("target_pixels", "control_pixels", "upscale")}
-    if args.lora:
-        trained = read_lora(args.lora)[1].get("train.geometry", {}) # so that inference sees the scale of training
-        geometry = {name: trained.get(name) if value is None else value for name, value in geometry.items()}
-    geometry = {name: (True if name == "upscale" else 1024 * 1024) if v is None else v for name, v in geometry.items()}
-    defaults = {**geometry, **{name: getattr(args, name) for name in ("image", "prompt", "out", "seed", *SAMPLING)}}
-    jobs, problems = ([SimpleNamespace(**defaults)], []) if args.image else read_jobs(args.jobs, defaults)
-    out_dir = Path("") if args.image else Path(args.out_dir)
+    args.lora = [str(find_lora(path)) for path in args.lora]
+    trained = [t for t in (read_lora(path)[1].get("train.geometry") for path in args.lora) if t]
+    if any(t != trained[0] for t in trained):
+        print(f"warning: the LoRAs were trained at different sizes ({'; '.join(map(str, trained))}); the first counts")
+    geometry = dict(target_pixels=1024 * 1024, control_pixels=1024 * 1024, upscale=True)
+    for source in (*trained[:1], vars(args)): # so that inference sees the scale of training
+        geometry.update({name: source[name] for name in geometry if source.get(name) is not None})
+    args.image = [Path(path) for path in args.image or []]
+    defaults = geometry | {k: getattr(args, k) for k in ("image", "prompt", "out", *SAMPLING)} | dict(seed=None)
+    folder_of_images = len(args.image) == 1 and args.image[0].is_dir() and args.image[0]
+    many = bool(args.jobs or folder_of_images)
+    out_dir = Path(args.out_dir if many else "")
+    if folder_of_images and folder_of_images.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
+        raise InputError(f"--out_dir {out_dir}: lies in the folder of --image; give another one")
+
+    if args.merge_lora:
+        folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
+        transformer = load_transformer(folder, args.dtype).to(args.transformer_device)
+        load_loras(transformer, args.lora, args.lora_scale)
+        if len(args.lora) > 1 and any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
+            raise InputError("--merge_lora: a DoRA is scaled by the base's own weights, which another LoRA would "
+                             "change; merge one at a time")
+        save_merged(transformer, folder, args.merge_lora)
+        print(f"{args.merge_lora}: {args.model} with {' + '.join(args.lora)}; give it as --model")
+        return
+    scenes, problems = read_jobs(args.jobs, defaults) if args.jobs else (
+        read_folder(folder_of_images, defaults) if folder_of_images else [SimpleNamespace(**defaults)], [])
 
     folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
     pipe = load_pipeline(folder)
     # what decides a picture besides its job. the scripts too, for they are made to be edited
     hashed = lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
     common = dict(model=[fingerprint(folder / part) for part in (*ENCODER_PARTS, "transformer")], dtype=args.dtype,
-                  lora=[hashed(find_lora(args.lora)), args.lora_scale] if args.lora else None,
                   scripts=[hashed(Path(__file__).with_name(f)) for f in ("predict.py", "cache.py", "rope_patch.py")])
-    good, rows, outs = [], [], set()
-    if args.jobs:
+    loras = [[lora_digest(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
+    columns = [(seed, on) for seed in args.seed for on in ((False, True) if args.compare else (bool(args.lora),))]
+    titles = [" ".join([*([f"seed {seed}"] if len(args.seed) > 1 else []),
+                        *([("LoRA" if on else "base")] if args.compare else [])]) or "result" for seed, on in columns]
+    small = lambda image: ImageOps.contain(image, (192, 192), Image.Resampling.LANCZOS)
+    jobs, good, rows, outs = [], [], {}, set() # rows: of the sheet
+    if many:
         sweep(out_dir)
-    for job in jobs:
+    for row, scene in enumerate(scenes):
         try:
-            if job.out in outs:
-                raise InputError(f"{args.jobs}: two jobs write {job.out}; give each its own 'out'")
-            plan_job(pipe, job)
-            outs.add(job.out)
-            job.settings = content_key(**common, **{k: v for k, v in vars(job).items() if k not in (
-                "image", "size_from", "out", "name")}, pictures=[hashed(path) for path in job.image])
-            done = finished(out_dir / job.out, job.settings) if args.jobs else None
-            if not done:
-                good.append(job)
-            elif len(rows) < 24:
-                rows.append(sheet_row(job) + [done])
+            if scene.seed is not None and len(args.seed) > 1:
+                raise InputError(f"{args.jobs}: {scene.out} has its own seed, and --seed gives more; leave one out")
+            plan_job(pipe, scene)
+            if master and len(rows) < 24: # now, for the pictures may be gone afterwards
+                rows[row] = sheet_row(scene)
+            pictures = [hashed(path) for path in scene.image]
+            for column, (seed, on) in enumerate(columns):
+                job = copy.copy(scene)
+                job.seed = seed if scene.seed is None else scene.seed
+                job.out = str(Path(scene.out).with_suffix("")) + (f"-s{seed}" if len(args.seed) > 1 else "") + (
+                    "" if on or not args.compare else "-base") + Path(scene.out).suffix
+                if job.out in outs:
+                    raise InputError(f"{args.jobs or args.image[0]}: two jobs write {job.out}; give each its own 'out'")
+                outs.add(job.out)
+                job.settings = content_key(**common, lora=loras if on else None, pictures=pictures, **{
+                    k: v for k, v in vars(job).items() if k not in ("image", "size_from", "out", "name")})
+                if again and job.settings != again["settings"]:
+                    print(f"warning: {args.again}: a flag, model, LoRA, picture or script is another than it was then")
+                job.row, job.column, job.on, job.pictures = row, column, on, pictures
+                jobs.append(job)
+                if not (many and finished(out_dir / job.out, job.settings)):
+                    good.append(job)
         except InputError as e:
             problems.append(str(e))
-    if len(outs) > len(good):
-        print(f"{out_dir}: {len(outs) - len(good)} of {len(jobs)} pictures are there already, with the same settings")
-    for p in problems:
+    if master and len(jobs) > len(good):
+        print(f"{out_dir}: {len(jobs) - len(good)} of {len(scenes) * len(columns)} pictures are there already, with "
+              "the same settings")
+    for p in problems if master else []:
         print(p, file=sys.stderr)
-    if not good:
+    if world_size > 1:
+        dist.barrier() # all have looked into the folder
+    good = good[rank::world_size]
+    if not good and world_size == 1:
         sys.exit(1 if problems else 0)
-    place = out_dir if args.jobs else Path(args.out).parent
+    place = out_dir if many else Path(args.out).parent
     try:
         place.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=place).close()
@@ -480,40 +742,62 @@ def main():
     load_encoders(pipe, folder, args.dtype, args.vae_device, args.text_encoder_device, args.quantize_text_encoder)
     pipe.vae.to(args.vae_device)
     transformer = load_transformer(folder, args.dtype)
-    if args.lora:
-        load_lora(transformer, args.lora, args.lora_scale)
-        print(f"LoRA {args.lora} at scale {args.lora_scale}")
+    load_loras(transformer, args.lora, args.lora_scale)
+    for path, scale in zip(args.lora, args.lora_scale) if master else []:
+        print(f"LoRA {path} at scale {scale}")
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
 
-    def attempt(function, *given):
-        """Whether function(*given) went well. A job that fails (a broken picture, a full disk) stops no others."""
+    def attempt(function, job, *more):
+        """Whether function(job, ...) went well. A job that fails (a broken picture, a full disk) stops no others."""
         try:
-            function(*given)
+            function(job, *more)
         except InputError as e:
             problems.append(str(e))
-            print(e, file=sys.stderr)
+            tqdm.write(str(e), file=sys.stderr)
             return False
         return True
 
-    def prepare(job):
-        encode_job(pipe, job, args.transformer_device)
-        if len(rows) < 24:
-            job.row = sheet_row(job) # now, for the pictures may be gone afterwards
+    def prepare(job, encoded):
+        encode_job(pipe, job, args.transformer_device, encoded.get(job.row))
+        encoded[job.row] = job
 
-    for pack in plan_packs([j.tokens for j in good], args.max_tokens):
-        batch = [good[i] for i in pack if attempt(prepare, good[i])]
-        if batch:
-            denoise(transformer, pipe.scheduler.config, batch, args.max_tokens, progress=True)
+    def save(job, image):
+        made_with = {k: getattr(job, k, getattr(args, k, None)) for k in REPEAT} | dict(
+            model=str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,
+            image=[str(Path(path).resolve()) for path in job.image], size_from=None, seed=[job.seed],
+            lora=[str(Path(path).resolve()) for path in args.lora] if job.on else None, lora_sha256=loras * job.on,
+            lora_scale=args.lora_scale if job.on else [1.0], pictures=job.pictures,
+            versions={m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
+        save_png(image, out_dir / job.out, job.settings, made_with)
+        tqdm.write(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
+
+    bar = tqdm(total=sum(j.num_inference_steps for j in good), desc=f"{len(good)} pictures", unit="step",
+               disable=not master or None)
+    for pack in plan_packs([j.tokens for j in good], args.max_tokens * (1 + args.compare)):
+        encoded = {}
+        batch = [good[i] for i in pack if attempt(prepare, good[i], encoded)]
+        for on in (False, True): # with and without the LoRA cannot share a forward pass
+            some = [j for j in batch if j.on == on]
+            if some and args.compare:
+                (transformer.enable_adapters if on else transformer.disable_adapters)()
+            if some:
+                denoise(transformer, pipe.scheduler.config, some, args.max_tokens, bar)
         for job in batch:
             result = decode(pipe, job.latents, job.height, job.width)
             job.latents = job.control_latent = job.prompt_embeds = None # a thousand jobs' would fill the memory
-            if attempt(save_png, result, out_dir / job.out, job.settings):
-                print(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
-                if len(rows) < 24:
-                    rows.append(job.row + [result])
-    if len(rows) > 1:
-        save_png(contact_sheet(rows, ["control", "instruction", "result"]), out_dir / "sheet.png")
-        print(f"{out_dir / 'sheet.png'}: {len(rows)} of them side by side")
+            attempt(save, job, result)
+    bar.close()
+    if world_size > 1:
+        dist.barrier() # all are done: torchrun would end the others when one returns 1
+    sheet = {(j.row, j.column): small(image) for j in jobs if j.row in rows and (
+        image := finished(out_dir / j.out, j.settings))}
+    if len(sheet) > 1:
+        place = out_dir / "sheet.png" if many else Path(args.out).with_name(Path(args.out).stem + "-sheet.png")
+        table = [rows[r] + [sheet.get((r, c)) for c in range(len(columns))] for r in sorted({r for r, _ in sheet})]
+        save_png(contact_sheet(table, ["control", "instruction", *titles]), place)
+        print(f"{place}: {len(sheet)} of them side by side")
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":

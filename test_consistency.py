@@ -2583,6 +2583,8 @@ FOREIGN = {
     "peft, adapter named": lambda t: {k.replace("transformer.tr", "tr").replace(".weight", ".default.weight"): v
                                       for k, v in t.items()},
     "no prefix": lambda t: {k.removeprefix("transformer."): v for k, v in t.items()},
+    "Qwen-Image-Lightning": lambda t: {k.removeprefix("transformer.").replace("lora_A", "lora_down").replace(
+        "lora_B", "lora_up"): v for k, v in with_alpha(t).items()},
 }
 
 
@@ -2595,7 +2597,7 @@ def test_a_lora_of_any_tool_is_loaded_whole_or_refused(tmp_path, kind, scale):
     try:
         predict.load_lora(transformer, path, scale)
     except cache.InputError as e:
-        assert kind in ("no prefix", "peft") and is_one_line(str(e), path)
+        assert kind == "peft" and is_one_line(str(e), path)
         return
     got = effect(transformer)
     layers = {k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors}
@@ -2749,6 +2751,8 @@ def job_of(images, area=64 * 64, **fields):
                 control_pixels=area,
                 upscale=True,
                 size_from=None,
+                sigmas=None,
+                shift=None,
             ),
             **fields,
         }
@@ -3456,7 +3460,8 @@ for line in sys.stdin:
     status = 0
     try:
         exec(prelude)
-        cache.main() if script.endswith("cache.py") else runpy.run_path(script, run_name="__main__")
+        modules = {"cache.py": cache.main, "predict.py": predict.main}
+        modules.get(os.path.basename(script), lambda: runpy.run_path(script, run_name="__main__"))()
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else int(e.code is not None)
         print(e.code if isinstance(e.code, str) else "")
@@ -3491,12 +3496,12 @@ def start(tmp_path_factory):
     server.wait()
 
 
-def start_ranks(start, *flags, preludes=("", "")):
+def start_ranks(start, *flags, preludes=("", ""), script="train.py"):
     """train.py with a process per prelude, as torchrun starts them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = dict(WORLD_SIZE=str(len(preludes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return [start("train.py", *flags, env=env | {"RANK": str(n)}, prelude=p) for n, p in enumerate(preludes)]
+    return [start(script, *flags, env=env | {"RANK": str(n)}, prelude=p) for n, p in enumerate(preludes)]
 
 
 def until(condition, seconds=60):
@@ -4286,3 +4291,342 @@ def test_the_encoders_are_never_on_the_device_together(data, tmp_path, monkeypat
     monkeypatch.setattr(cache, "load_encoders", load)
     make_cache(data, tmp_path / "c")
     assert order == [(["vae"], None), (["text"], "cpu")]
+
+
+# ---- chapter 8: predict.py every day, and LoRA files that work elsewhere ---------------------------------------------
+
+
+LIGHTNING = dict(base_shift=math.log(3), max_shift=math.log(3), max_image_seq_len=8192, shift_terminal=None)
+
+
+def draw(*flags):
+    """predict.py with two steps -> result of run_script, which went well."""
+    steps = [] if "--sigmas" in flags else ["--num_inference_steps", 2]
+    result = run_script("predict.py", *flags, *steps, *ON_DEVICE)
+    assert result.status == 0, result.err
+    return result
+
+
+def pixels_of(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+@pytest.fixture(scope="module")
+def two_loras(tmp_path_factory):
+    """Two random LoRAs with different layers, in diffusers' form: one with rsLoRA in its metadata."""
+    paths = []
+    for i, names in enumerate([("attn.to_q", "attn.to_out.0"), ("attn.to_q", "img_mlp.net.2")]):
+        folder = tmp_path_factory.mktemp(f"lora{i}")
+        tensors = {k: 0.05 * v for k, v in lora_tensors(rank=4, names=names).items()}
+        layers = sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors})
+        paths.append(lora_file(folder, tensors, **{"transformer.r": 4, "transformer.lora_alpha": 8,
+                                                   "transformer.use_rslora": bool(i),
+                                                   "transformer.target_modules": layers}))
+    return paths
+
+
+# ---- predict.py ----
+
+@pytest.mark.parametrize("fields, config, call", [
+    (dict(shift=3.0, num_inference_steps=4), LIGHTNING, {}),
+    (dict(shift=3.0, num_inference_steps=1), LIGHTNING, {}),
+    (dict(sigmas=[1.0, 0.7, 0.5, 0.2]), {}, dict(sigmas=[1.0, 0.7, 0.5, 0.2])),
+    (dict(sigmas=[1.0, 0.6], shift=3.0), LIGHTNING, dict(sigmas=[1.0, 0.6])),
+], ids=["shift", "one step", "sigmas", "both"])
+def test_distilled_sampling_with_two_loras_equals_stock(fields, config, call, photos, two_loras):
+    """Qwen-Image-Lightning's scheduler, two LoRAs at scales 0.7 and 1, no unconditional run: latents to 1e-5."""
+    pipe, scales = stock_pipeline(TINY), [0.7, 1.0]
+    original = pipe.scheduler
+    for name, path in zip("ab", two_loras):
+        pipe.load_lora_weights(str(path.parent), adapter_name=name)
+    pipe.set_adapters(["a", "b"], scales)
+    pipe.scheduler = type(original).from_config({**original.config, **config})
+    job = job_of(photos[:1], 96 * 96, true_cfg_scale=1.0, **fields)
+    with stock_area(96 * 96):
+        stock = pipe(image=[Image.open(photos[0])], prompt=job.prompt, true_cfg_scale=1.0,
+                     num_inference_steps=job.num_inference_steps, generator=torch.manual_seed(job.seed),
+                     output_type="latent", **call).images[0]
+    pipe.scheduler = original
+    transformer = predict.load_transformer(TINY, "float32", "cpu")
+    predict.load_loras(transformer, two_loras, scales)
+    (ours,) = predict_latents(pipe, transformer, [job])
+    predict.load_loras(other := predict.load_transformer(TINY, "float32", "cpu"), two_loras, [1.0, 1.0])
+    (wrong,) = predict_latents(pipe, other, [job_of(photos[:1], 96 * 96, true_cfg_scale=1.0, **fields)])
+    print(f"latents: {rel(ours, stock):.1e} from the stock pipeline (limit 1e-5)")
+    assert rel(ours, stock) <= 1e-5 < 1e-3 < rel(wrong, stock)
+    assert len(job.prompts) == 1
+
+
+def test_size_from_is_stock_with_that_height_and_width(photos):
+    pipe = stock_pipeline(TINY)
+    with stock_area(96 * 96):
+        width, height = plus_code.calculate_dimensions(1024 * 1024, 100 / 60)
+        stock = pipe(image=[Image.open(p) for p in photos[:2]], prompt="x", true_cfg_scale=1.0, num_inference_steps=2,
+                     height=height, width=width, generator=torch.manual_seed(3), output_type="latent").images[0]
+    job = job_of(photos[:2], 96 * 96, prompt="x", true_cfg_scale=1.0, num_inference_steps=2, size_from=1)
+    (ours,) = predict_latents(pipe, patch_qwen_model_for_multi_resolution(pipe.transformer), [job])
+    assert (job.width, job.height) == (width, height) and width > height and rel(ours, stock) <= 1e-5
+
+
+def test_a_folder_times_seeds_times_compare_is_one_batch_and_one_sheet(tmp_path, photos, two_loras):
+    """Names are kept; each of the pictures is the one that a call for it alone draws; a second call draws what is
+    missing."""
+    for name, photo in (("a.png", photos[0]), ("deep/b.jpg", photos[1]), ("deep/b.png", photos[2])):
+        save(Image.open(photo), tmp_path / "in" / name)
+    flags = ["--image", tmp_path / "in", "--prompt", "go", "--out_dir", tmp_path / "out", "--lora", *two_loras,
+             "--lora_scale", 2, 3, "--seed", 4, 5, "--compare"]
+    out = draw(*flags)
+    stems = ["a", "deep/b.jpg", "deep/b.png"]
+    names = {f"{stem}-s{seed}{base}.png" for stem in stems for seed in (4, 5) for base in ("", "-base")} | {"sheet.png"}
+    assert {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.png")} == names
+    assert Image.open(tmp_path / "out/sheet.png").size == (6 * 200, 3 * 200 + 24) and "12 of them" in out.out
+    alone = ["--image", tmp_path / "in/deep/b.jpg", "--prompt", "go", "--seed", 5, "--lora"]
+    draw(*alone, *two_loras, "--lora_scale", 2, 3, "--out", tmp_path / "one.png")
+    draw(*alone, "", "--out", tmp_path / "base.png")
+    for one, many in (("one", "b.jpg-s5"), ("base", "b.jpg-s5-base")):
+        assert abs(pixels_of(tmp_path / f"{one}.png") - pixels_of(tmp_path / f"out/deep/{many}.png")).max() <= 1
+    assert abs(pixels_of(tmp_path / "one.png") - pixels_of(tmp_path / "base.png")).max() > 8
+    assert abs(pixels_of(tmp_path / "out/a-s4.png") - pixels_of(tmp_path / "out/a-s5.png")).max() > 8
+    (tmp_path / "out/a-s5-base.png").unlink()
+    again = draw(*flags)
+    assert "11 of 12 pictures are there" in again.out
+    assert [Path(p).name for p in re.findall(r"(\S+\.png): \d+x", again.out)] == ["a-s5-base.png"]
+
+
+def test_a_picture_is_drawn_again_bit_for_bit_from_what_stands_in_it(tmp_path, photos, two_loras):
+    draw("--image", *photos[:2], "--prompt", "snow \u96ea", "--out", tmp_path / "a.png", "--lora", two_loras[1],
+         "--seed", 7, "--lora_scale", 0.5, "--size_from", 1, "--sigmas", 1, 0.4, "--shift", 3, "--true_cfg_scale", 2,
+         "--target_pixels", "64*64", "--negative_prompt", "fog")
+    note = json.loads(Image.open(tmp_path / "a.png").text["made_with"])
+    assert (note["prompt"], note["negative_prompt"], note["sigmas"]) == ("snow \u96ea", "fog", [1, 0.4])
+    assert note["seed"] == [7] and note["lora_scale"] == [0.5] and note["versions"]["torch"] == torch.__version__
+    assert note["lora_sha256"] == [[predict.lora_digest(two_loras[1]), 0.5]] and note["shift"] == 3
+    result = run_script("predict.py", "--again", tmp_path / "a.png", "--out", tmp_path / "b.png", "--device", DEVICE)
+    assert result.status == 0 and "warning" not in result.out, result.err
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    result = run_script("predict.py", "--again", tmp_path / "a.png", "--out", tmp_path / "c.png", "--seed", 8)
+    assert "warning" in result.out and abs(pixels_of(tmp_path / "a.png") - pixels_of(tmp_path / "c.png")).max() > 8
+
+
+def test_a_merged_model_draws_what_base_and_loras_draw(tmp_path, photos, two_loras, monkeypatch):
+    """Here and in stock diffusers; a folder that is not empty is refused; a failure leaves nothing behind."""
+    merge = ["--lora", *two_loras, "--lora_scale", 0.7, 1, "--merge_lora"]
+    with monkeypatch.context() as patch:
+        patch.setattr(QwenImageTransformer2DModel, "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        result = run_script("predict.py", *merge, tmp_path / "m/merged", *ON_DEVICE)
+    assert result.status == 1 and is_one_line(result.errors[-1], "--merge_lora") and not [*(tmp_path / "m").iterdir()]
+    assert run_script("predict.py", *merge, tmp_path / "m/merged", "--dtype", "float32").status == 0
+    result = run_script("predict.py", *merge, tmp_path / "m/merged", *ON_DEVICE)
+    assert result.status == 1 and is_one_line(result.errors[-1], "--merge_lora", "not empty")
+    assert [p.name for p in (tmp_path / "m").iterdir()] == ["merged"]
+    pipe = stock_pipeline(TINY)
+    transformer = predict.load_transformer(TINY, "float32", "cpu")
+    predict.load_loras(transformer, two_loras, [0.7, 1.0])
+    merged = predict.load_transformer(cache.find_model(tmp_path / "m/merged", predict.ENCODER_PARTS), "float32", "cpu")
+    stock = diffusers.QwenImageEditPlusPipeline.from_pretrained(tmp_path / "m/merged", processor=None)
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n]
+    job = lambda: job_of(photos[:1], true_cfg_scale=1.0, num_inference_steps=2)
+    (want,), (got,) = [predict_latents(pipe, t, [job()]) for t in (transformer, merged)]
+    assert rel(got, want) <= 1e-5
+    assert_bitwise(dict(stock.transformer.state_dict()), dict(merged.state_dict()))
+    assert_bitwise(dict(stock.vae.state_dict()), dict(pipe.vae.state_dict()))
+
+
+@pytest.mark.parametrize("flags, status, named", [
+    (["--sigmas", 0.5, 0.7], 1, "sigma 0.5"),
+    (["--sigmas", 1.2], 2, "--sigmas"),
+    (["--sigmas", 1, 0.5, "--num_inference_steps", 2], 2, "--sigmas"),
+    (["--num_inference_steps", 1], 1, "at least 2"),
+    (["--shift", 0], 2, "--shift"),
+    (["--size_from", 2], 1, "size_from 2 of 1"),
+    (["--seed", 1, 1], 2, "--seed"),
+    (["--lora", "", "--compare"], 2, "--compare"),
+    (["--lora", "", "--merge_lora", "m"], 2, "--merge_lora"),
+    (["--lora", "LORA", "--lora_scale", 1, 2], 2, "--lora_scale"),
+    (["--lora", "LORA", "--lora_scale", "nan"], 2, "--lora_scale"),
+    (["--lora", "nobody/nothing"], 1, "from the hub"),
+    (["--lora", "LORA", "--merge_lora", "m", "--prompt", "x"], 2, "--merge_lora"),
+    (["--again", "a.png"], 1, "no file of that name"),
+])
+def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, photos, two_loras, monkeypatch, flags, status, named):
+    monkeypatch.setattr(predict, "load_encoders", lambda *_: pytest.fail("models loaded"))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_: (_ for _ in ()).throw(OSError))
+    flags = [two_loras[0] if f == "LORA" else f for f in flags]
+    result = run_script("predict.py", "--image", photos[0], "--prompt", "x", *flags)
+    assert result.status == status and named in result.errors[-1], result.err
+    assert status == 2 or is_one_line(result.errors[-1])
+
+
+def test_an_empty_folder_one_that_would_be_overwritten_and_two_seeds_are_one_line(tmp_path, photos):
+    save(Image.open(photos[0]), tmp_path / "in/a.png")
+    (tmp_path / "no").mkdir()
+    flags = ["--prompt", "x", "--image"]
+    for image, out in (("no", "out"), ("in", "in"), ("in", "in/out")):
+        result = run_script("predict.py", *flags, tmp_path / image, "--out_dir", tmp_path / out)
+        assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / image)
+    (tmp_path / "jobs.jsonl").write_text("\n".join(json.dumps(dict(image="in/a.png", prompt="x", **row)) for row in (
+        dict(seed=3), dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(size_from=0), dict(shift=-1),
+        dict(sigmas=[1], num_inference_steps=3))))
+    result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--seed", 1, 2, "--out_dir", tmp_path / "out")
+    assert result.status == 1 and len(result.errors) == 6 and all(map(is_one_line, result.errors)), result.errors
+
+
+# ---- LoRA files ----
+
+PEFT_CONFIGS = {  # adapter_config.json -> the true scale of a LoRA of rank 2
+    "alpha": (dict(r=2, lora_alpha=6), 3),
+    "rslora": (dict(r=2, lora_alpha=6, use_rslora=True), 6 / math.sqrt(2)),
+    "pattern": (dict(r=4, lora_alpha=6, rank_pattern={".*": 2}, alpha_pattern={".*to_q": 2, ".*": 4}), None),
+}
+
+
+@pytest.mark.parametrize("kind", PEFT_CONFIGS)
+def test_a_peft_folder_has_the_scale_of_its_config(tmp_path, kind):
+    config, scale = PEFT_CONFIGS[kind]
+    tensors = lora_tensors()
+    safetensors.torch.save_file(renamed("transformer.", "base_model.model.")(tensors), tmp_path / predict.PEFT_FILE)
+    with refused(tmp_path, "adapter_config.json"):  # without it the scale is unknown
+        predict.read_lora(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | dict(peft_type="LORA", some_new_field=1)))
+    predict.load_lora(transformer := tiny_transformer(), tmp_path)
+    got = effect(transformer)
+    assert len(got) == 6
+    for layer in got:
+        a, b = [tensors[f"transformer.{layer}.lora_{x}.weight"].to(DTYPE).float() for x in "AB"]
+        torch.testing.assert_close(got[layer], (scale or (1 if "to_q" in layer else 2)) * b @ a)
+
+
+def test_a_hub_id_finds_the_one_lora_of_a_repository(tmp_path, monkeypatch):
+    files = {"a/b": [predict.LORA_FILE, "x.safetensors"], "a/two": ["x.safetensors", "y.safetensors"]}
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo: files[repo])
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, name: str(tmp_path / repo / name))
+    monkeypatch.chdir(tmp_path)
+    assert predict.find_lora("a/b") == tmp_path / "a/b" / predict.LORA_FILE
+    assert predict.find_lora("a/b/deep/y.safetensors") == tmp_path / "a/b/deep/y.safetensors"
+    with refused("a/two", "x.safetensors", "y.safetensors"):
+        predict.find_lora("a/two")
+    with refused("a/none", "hub"):
+        predict.find_lora("a/none")
+    (tmp_path / "a").mkdir()
+    assert predict.find_lora("a/none") == Path("a/none")  # a path of ours, mistyped
+
+
+def test_dora_of_kohya_is_refused_not_halved(tmp_path):
+    tensors = as_kohya(lora_tensors())
+    name = next(iter(tensors)).rsplit(".lora_", 1)[0]
+    with refused(tmp_path, "DoRA"):
+        predict.read_lora(lora_file(tmp_path, tensors | {f"{name}.dora_scale": torch.ones(128, 1)}))
+
+
+def stock_loss(position, ns, *loras, scales=None, model=TINY):
+    """The stock model's loss, with LoRAs loaded by the stock pipeline, for the sample at this position."""
+    pipe = stock_pipeline(model)
+    for i, path in enumerate(loras):
+        pipe.load_lora_weights(str(path), adapter_name=f"l{i}")
+    if loras:
+        pipe.set_adapters([f"l{i}" for i in range(len(loras))], scales)
+    sample, scale, _ = ns["draw"](position)
+    t = cache.load_sample(toy_cache(), sample, scale)
+    s, noise = ns["draw_noise"](position, *t["pixel_latent"].shape)
+    x = torch.cat([(1 - s) * t["pixel_latent"] + s * noise, t["control_latent"]])
+    with torch.no_grad():
+        v = pipe.transformer(hidden_states=x[None], encoder_hidden_states=t["prompt_embed"][None], timestep=s[None],
+                             img_shapes=[[tuple(i) for i in t["img_shapes"].tolist()]], return_dict=False)[0][0]
+    weight = 1 + t["edit_mask"] if "edit_mask" in t else torch.ones(len(noise))
+    return (((v[:len(noise)] - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum() / weight.sum()).item()
+
+
+@pytest.mark.parametrize("flags", [["--rslora"], ["--dora", "--lora_targets", "to_q"],
+                                   ["--lora_targets", "all-linear"]], ids=["rslora", "dora", "all-linear"])
+def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, flags, caplog):
+    """The file in the stock pipeline, and as --pretrained_lora, give the loss of the model that was trained; stock says
+    nothing about its metadata; the ComfyUI file is the same LoRA; and it resumes bit for bit."""
+    run = [*flags, *EXACT, "--lora_rank", 4, "--lora_alpha", 6, "--batch_size", 1, "--max_steps", 2,
+           "--lr_scheduler", "constant"]
+    comfyui = [] if "--dora" in flags else ["--lora_format", "comfyui"]
+    whole = train_toy(tmp_path / "a", *run, *comfyui)
+    assert whole.status == 0, whole.err
+    assert train_toy(tmp_path / "r", *run, "--max_steps", 1).status == 0
+    assert curve(train_log(tmp_path / "r", *run, "--resume")) == curve(log_of(tmp_path / "a"))
+    assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
+    meta = predict.read_lora(tmp_path / "a")[1]
+    assert meta["train.config"]["lora_rank"] == 4 and meta["train.config"]["data"]
+    assert {"commit", "torch", "peft"} <= meta["train.versions"].keys()
+    log = train_log(tmp_path / "b", *EXACT, "--pretrained_lora", tmp_path / "a", "--batch_size", 1, "--max_steps", 1)
+    caplog.clear()
+    want = stock_loss(0, whole.globals, tmp_path / "a")
+    assert not [r for r in caplog.records if r.name.startswith("diffusers")], caplog.text
+    assert log[0]["loss"] == pytest.approx(want, rel=1e-6)
+    assert abs(want / stock_loss(0, whole.globals) - 1) > 1e-4
+    merge = ["--lora", tmp_path / "a", "--lora_scale", 1, "--merge_lora", tmp_path / "m"]
+    assert run_script("predict.py", *merge, "--dtype", "float32").status == 0
+    assert stock_loss(0, whole.globals, model=tmp_path / "m") == pytest.approx(want, rel=1e-5)
+    if comfyui:
+        file = tmp_path / "a/a_comfyui.safetensors"
+        keys = safetensors.torch.load_file(file)
+        assert all(k.startswith("diffusion_model.") for k in keys) and len(keys) % 3 == 0
+        assert {v.item() for k, v in keys.items() if "alpha" in k} == {12 if "--rslora" in flags else 6}
+        assert stock_loss(0, whole.globals, file) == pytest.approx(want, rel=1e-6)
+        assert predict.read_lora(file)[1]["train.geometry"] == meta["train.geometry"]
+    if "all-linear" in flags:
+        layers = {k.rsplit(".lora_", 1)[0] for k in lora_of(tmp_path / "a")}
+        linears = {f"transformer.{n}" for n, m in tiny_transformer().named_modules()
+                   if isinstance(m, torch.nn.Linear) and "_blocks." in n}
+        last = max(linears, key=lambda n: int(n.split(".")[2])).split(".")[2]
+        dead = {n for n in linears if re.search(rf"blocks\.{last}\.(attn\.(add_q_proj|to_add_out)|txt_mlp)", n)}
+        assert layers == linears - dead and len(dead) == 4
+        assert all(v.any() for k, v in lora_of(tmp_path / "a").items() if "lora_B" in k)
+
+
+def test_a_base_lora_stays_as_it_is_under_the_trained_one(tmp_path, two_loras):
+    """The first loss is stock's with the base LoRA at its scale; gradients flow to the trained one only, which alone is
+    saved; both together in stock give the loss after training; another base is refused when the run is resumed."""
+    flags = [*EXACT, "--batch_size", 1, "--base_lora", two_loras[1], "--base_lora_scale", 0.5, "--lora_targets", "to_q"]
+    run = train_toy(tmp_path / "a", *flags, "--max_steps", 1)
+    assert run.status == 0, run.err
+    log = log_of(tmp_path / "a")
+    assert log[0]["loss"] == pytest.approx(stock_loss(0, run.globals, two_loras[1], scales=[0.5]), rel=1e-6)
+    trained = {n for n, p in run.globals["transformer"].named_parameters() if p.requires_grad}
+    assert trained == set(run.globals["lora"]) and all(".default." in n for n in trained)
+    base = {n: p for n, p in run.globals["transformer"].named_parameters() if ".base." in n}
+    file = predict.read_lora(two_loras[1])[0]
+    assert len(base) == len(file) and all(torch.equal(p, file["transformer." + n.replace(".base", "")])
+                                          for n, p in base.items())
+    assert {k.rsplit(".lora_")[0].rsplit(".", 1)[1] for k in lora_of(tmp_path / "a")} == {"to_q"}
+    with torch.no_grad():
+        top, bottom = run.globals["batch_loss"](run.globals["load_batch"]([0]))
+    want = stock_loss(0, run.globals, tmp_path / "a", two_loras[1], scales=[1.0, 0.5])
+    assert (top / bottom).item() == pytest.approx(want, rel=1e-6) and want != pytest.approx(log[0]["loss"], rel=1e-4)
+    for change in (["--base_lora_scale", 1], ["--base_lora", two_loras[0]]):
+        result = train_toy(tmp_path / "a", *flags, *change, "--max_steps", 2, "--resume")
+        assert result.status == 1 and is_one_line(result.errors[-1], change[0][2:])
+
+
+@pytest.mark.parametrize("flags", [
+    ["--lora_rank", 8], ["--rslora"], ["--no-dora", "--dora"], ["--lora_targets", "to_q"], ["--lora_alpha", 3]])
+def test_flags_that_contradict_the_pretrained_lora_are_refused(tmp_path, two_loras, flags):
+    result = train_toy(tmp_path / "a", "--pretrained_lora", two_loras[0], *flags)
+    assert result.status == 2 and flags[-1 if "dora" in flags[0] else 0] in result.errors[-1], result.err
+
+
+def test_dora_is_refused_for_comfyui(tmp_path):
+    result = train_toy(tmp_path / "a", "--dora", "--lora_format", "comfyui")
+    assert result.status == 2 and "--lora_format" in result.errors[-1]
+
+
+def test_processes_share_the_jobs(tmp_path, photos, start):
+    """Two processes draw the pictures that one draws, each of them once; the sheet shows all; a bad job stops none."""
+    lines = [dict(image=[str(p)], prompt="make it blue", out=f"{n}.png") for n, p in enumerate([*photos[:3], "gone.png"])]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--jobs", tmp_path / "jobs.jsonl", "--target_pixels", "64*64", "--control_pixels", "64*64", "--dtype", "float32",
+             "--num_inference_steps", 2, "--lora", "", "--device", "cpu"]
+    one = run_script("predict.py", *flags, "--out_dir", tmp_path / "one")
+    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two", script="predict.py")
+    assert one.status == 1 and sorted(r.wait() for r in ranks)[1] == 1, [r.output() for r in ranks]
+    names = ["0.png", "1.png", "2.png", "sheet.png"]
+    assert names == sorted(p.name for p in (tmp_path / "one").iterdir()) == sorted(p.name for p in (tmp_path / "two").iterdir())
+    for name in names:
+        a, b = [np.asarray(Image.open(tmp_path / d / name), int) for d in ("one", "two")]
+        assert np.abs(a - b).max() <= 1, name # alone or in a batch
+    drawn = [sum(f"/{n}.png: " in r.output() for n in range(3)) for r in ranks]
+    assert sorted(drawn) == [1, 2] and "1 of them" not in one.out

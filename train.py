@@ -41,7 +41,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,7 +75,19 @@ parser.add_argument("--lora_dropout", type=number(float, 0, 1), default=0.0, hel
 parser.add_argument("--lora_init", choices=["gaussian", "kaiming"], default="gaussian",
                     help="of lora_A; lora_B is zero")
 parser.add_argument("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
-                    help="linear layers, by the end of their names")
+                    help="linear layers, by the end of their names; attention: all of its, of pictures and text; "
+                         "all-linear: all of the blocks")
+parser.add_argument("--rslora", action=argparse.BooleanOptionalAction, default=False,
+                    help="scale by alpha / sqrt(rank), so that a large rank learns as fast as a small one")
+parser.add_argument("--dora", action=argparse.BooleanOptionalAction, default=False,
+                    help="learn direction and length of the weights apart: slower, better at small ranks")
+parser.add_argument("--lora_format", choices=["diffusers", "comfyui"], default="diffusers",
+                    help="comfyui: at the end also <run folder>_comfyui.safetensors")
+parser.add_argument("--pretrained_lora", metavar="PATH",
+                    help="start from this LoRA (file, folder, or user/repo of the hub): rank, alpha and layers are its")
+parser.add_argument("--base_lora", metavar="PATH",
+                    help="a LoRA that stays as it is under the trained one, such as Lightning's; sample with both")
+parser.add_argument("--base_lora_scale", type=number(float, -10, 10), default=1.0, help="its strength")
 # step
 parser.add_argument("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
 parser.add_argument("--batch_size", type=number(int, 1), default=4,
@@ -135,7 +146,27 @@ if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
 args.data = None if args.data in ("", "none") else args.data
 if args.dtype == "float16":
     parser.error("argument --dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16")
-args.lora_alpha = args.lora_rank if args.lora_alpha is None else args.lora_alpha
+lora_config = dict(r=args.lora_rank, lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha,
+                   use_rslora=args.rslora, use_dora=args.dora)
+if args.pretrained_lora: # what it is, no flag can change
+    found = predict.lora_config(args.pretrained_lora)
+    given = {a.split("=")[0].replace("--no-", "--") for a in sys.argv}
+    for flag, name in (("--lora_rank", "r"), ("--lora_alpha", "lora_alpha"), ("--rslora", "use_rslora"),
+                       ("--dora", "use_dora"), ("--lora_targets", None), ("--lora_init", None)):
+        if flag in given and (name is None or found.get(name, False) != lora_config[name]):
+            parser.error(f"argument {flag}: is another in --pretrained_lora, or follows from it; leave it out")
+    lora_config.update(found)
+    args.lora_targets = []
+args.lora_rank, args.lora_alpha = lora_config["r"], lora_config["lora_alpha"]
+args.rslora, args.dora = lora_config["use_rslora"], lora_config["use_dora"]
+if args.base_lora:
+    predict.read_lora(args.base_lora)
+if args.dora and args.quantize != "none":
+    parser.error("argument --dora: needs the norms of a base in full precision; leave out --quantize")
+if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    parser.error("argument --fsdp: there is one process only; start it with torchrun --nproc_per_node=N")
+if args.dora and args.lora_format == "comfyui":
+    parser.error("argument --lora_format: ComfyUI divides a DoRA by another norm than peft; give diffusers")
 for path in args.val_data:
     if not args.data or not Path(path, "target").is_dir():
         parser.error(f"argument --val_data: {path} has no folder 'target', or there is no --data; give both")
@@ -183,7 +214,9 @@ if master and not args.plan:
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
     "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile", "val_data", "save_every", "keep",
-    "resume", "plan")}
+    "resume", "plan", "lora_format")}
+for name in ("pretrained_lora", "base_lora"): # wherever it lies
+    config[name] = config[name] and predict.lora_digest(config[name])
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 
 def read_checkpoint(path):
@@ -195,8 +228,8 @@ def read_checkpoint(path):
     return weights, moments, state
 
 def refuse_other_settings(settings):
-    differ = [f"{k}: {checkpoint[2]['config'].get(k)} -> {v}" for k, v in settings.items()
-              if checkpoint[2]["config"].get(k) != v]
+    begun = {k: checkpoint[2]["config"].get(k, parser.get_default(k)) for k in settings} # older runs lack newer flags
+    differ = [f"{k}: {begun[k]} -> {v}" for k, v in settings.items() if begun[k] != v]
     if differ:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(differ)}); give the old ones, "
                          "or start a new run")
@@ -287,7 +320,10 @@ if args.device.startswith("cuda"):
 
 transformer = load_transformer(folder, args.dtype, weights=not args.plan)
 linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
-for target in args.lora_targets: # peft is silent as long as any of the names fits
+presets = {"attention": ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]}
+presets["all-linear"] = [*presets["attention"], "img_mod.1", "txt_mod.1", "net.0.proj", "net.2"]
+targets = [name for target in args.lora_targets for name in presets.get(target, [target])]
+for target in targets: # peft is silent as long as any of the names fits
     if not any(name == target or name.endswith("." + target) for name in linears):
         known = sorted({re.sub(r".*\d+\.(attn\.)?", "", n) for n in linears if "blocks" in n})
         raise InputError(f"--lora_targets {target}: no linear layer of that name; there are {' '.join(known)}")
@@ -295,12 +331,20 @@ for target in args.lora_targets: # peft is silent as long as any of the names fi
 last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
 dead = [n for n in linears if n.startswith((last + "attn.add_q_proj", last + "attn.to_add_out", last + "txt_mlp"))]
 torch.manual_seed(args.seed)
-lora_config = dict(
-    r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=args.lora_targets,
-    init_lora_weights="gaussian" if args.lora_init == "gaussian" else True,
-    exclude_modules=[n for n in dead if n.endswith(tuple(args.lora_targets))] or None)
+lora_config.update(lora_dropout=args.lora_dropout,
+                   init_lora_weights="gaussian" if args.lora_init == "gaussian" else True)
+if not args.pretrained_lora:
+    lora_config.update(target_modules=targets, exclude_modules=[n for n in dead if n.endswith(tuple(targets))] or None)
 lora = predict.add_lora(transformer, **lora_config)
+base = dict(base=args.base_lora_scale) if args.base_lora else {}
 if not args.plan:
+    if args.pretrained_lora:
+        predict.load_weights(transformer, args.pretrained_lora)
+    if base:
+        predict.load_lora(transformer, args.base_lora, name="base")
+        transformer.set_adapters(["default", *base], [1.0, *base.values()])
+        for name, p in transformer.named_parameters(): # peft lets all that are active learn
+            p.requires_grad_(name in lora)
     predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.gradient_checkpointing != 0:
@@ -310,7 +354,8 @@ if args.compile: # block by block, as all are alike; dynamic, as every batch has
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
 optimizer = torch.optim.AdamW(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
-say(f"{args.model}: LoRA on {len(lora) // 2} layers, {sum(p.numel() for p in lora.values()):,} parameters, "
+say(f"{args.model}: LoRA on {sum('.lora_A.' in n for n in lora)} layers, "
+    f"{sum(p.numel() for p in lora.values()):,} parameters, "
     f"{args.dtype} base on {args.device}, {world_size} process{'es' if world_size > 1 else ''}")
 
 # ---- the stream of samples: functions of (seed, position), of nothing else -------------------------------------------
@@ -522,22 +567,20 @@ config.update(target_pixels=args.target_pixels, control_pixels=args.control_pixe
               model=fingerprint(folder / "transformer"),
               data=cache.content_key(samples=[[s["name"], s["scales"], s["text"]] for s in samples]))
 
-def save_lora(path, step):
-    """diffusers' file: its key names, rank and alpha in its metadata; our own entries have the prefix train."""
-    state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
-    meta = {f"transformer.{k}": sorted(v) if isinstance(v, set) else v
-            for k, v in transformer.peft_config["default"].to_dict().items()}
-    # the layers that have one, by their full names: peft warns when names are more, or exclude_modules finds nothing
-    layers = sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state})
-    meta.update({"transformer.target_modules": layers, "transformer.exclude_modules": None})
-    write_tensors(path, state, {**meta, "train.geometry": geometry, "train.model": args.model, "train.step": step},
-                  meta_key="lora_adapter_metadata")
+versions = dict(commit=subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
+                                      text=True).stdout.strip(),
+                **{m.__name__: m.__version__ for m in (torch, diffusers, peft, transformers)})
+
+def about(step):
+    """What the LoRA's file says of its training. config: all flags that decide the numbers, and digests of the data and
+    the model."""
+    return dict(geometry=geometry, model=args.model, step=step, config=config, versions=versions)
 
 def save_checkpoint(step):
     """A folder that appears whole: LoRA, optimizer moments, step and configuration. Older ones beyond --keep go."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
-    save_lora(tmp / LORA_FILE, step)
+    predict.save_lora(tmp / LORA_FILE, transformer, about(step))
     moments = {f"{key}.{name}": optimizer.state[p][key]
                for name, p in lora.items() for key in ("exp_avg", "exp_avg_sq")}
     write_tensors(tmp / "optimizer.safetensors", moments, dict(step=step, config=config))
@@ -549,8 +592,7 @@ def save_checkpoint(step):
 
 def load_checkpoint(weights, moments, state):
     """Puts LoRA and optimizer back, bit for bit."""
-    found = set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in weights.items()})
-    assert not found.unexpected_keys and not [k for k in found.missing_keys if ".lora_" in k], found
+    predict.load_weights(transformer, None, weights)
     for name, p in lora.items():
         optimizer.state[p] = {key: moments[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[p]["step"] = torch.tensor(float(state["step"]))
@@ -575,10 +617,8 @@ if master:
                          "lower --keep, or give a folder on another disk")
     for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # of a killed process, as the lock is ours; and of a
         shutil.rmtree(left) if left.is_dir() else left.unlink()    # finished one that now goes on
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else [json.dumps(dict(
-        flags=vars(args), commit=commit.stdout.strip(), torch=torch.__version__, diffusers=diffusers.__version__,
-        peft=peft.__version__, transformers=transformers.__version__), default=str)]
+        flags=vars(args), **versions), default=str)]
     write_file(log, ("\n".join(lines[:1] + [line for line in lines[1:] if is_taken(line)]) + "\n").encode())
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -687,7 +727,9 @@ if stop:
     sys.exit(0)
 
 if master: # first of all, for drawing takes minutes
-    save_lora(out_dir / LORA_FILE, step)
+    predict.save_lora(out_dir / LORA_FILE, transformer, about(step))
+    if args.lora_format == "comfyui":
+        predict.save_comfyui(out_dir / f"{out_dir.resolve().name}_comfyui.safetensors", transformer, about(step))
 
 # ---- before and after ------------------------------------------------------------------------------------------------
 
@@ -721,9 +763,10 @@ if held_out: # on the master alone; with --fsdp on all, as no forward pass is po
     transformer.eval()
     pipe.vae.to(args.vae_encoder_device)
     with torch.compiler.set_stance("force_eager"): # compiling once more, without gradients, would take longer
-        transformer.disable_adapters()
+        transformer.set_adapters([*base], [*base.values()]) if base else transformer.disable_adapters()
         before = draw_held_out()
         transformer.enable_adapters()
+        transformer.set_adapters(["default", *base], [1.0, *base.values()])
         after = draw_held_out()
 if held_out and master:
     measured = measure_held_out(before, after)
@@ -746,6 +789,7 @@ if held_out and master:
 if master:
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
-        f"  python predict.py --model {args.model} --lora {out_dir} --image CONTROL.png --prompt \"...\"")
-if world_size > 1:
+        f"  python predict.py --model {args.model} --lora {' '.join(filter(None, [str(out_dir), args.base_lora]))} "
+        "--image CONTROL.png --prompt \"...\"")
+if dist.is_initialized(): # --offload has one of its own
     dist.destroy_process_group()
