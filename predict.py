@@ -150,6 +150,8 @@ def plan_job(pipe, job):
     stock, the last picture gives the target's aspect, and sides are rounded down to 16. (size_from: a dataset's job
     has a target of its own, whose size counts.)"""
     sizes = [image_size(path) for path in job.image]
+    if not sizes:
+        raise InputError(f"{job.out}: a picture without a control; predict.py edits pictures, so leave it out")
     if not is_plus(pipe) and len(sizes) > 1:
         raise InputError(f"{job.image[1]}: Qwen-Image-Edit v1 takes one picture; leave it out")
     if job.num_inference_steps < 2:
@@ -302,7 +304,7 @@ def read_jobs(path, defaults):
     """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
     if Path(path).is_dir():
         items, problems = read_dataset(path)
-        own = lambda i: dict(image=i["controls"], prompt=i["prompt"], name=i["name"], size_from=i["target"],
+        own = lambda i: dict(image=i["controls"], prompt=i["prompts"][0], name=i["name"], size_from=i["target"],
                              out=i["name"].replace("/", "-") + ".png")
         return [SimpleNamespace(**{**defaults, **own(i)}) for i in items], problems
     if not Path(path).is_file():
@@ -354,7 +356,7 @@ def main():
     parser.set_defaults(**SAMPLING)
     args = parse_args(parser, TINY_SAMPLING | dict(
         target_pixels="native", control_pixels="native", upscale=True, lora=runs[-1] if runs else None,
-        jobs=str(Path(TINY["data"]).with_name("val")) if no_job else None))
+        jobs=str(Path(TINY["data"][0]).with_name("val")) if no_job else None))
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
 

@@ -1298,7 +1298,7 @@ def plus(pipes):
 def flags_for(data, **changes):
     """What the command line would give; pictures keep their sizes."""
     return SimpleNamespace(**dict(
-        data=data, dtype=DTYPE_NAME, target_pixels=["native"], control_pixels="native", upscale=True,
+        data=[data], repeats=None, reg_data=[], dtype=DTYPE_NAME, target_pixels=["native"], control_pixels="native", upscale=True,
         max_sequence_length=1024, vae_encoder_device=DEVICE, text_encoder_device=DEVICE) | changes)
 
 
@@ -1309,8 +1309,8 @@ def index_of(pipe, data, empty_prompt=False, **changes):
 
 
 def encode(pipe, sample, prompt=None):
-    prompt = sample["prompt"] if prompt is None else prompt
-    return cache.encode_latents(pipe, sample, sample["scales"][0]) | cache.encode_text(pipe, sample, prompt)
+    text = sample["text"][0] if prompt is None else dict(prompt=prompt)
+    return cache.encode_latents(pipe, sample, sample["scales"][0]) | cache.encode_text(pipe, sample, text)
 
 
 def load(cache_dir, name=None):
@@ -1388,7 +1388,8 @@ def test_samples_are_encoded_as_the_stock_pipeline_encodes_them(tmp_path, pipes,
     assert torch.equal(got[name + "_embed"], stock.encoder_hidden_states[0])
     assert got[name + "_embeds_mask"].all() and stock.encoder_hidden_states_mask is None
     assert list(map(tuple, got["img_shapes"].tolist())) == stock.img_shapes[0]
-    assert sample["text" if prompt else "empty_text"]["tokens"] == len(got[name + "_embed"])  # known without encoding
+    length = cache.prompt_length(pipe, prompt, sample["prompt_sizes"])  # known without encoding
+    assert length == len(got[name + "_embed"]) and sample["empty_text"]["tokens"] <= length
 
 
 def test_tokens_are_those_of_the_stock_processor(plus):
@@ -1451,7 +1452,7 @@ def test_the_same_prompt_for_another_picture_is_another_text(data, plus, empty_p
     shutil.copy(data / "control/cat.png", data / "control/copy.png")
     samples, _ = index_of(plus, data, empty_prompt=True)
     text, embed, prompt = ("empty_text", "empty_prompt_embed", "") if empty_prompt else ("text", "prompt_embed", None)
-    keys = {name: s[text]["key"] for name, s in samples.items()}
+    keys = {name: (s[text] if empty_prompt else s[text][0])["key"] for name, s in samples.items()}
     assert keys["cat"] != keys["good"] and keys["cat"] == keys["copy"]
     embeds = {name: encode(plus, s, prompt)[embed] for name, s in samples.items()}
     assert not torch.equal(embeds["cat"], embeds["good"]) and torch.equal(embeds["cat"], embeds["copy"])
@@ -1494,7 +1495,7 @@ def test_a_cached_sample_holds_what_the_contract_names(cached_dataset):
     """cat: 64x64 with one control and a mask; dog: 64x32 with three controls."""
     for name, target_len, control_len, mask in (("cat", 16, 16, {"edit_mask": (16,)}), ("dog", 8, 16 + 16 + 8, {})):
         tensors, sample = load(cached_dataset / "cache", name)
-        text_len, images = sample["text"]["tokens"], 1 + len(sample["control"])
+        text_len, images = sample["text"][0]["tokens"], 1 + len(sample["control"])
         assert {k: tuple(v.shape) for k, v in tensors.items()} == mask | dict(
             pixel_latent=(target_len, 64), control_latent=(control_len, 64), img_shapes=(images, 3),
             prompt_embed=(text_len, 64), prompt_embeds_mask=(text_len,))
@@ -2043,7 +2044,7 @@ def test_no_script_stumbles_over_a_strange_name(tmp_path, name):
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbfadd a red border", b"\n add a red border \r\n\t"])
 def test_a_caption_is_read_without_its_mark_and_its_line_ends(data, plus, content):
     write_caption(content)(data)
-    assert index_of(plus, data)[0]["cat"]["prompt"] == "add a red border"
+    assert index_of(plus, data)[0]["cat"]["text"][0]["prompt"] == "add a red border"
 
 
 def test_controls_differ_in_number_and_size_and_are_counted_not_spelled(tmp_path, plus):
@@ -2081,7 +2082,7 @@ def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, kind):
     want, problems = index_of(plus, data)
     assert len(want) == 2 and not problems
     relative = lambda path: os.path.relpath(path, data)
-    rows = [dict(target=relative(s["target"]), control=[relative(c) for c in s["control"]], prompt=s["prompt"])
+    rows = [dict(target=relative(s["target"]), control=[relative(c) for c in s["control"]], prompt=s["text"][0]["prompt"])
             | (dict(mask=relative(s["mask"])) if s["mask"] else {}) for s in want.values()]
     if kind == "csv":
         write_csv(data / "metadata.csv", rows)
@@ -2089,7 +2090,7 @@ def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, kind):
         write_jsonl(data / "metadata.jsonl", rows, ascii=kind == "ascii jsonl")
     got, problems = index_of(plus, next(data.glob("metadata.*")))
     assert not problems
-    content = lambda samples: sorted((s["scales"][0]["key"], s["text"]["key"], s["prompt"]) for s in samples.values())
+    content = lambda samples: sorted((s["scales"][0]["key"], s["text"][0]["key"]) for s in samples.values())
     assert content(got) == content(want)
 
 
@@ -2108,7 +2109,6 @@ BAD_ROWS = {  # line 2 of metadata.jsonl, and what is named beside the line numb
     "null": ("null",),
     "no target": (ROW % '"target": null', "target"),
     "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
-    "empty list": (ROW % '"control": []', "control"),
     "number among controls": (ROW % '"control": ["control/cat.png", 5]', "control"),
     "NaN": (ROW % '"prompt": NaN', "prompt"),
     "blank prompt": (ROW % '"prompt": " "', "prompt"),
@@ -3290,7 +3290,7 @@ def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     for p in (0, 1, 12345):
         (s1, n1), (s2, n2), (s3, n3) = [ns["draw_noise"](p, 24, 64) for ns in (a, b, c)]
         assert s1 == s2 != s3 and torch.equal(n1, n2) and not torch.equal(n1, n3)
-    assert abs(np.mean([a["draw"](p)[2] for p in range(2000)]) - 0.25) < 0.04
+    assert abs(np.mean([a["draw"](p)[2]["prompt"] == "" for p in range(2000)]) - 0.25) < 0.04
     noise = torch.cat([a["draw_noise"](p, 24, 64)[1].flatten() for p in range(100)])
     assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
 

@@ -117,16 +117,16 @@ args = cache.parse_args(parser, dict( # what differs with --model tiny: native s
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
         "img_in"]))
 if args.val_data is None:
-    args.val_data = [str(Path(args.data).with_name(name)) for name in ("val", "known")] if (
+    args.val_data = [str(Path(args.data[0]).with_name(name)) for name in ("val", "known")] if (
         args.data == cache.TINY["data"]) else []
-if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
+args.data = None if args.data in ([""], ["none"]) else args.data
+if not args.data and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
-args.data = None if args.data in ("", "none") else args.data
 if args.dtype == "float16":
     parser.error("argument --dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16")
 args.lora_alpha = args.lora_rank if args.lora_alpha is None else args.lora_alpha
 for path in args.val_data:
-    if not args.data or not Path(path, "target").is_dir():
+    if not args.data or not cache.find_folder(Path(path), "target"):
         parser.error(f"argument --val_data: {path} has no folder 'target', or there is no --data; give both")
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
@@ -143,7 +143,7 @@ def say(line):
 
 # ---- run folder ------------------------------------------------------------------------------------------------------
 
-run_name = cache.run_name(args.model, args.data or args.cache_dir)
+run_name = cache.run_name(args.model, args.data or [args.cache_dir])
 runs = {int(m[1]): p for p in Path("out").glob("*") if (m := re.fullmatch(re.escape(run_name) + r"-(\d+)", p.name))
         and (p / "log.jsonl").exists()} # others never began
 newest = max(runs, default=0)
@@ -170,8 +170,9 @@ if master:
         raise InputError(f"--out_dir {out_dir}: cannot be written ({e.strerror}); give another folder") from None
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
-    "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
-    "skip_bad", "max_tokens", "gradient_checkpointing", "compile", "val_data", "save_every", "keep", "resume")}
+    "model", "data", "repeats", "reg_data", "cache_dir", "out_dir", "device", "vae_encoder_device",
+    "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "compile", "val_data",
+    "save_every", "keep", "resume")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 
 def read_checkpoint(path):
@@ -216,6 +217,9 @@ folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if
 pipe = cache.load_pipeline(folder) if args.data else None
 cache_dir = Path(args.cache_dir or Path("cache", run_name))
 problems = []
+if args.data: # parquet files become folders
+    args.data = cache.export_parquet(args.data, cache_dir, rank, world_size)
+    args.reg_data = cache.export_parquet(args.reg_data, cache_dir, rank, world_size)
 if not args.data: # a cache that was made elsewhere
     index = cache.load_index(cache_dir)
     pipeline = json.loads((folder / "model_index.json").read_text())["_class_name"]
@@ -238,8 +242,8 @@ else:
 if problems and not args.skip_bad: # they have been reported
     sys.exit(1)
 if not index["samples"]:
-    raise InputError(f"{args.data}: no usable sample; mend those named above")
-samples = index["samples"]
+    raise InputError(f"{' '.join(args.data)}: no usable sample; mend those named above")
+samples = [s for s in index["samples"] for _ in range(s.get("repeats", 1))]
 
 # held-out pictures: encoded now, while the encoders are here, and drawn at the end
 geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
@@ -306,14 +310,16 @@ def epoch_order(epoch):
     return torch.randperm(len(samples), generator=generator("order", epoch)).tolist()
 
 def draw(position):
-    """-> (sample, scale, whether its caption is dropped)."""
+    """-> (sample, scale, text): one of its captions, or the empty one if that is dropped."""
     epoch, i = divmod(position, len(samples))
     sample, g = samples[epoch_order(epoch)[i]], generator("draw", position)
     scale = sample["scales"][torch.randint(len(sample["scales"]), (), generator=g)]
-    return sample, scale, torch.rand((), generator=g).item() < args.caption_dropout_rate
+    dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
+    which = torch.randint(len(sample["text"]), (), generator=generator("wording", position))
+    return sample, scale, sample["empty_text"] if dropped else sample["text"][which]
 
-def tokens_of(sample, scale, dropped):
-    return sum(h * w for _, h, w in scale["img_shapes"]) + sample["empty_text" if dropped else "text"]["tokens"]
+def tokens_of(sample, scale, text):
+    return sum(h * w for _, h, w in scale["img_shapes"]) + text["tokens"]
 
 def draw_noise(position, img_len, channels):
     """-> timestep s in (0, 1) and noise (I_0, C), fp32."""
@@ -340,19 +346,19 @@ def load_batch(positions):
     """Everything that the forward pass over these positions needs, on the device: lists with one entry a sample."""
     batch = dict(latents=[], prompt_embeds=[], timesteps=[], img_shapes=[], targets=[], weights=[])
     for p in positions:
-        sample, scale, dropped = draw(p)
+        sample, scale, text = draw(p)
+        embed = "empty_prompt_embed" if text is sample["empty_text"] else "prompt_embed"
         if args.use_cache:
-            t = load_sample(cache_dir, sample, scale)
+            t = load_sample(cache_dir, sample, scale, text)
         else:
-            t = cache.encode_latents(pipe, sample, scale)
-            t.update(cache.encode_text(pipe, sample, "" if dropped else sample["prompt"]))
+            t = cache.encode_latents(pipe, sample, scale) | cache.encode_text(pipe, sample, text)
         x0 = t["pixel_latent"].to(args.device, torch.float32)
         s, noise = draw_noise(p, *x0.shape)
         noise = noise.to(args.device)
         # flow matching: data at s = 0, noise at s = 1, velocity noise - data
         noisy = ((1 - s) * x0 + s * noise).to(dtype)
         batch["latents"].append(torch.cat([noisy, t["control_latent"].to(args.device, dtype)]))
-        batch["prompt_embeds"].append(t["empty_prompt_embed" if dropped else "prompt_embed"].to(args.device, dtype))
+        batch["prompt_embeds"].append(t[embed].to(args.device, dtype))
         batch["timesteps"].append(s)
         batch["img_shapes"].append([tuple(shape) for shape in t["img_shapes"].tolist()])
         batch["targets"].append(noise - x0)
@@ -647,7 +653,7 @@ if held_out: # on the master alone
 
 if master:
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
-    say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
+    say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(index['samples'])} samples. next:\n"
         f"  python predict.py --model {args.model} --lora {out_dir} --image CONTROL.png --prompt \"...\"")
 if world_size > 1:
     dist.destroy_process_group()
