@@ -994,6 +994,187 @@ def look_after(cache_dir, index, prune):
     for path in unused if prune else []:
         path.unlink()
 
+# ---- report: what a dataset holds, and which of its pairs look wrong -------------------------------------------------
+
+DOCTOR = dict( # when a pair is named. lengths in pixels of a copy whose longest side is `side`, colours in levels of 255
+    side=256, # enough to see a shift of 4 pixels in 1024, and 60 ms a pair
+    aspect=1.05, scale=2.0, # target and control: quotient of the aspects, of the sides. 5 % is a visible stretch
+    identical=4.0, block=8.0, # RMS, and largest mean of 8x8 pixels: JPEG of quality 70 makes up to 3.8 and 7
+    edge=1.0, # what shift and zoom move at the picture's edge: less than a pixel is within the error of measurement
+    far=0.15, # of the side, and zoom: beyond, no estimate was ever right
+    structure=12.0, fits=0.2, # high-pass levels of what counts as an edge; error in parts of it where two edges fit
+    wins=1.2, share=0.05, # edges that fit only when moved: so many times those that fit only unmoved; so many of all
+    cast=5.0, zero=4.0, # levels of a recolouring to be named; of a colour that is not recoloured
+    recoloured=0.18, unchanged=0.1, # of all colours in the picture: at least, at most. Replaced backgrounds have 0.14
+    twin=4.0, other=16.0) # RMS of 16x16 pixels: re-encoded copies stay below 3; of clearly different targets
+
+def high_pass(image, size):
+    """-> brightness, and what of it is finer than a 24th of the picture: float (H, W)."""
+    x = image.convert("L").resize(size, Image.Resampling.BOX).convert("F")
+    coarse = x.resize([max(2, round(24 * n / max(size))) for n in size], Image.Resampling.BOX)
+    return np.asarray(x), np.asarray(x) - np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
+
+def moved(x, motion):
+    """x as (shift x, shift y, zoom about the middle) show it."""
+    (h, w), (dx, dy, zoom) = x.shape, motion
+    affine = (1 + zoom, 0, dx - zoom * w / 2, 0, 1 + zoom, dy - zoom * h / 2)
+    return np.asarray(Image.fromarray(x).transform((w, h), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR))
+
+def find_motion(target, control, size):
+    """-> (shift x, shift y, zoom) by which the control must be moved to lie on the target, or None. Robust least squares
+    on gradients (Lucas and Kanade 1981), coarse to fine, from no motion and from where phase correlation peaks. What was
+    edited fits with neither: of the edges that only one of the two explains, motion must explain more than rest."""
+    pyramid = [(scale, *high_pass(target, z), *high_pass(control, z)) for scale in (8, 4, 2, 1)
+               if max(z := [max(4, round(n / scale)) for n in size]) >= 24 or scale == 1]
+    _, _, a, _, b = pyramid[-1]
+    window = np.hanning(a.shape[0])[:, None] * np.hanning(a.shape[1])
+    cross = np.fft.rfft2(b * window) * np.fft.rfft2(a * window).conj()
+    peak = np.fft.irfft2(cross / (abs(cross) + 1e-3 * abs(cross).max() + 1e-9), a.shape)
+    far = np.unravel_index(peak.argmax(), a.shape)
+    far = [n - length if n > length / 2 else n for n, length in zip(far, a.shape)]
+    best = -np.inf, None
+    for motion, levels in ((np.zeros(3), pyramid), (np.array([far[1], far[0], 0.0]), pyramid[-2:])):
+        for scale, rest_a, a, rest_b, b in levels:
+            h, w = a.shape
+            y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
+            inside_both = lambda m: (abs(x + m[2] * x + m[0]) < w / 2 - 1) & (abs(y + m[2] * y + m[1]) < h / 2 - 1)
+            motion = motion / [scale, scale, 1]
+            for _ in range(6):
+                now, seen = moved(b, motion), inside_both(motion)
+                dy, dx = np.gradient(now)
+                columns, error = np.stack([dx, dy, dx * x + dy * y], -1)[seen], (a - now)[seen]
+                weighted = columns / (1 + (error[:, None] / 12) ** 2) ** 2
+                motion = motion + np.linalg.solve(weighted.T @ columns + 1e-3 * np.eye(3), weighted.T @ error)
+                motion = motion.clip([-w, -h, -0.5], [w, h, 0.5])
+            motion = motion * [scale, scale, 1]
+        # flat parts, whose neighbourhood was edited, fit by their own brightness
+        rest, after = [np.minimum(abs(a - moved(b, m)), abs(rest_a - moved(rest_b, m))) for m in (np.zeros(3), motion)]
+        strength = np.maximum(abs(a), np.maximum(abs(b), abs(moved(b, motion))))
+        edges = inside_both(motion) & (strength > DOCTOR["structure"])
+        fit = edges & (np.minimum(rest, after) < DOCTOR["fits"] * strength)
+        up, down = (fit & (rest > after + 2)).sum(), (fit & (after > rest + 2)).sum()
+        shift = np.hypot(*motion[:2])
+        if (up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges.sum() and up - down > best[0]
+                and max(shift, abs(motion[2]) * max(size) / 2) > DOCTOR["edge"]
+                and max(shift / max(size), abs(motion[2])) < DOCTOR["far"]):
+            best = up - down, motion
+    return best[1]
+
+def find_cast(target, control):
+    """-> mean change of red, green, blue if an offset and a gain for each turn the control's colours, edited or not, into
+    the target's; else None. Each colour has one vote, whatever its area: a new background is no cast. uint8 (H, W, 3)."""
+    control = control.reshape(-1, 3).astype(float)
+    change = target.reshape(-1, 3) - control
+    _, colour, count = np.unique(control // 32 @ [64, 8, 1], return_inverse=True, return_counts=True)
+    vote = np.where(count >= 3, 1 / count, 0)[colour]
+    vote = vote / max(vote.sum(), 1e-9)
+    columns = np.stack([control / 128 - 1, np.ones_like(control)], -1)
+    _, group = np.unique(change // 12 @ [10_000, 100, 1], return_inverse=True)
+    fit = change[group == np.bincount(group, vote).argmax()].mean(0) # the most frequent change, then robust least squares
+    for sigma in (24, 16, 12, 8, 6, 6, 6):
+        weight = vote / (1 + (abs(change - fit).max(1) / sigma) ** 2) ** 2
+        gram = np.einsum("n,nci,ncj->cij", weight, columns, columns) + weight.sum() * np.diag([0.02, 1e-6]) + 1e-12
+        right = np.einsum("n,nci,nc->ci", weight, columns, change)
+        fit = np.einsum("nci,ci->nc", columns, np.linalg.solve(gram, right[..., None])[..., 0])
+    like = abs(change - fit).max(1) < 6
+    if vote @ like < DOCTOR["recoloured"] or vote @ (abs(change).max(1) < DOCTOR["zero"]) > DOCTOR["unchanged"]:
+        return None
+    cast = np.average(fit[like], axis=0, weights=vote[like] + 1e-12)
+    return cast if abs(cast).max() > DOCTOR["cast"] else None
+
+def examine(sample):
+    """-> {what is wrong with the pair of target and first control: in words}, and 16x16 copies of both, (2, 768)."""
+    pair = [read_image(path) for path in [sample["target"], *sample["control"][:1]]]
+    copies = np.stack([np.asarray(im.resize((16, 16), Image.Resampling.BOX)).flatten() for im in pair])
+    if not sample["control"]:
+        return {}, np.concatenate([copies, 0 * copies])
+    found, (target, control) = {}, pair
+    (w, h), (cw, ch) = target.size, control.size
+    aspect, scale = abs(math.log(w / h / (cw / ch))), abs(math.log(w * h / (cw * ch))) / 2
+    if aspect > math.log(DOCTOR["aspect"]) or scale > math.log(DOCTOR["scale"]):
+        found["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
+    size = [max(8, round(n * min(1, DOCTOR["side"] / max(w, h)))) for n in (w, h)]
+    at = lambda n: [np.asarray(im.resize([max(1, round(s / n)) for s in size], Image.Resampling.BOX)) for im in pair]
+    whole, blocks = [np.subtract(*at(n), dtype=float) for n in (1, 8)]
+    if np.sqrt((whole.mean(-1) ** 2).mean()) < DOCTOR["identical"] and abs(blocks).max() < DOCTOR["block"]:
+        return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}, copies
+    if aspect < math.log(DOCTOR["aspect"]) and (motion := find_motion(target, control, size)) is not None:
+        dx, dy = motion[:2] * max(w, h) / max(size)
+        found["moved"] = f"by {dx:+.1f}, {dy:+.1f} px, zoom {100 * motion[2]:+.1f} %"
+    if (cast := find_cast(*at(max(1, max(size) / 64)))) is not None:
+        found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
+    return found, copies
+
+def find_twins(samples, copies):
+    """-> [(kind, i, j)]: the same pair twice, and captions that contradict each other. copies: (N, 2, 768)."""
+    caption = np.unique([" ".join(s["text"][0]["prompt"].lower().split()) for s in samples], return_inverse=True)[1]
+    further = np.unique([str(s["control"][1:]) for s in samples], return_inverse=True)[1]
+    edits, twins = np.array([bool(s["control"]) for s in samples]), []
+    x = copies.astype(np.float32) - 128
+    for i in range(len(samples)):
+        target, control = np.sqrt(((x[i + 1:] - x[i]) ** 2).mean(-1)).T
+        near = (control < DOCTOR["twin"]) & (edits[i + 1:] == edits[i]) & (further[i + 1:] == further[i])
+        same, asked = near & (target < DOCTOR["twin"]), caption[i + 1:] == caption[i]
+        for kind, which in (("duplicate", same & asked), ("other caption", same & ~asked),
+                            ("other target", near & asked & edits[i] & (target > DOCTOR["other"]))):
+            twins += [(kind, i, i + 1 + j) for j in np.flatnonzero(which)]
+    return twins
+
+def write_report(samples, folder):
+    """FOLDER/report.json, sheet_*.png; and prints what they hold. -> [(kind, in words, indices of samples)]"""
+    from predict import contact_sheet, save_png # predict.py imports this file
+    rows, copies, found = [], [], []
+    for n, s in enumerate(tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)):
+        wrong, copy = examine(s)
+        found += [(kind, words, (n,)) for kind, words in wrong.items()]
+        copies.append(copy)
+    for kind, i, j in find_twins(samples, np.stack(copies)):
+        found.append((kind, f"as {samples[j]['name']}" + (
+            f": {samples[j]['text'][0]['prompt']}" if kind == "other caption" else ""), (i, j)))
+    for n, s in enumerate(samples):
+        (w, h), shapes = s["sizes"][0], [scale["img_shapes"] for scale in s["scales"]]
+        rows.append(dict(
+            name=s["name"], sizes=s["sizes"], aspect=round(w / h, 3), controls=len(s["control"]), repeats=s["repeats"],
+            image_tokens=[sum(h * w for _, h, w in shape) for shape in shapes],
+            text_tokens=[t["tokens"] for t in s["text"]],
+            findings=[dict(kind=kind, what=what, samples=[samples[i]["name"] for i in of])
+                      for kind, what, of in found if n in of]))
+    write_file(Path(folder, "report.json"), json.dumps(rows, indent=1).encode())
+    for old in Path(folder).glob("sheet_*.png"):
+        old.unlink()
+    few = range(0, len(samples), max(1, len(samples) // 24))
+    sheets = {"overview": [("overview", s["text"][0]["prompt"], (i,)) for i, s in enumerate(samples) if i in few]}
+    for kind, words, of in found:
+        sheets.setdefault(kind, []).append((kind, words, of))
+    for kind, entries in sheets.items():
+        for page in range(0, len(entries), 24):
+            picture = [[read_image(p) for i in of for p in [*samples[i]["control"], None][:1] + [samples[i]["target"]] if p]
+                       for _, _, of in entries[page:page + 24]]
+            cells = [[f"{samples[of[0]]['name']}: {words}", *([None] if len(p) % 2 else []), *p]
+                     for p, (_, words, of) in zip(picture, entries[page:page + 24])]
+            titles = ["", "control", "target"] + ["control of the other", "target of the other"] * (len(entries[0][2]) - 1)
+            save_png(contact_sheet(cells, titles), Path(folder, f"sheet_{kind.replace(' ', '_')}_{page // 24}.png"))
+
+    # the shares of a packed and of a padded batch: --batch_size 4, in an order as random as training's
+    images, texts = [[n for r in rows for n in r[key][:1]] for key in ("image_tokens", "text_tokens")]
+    order = np.random.default_rng(0).permutation(len(rows))
+    fours = [order[i:i + 4] for i in range(0, len(order), 4)]
+    padded = sum(len(f) * (max(images[i] for i in f) + max(texts[i] for i in f)) for f in fours)
+    print(f"{len(rows)} samples, {sum(r['repeats'] for r in rows)} in an epoch; padding batches of 4 would compute "
+          f"{padded / (sum(images) + sum(texts)) - 1:.0%} more tokens than packing them")
+    print(f"{'':16}     min  median     max")
+    for title, values in (("target width", [r["sizes"][0][0] for r in rows]),
+                          ("target height", [r["sizes"][0][1] for r in rows]), ("aspect", [r["aspect"] for r in rows]),
+                          ("controls", [r["controls"] for r in rows]),
+                          ("image tokens", [n for r in rows for n in r["image_tokens"]]),
+                          ("text tokens", [n for r in rows for n in r["text_tokens"]])):
+        print(f"{title:16}{min(values):8.5g}{np.median(values):8.5g}{max(values):8.5g}")
+    for kind in sorted(sheets.keys() - {"overview"}):
+        names = [" = ".join(samples[i]["name"] for i in of) + f" ({words})" for _, words, of in sheets[kind]]
+        print(f"{kind}: {len(names)}: {'; '.join(names[:8])}" + ("; ..." if len(names) > 8 else ""))
+    print(f"{folder}: report.json and sheets of pictures")
+    return found
+
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
@@ -1003,6 +1184,8 @@ def main():
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
                         help="encode the empty prompt too, for train.py --caption_dropout_rate")
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
+    parser.add_argument("--report", action="store_true", help="encode nothing: tell what the dataset holds, and look for "
+                        "bad pairs (shifted, recoloured, twice, ...); CACHE_DIR/report has their pictures")
     parser.add_argument("--prune", action="store_true", help="delete files that no sample of this dataset uses")
     args = parse_args(parser, TINY)
     if not args.data or not all(args.data):
@@ -1013,6 +1196,12 @@ def main():
     cache_dir = Path(args.cache_dir or Path("cache", run_name(args.model, args.data)))
     folder = find_model(args.model, ENCODER_PARTS)
     args.data, args.reg_data = [export_parquet(r, cache_dir, rank, world_size) for r in (args.data, args.reg_data)]
+    if args.report:
+        index, problems = build_index(load_pipeline(folder), folder, args, args.empty_prompt)
+        report(index, problems)
+        if index["samples"]:
+            write_report(index["samples"], cache_dir / "report")
+        sys.exit(1 if problems and not args.skip_bad or not index["samples"] else 0)
     index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size,
                                  args.verify)
     if rank == 0:
