@@ -111,7 +111,7 @@ def add_model_flags(parser):
 
 def add_data_flags(parser):
     parser.add_argument("--data", nargs="+", metavar="DATA",
-                        help="dataset folders, or manifests such as metadata.jsonl (train.py: none for the cache alone)")
+                        help="dataset folders, or manifests (metadata.jsonl); train.py: none for the cache alone")
     parser.add_argument("--repeats", type=number(int, 1), nargs="+", metavar="N",
                         help="how often an epoch has each --data, one number each: more for a small one (default: 1)")
     parser.add_argument("--reg_data", nargs="+", default=[], metavar="DIR",
@@ -391,7 +391,7 @@ def read_manifest(path, alone):
                 raise InputError(f"{where}: more cells than columns; put a prompt that holds a comma in quotes")
             row = by_role(row, where)
             if "control" not in row and not alone:
-                raise InputError(f"{where}: no column 'control'; {LAYOUT}; or [] for a picture without controls")
+                raise InputError(f"{where}: no column 'control'; add it, or [] for a picture without controls")
             target, *controls = [inside(path, f, where, column) for column, f in [
                 ("target", row.get("target")), *[("control", c) for c in row.get("control", [])]]]
             prompts = row.get("prompt", [])
@@ -996,16 +996,16 @@ def look_after(cache_dir, index, prune):
 
 # ---- report: what a dataset holds, and which of its pairs look wrong -------------------------------------------------
 
-DOCTOR = dict( # when a pair is named. lengths in pixels of a copy whose longest side is `side`, colours in levels of 255
+DOCTOR = dict( # when a pair is named. lengths in pixels of a copy whose longest side is `side`, colours in levels
     side=256, # enough to see a shift of 4 pixels in 1024, and 60 ms a pair
     aspect=1.05, scale=2.0, # target and control: quotient of the aspects, of the sides. 5 % is a visible stretch
     identical=4.0, block=8.0, # RMS, and largest mean of 8x8 pixels: JPEG of quality 70 makes up to 3.8 and 7
     edge=1.0, # what shift and zoom move at the picture's edge: less than a pixel is within the error of measurement
     far=0.15, # of the side, and zoom: beyond, no estimate was ever right
-    structure=12.0, fits=0.2, # high-pass levels of what counts as an edge; error in parts of it where two edges fit
-    wins=1.2, share=0.05, # edges that fit only when moved: so many times those that fit only unmoved; so many of all
+    structure=6.0, fits=0.35, # high-pass levels of what counts as an edge; error in parts of it where two edges fit
+    wins=1.0, share=0.02, # edges that fit only when moved: so many times those that fit only unmoved; so many of all
     cast=5.0, zero=4.0, # levels of a recolouring to be named; of a colour that is not recoloured
-    recoloured=0.18, unchanged=0.1, # of all colours in the picture: at least, at most. Replaced backgrounds have 0.14
+    recoloured=0.08, unchanged=0.1, # of all colours in the picture: at least, at most
     twin=4.0, other=16.0) # RMS of 16x16 pixels: re-encoded copies stay below 3; of clearly different targets
 
 def high_pass(image, size):
@@ -1021,9 +1021,9 @@ def moved(x, motion):
     return np.asarray(Image.fromarray(x).transform((w, h), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR))
 
 def find_motion(target, control, size):
-    """-> (shift x, shift y, zoom) by which the control must be moved to lie on the target, or None. Robust least squares
-    on gradients (Lucas and Kanade 1981), coarse to fine, from no motion and from where phase correlation peaks. What was
-    edited fits with neither: of the edges that only one of the two explains, motion must explain more than rest."""
+    """-> (shift x, shift y, zoom) of what the target shows, against the control; or None. Robust least squares on
+    gradients (Lucas and Kanade 1981), coarse to fine, from no motion and from where phase correlation peaks. What was
+    edited fits with neither: of the edges that fit only at rest or only moved, most must be of the second kind."""
     pyramid = [(scale, *high_pass(target, z), *high_pass(control, z)) for scale in (8, 4, 2, 1)
                if max(z := [max(4, round(n / scale)) for n in size]) >= 24 or scale == 1]
     _, _, a, _, b = pyramid[-1]
@@ -1047,22 +1047,25 @@ def find_motion(target, control, size):
                 motion = motion + np.linalg.solve(weighted.T @ columns + 1e-3 * np.eye(3), weighted.T @ error)
                 motion = motion.clip([-w, -h, -0.5], [w, h, 0.5])
             motion = motion * [scale, scale, 1]
-        # flat parts, whose neighbourhood was edited, fit by their own brightness
-        rest, after = [np.minimum(abs(a - moved(b, m)), abs(rest_a - moved(rest_b, m))) for m in (np.zeros(3), motion)]
-        strength = np.maximum(abs(a), np.maximum(abs(b), abs(moved(b, motion))))
-        edges = inside_both(motion) & (strength > DOCTOR["structure"])
-        fit = edges & (np.minimum(rest, after) < DOCTOR["fits"] * strength)
-        up, down = (fit & (rest > after + 2)).sum(), (fit & (after > rest + 2)).sum()
-        shift = np.hypot(*motion[:2])
-        if (up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges.sum() and up - down > best[0]
+        # edges of both pictures that fit at rest, and moved; or by brightness alone, if their surroundings were edited
+        there, errors = moved(b, motion), []
+        for place, rest in ((b, rest_b), (there, moved(rest_b, motion))):
+            error = np.minimum(abs(a - place), abs(rest_a - rest))
+            edge = inside_both(motion) & (np.minimum(abs(a), abs(place)) > DOCTOR["structure"])
+            errors.append((error, edge & (error < DOCTOR["fits"] * np.maximum(abs(a), abs(place)))))
+        (error, fits), (error_then, fits_then) = errors
+        up, down = (fits_then & (error > error_then + 2)).sum(), (fits & (error_then > error + 2)).sum()
+        shift, edges = np.hypot(*motion[:2]), (np.maximum(abs(a), abs(there)) > 2 * DOCTOR["structure"]).sum()
+        if (up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges and up - down > best[0]
                 and max(shift, abs(motion[2]) * max(size) / 2) > DOCTOR["edge"]
                 and max(shift / max(size), abs(motion[2])) < DOCTOR["far"]):
-            best = up - down, motion
+            best = up - down, -motion
     return best[1]
 
 def find_cast(target, control):
-    """-> mean change of red, green, blue if an offset and a gain for each turn the control's colours, edited or not, into
-    the target's; else None. Each colour has one vote, whatever its area: a new background is no cast. uint8 (H, W, 3)."""
+    """-> mean change of red, green, blue if an offset and a gain for each turn the control's colours, edited or not,
+    into the target's; else None. Each colour has one vote, whatever its area: a new background is no cast. uint8 (H, W,
+    3)."""
     control = control.reshape(-1, 3).astype(float)
     change = target.reshape(-1, 3) - control
     _, colour, count = np.unique(control // 32 @ [64, 8, 1], return_inverse=True, return_counts=True)
@@ -1070,24 +1073,24 @@ def find_cast(target, control):
     vote = vote / max(vote.sum(), 1e-9)
     columns = np.stack([control / 128 - 1, np.ones_like(control)], -1)
     _, group = np.unique(change // 12 @ [10_000, 100, 1], return_inverse=True)
-    fit = change[group == np.bincount(group, vote).argmax()].mean(0) # the most frequent change, then robust least squares
+    fit = change[group == np.bincount(group, vote).argmax()].mean(0) # the most frequent; then robustly
     for sigma in (24, 16, 12, 8, 6, 6, 6):
         weight = vote / (1 + (abs(change - fit).max(1) / sigma) ** 2) ** 2
         gram = np.einsum("n,nci,ncj->cij", weight, columns, columns) + weight.sum() * np.diag([0.02, 1e-6]) + 1e-12
         right = np.einsum("n,nci,nc->ci", weight, columns, change)
         fit = np.einsum("nci,ci->nc", columns, np.linalg.solve(gram, right[..., None])[..., 0])
-    like = abs(change - fit).max(1) < 6
-    if vote @ like < DOCTOR["recoloured"] or vote @ (abs(change).max(1) < DOCTOR["zero"]) > DOCTOR["unchanged"]:
-        return None
+    like, unchanged = abs(change - fit).max(1) < 6, vote @ (abs(change).max(1) < DOCTOR["zero"])
+    if unchanged > DOCTOR["unchanged"] or vote @ like < DOCTOR["recoloured"] + 1.5 * unchanged:
+        return None # as many are alike by chance
     cast = np.average(fit[like], axis=0, weights=vote[like] + 1e-12)
     return cast if abs(cast).max() > DOCTOR["cast"] else None
 
 def examine(sample):
     """-> {what is wrong with the pair of target and first control: in words}, and 16x16 copies of both, (2, 768)."""
-    pair = [read_image(path) for path in [sample["target"], *sample["control"][:1]]]
-    copies = np.stack([np.asarray(im.resize((16, 16), Image.Resampling.BOX)).flatten() for im in pair])
+    pair = [read_image(path) for path in [sample["target"], *sample["control"]][:2]]
+    copies = [np.asarray(im.resize((16, 16), Image.Resampling.BOX)).flatten() for im in pair]
     if not sample["control"]:
-        return {}, np.concatenate([copies, 0 * copies])
+        return {}, np.stack(copies * 2)
     found, (target, control) = {}, pair
     (w, h), (cw, ch) = target.size, control.size
     aspect, scale = abs(math.log(w / h / (cw / ch))), abs(math.log(w * h / (cw * ch))) / 2
@@ -1097,83 +1100,85 @@ def examine(sample):
     at = lambda n: [np.asarray(im.resize([max(1, round(s / n)) for s in size], Image.Resampling.BOX)) for im in pair]
     whole, blocks = [np.subtract(*at(n), dtype=float) for n in (1, 8)]
     if np.sqrt((whole.mean(-1) ** 2).mean()) < DOCTOR["identical"] and abs(blocks).max() < DOCTOR["block"]:
-        return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}, copies
+        return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}, np.stack(copies)
     if aspect < math.log(DOCTOR["aspect"]) and (motion := find_motion(target, control, size)) is not None:
         dx, dy = motion[:2] * max(w, h) / max(size)
-        found["moved"] = f"by {dx:+.1f}, {dy:+.1f} px, zoom {100 * motion[2]:+.1f} %"
+        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * motion[2]:+.1f} %"
     if (cast := find_cast(*at(max(1, max(size) / 64)))) is not None:
         found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
-    return found, copies
+    return found, np.stack(copies)
 
 def find_twins(samples, copies):
-    """-> [(kind, i, j)]: the same pair twice, and captions that contradict each other. copies: (N, 2, 768)."""
-    caption = np.unique([" ".join(s["text"][0]["prompt"].lower().split()) for s in samples], return_inverse=True)[1]
-    further = np.unique([str(s["control"][1:]) for s in samples], return_inverse=True)[1]
+    """-> [(kind, in words, (i, j))]: the same pair twice, and captions that contradict each other. copies:
+    (2, N, 768)."""
+    ids = lambda values: np.unique(values, return_inverse=True)[1]
+    asked = ids([" ".join(s["text"][0]["prompt"].lower().split()) for s in samples])
+    further = ids([str(s["control"][1:]) + str(bool(s["control"])) for s in samples])
     edits, twins = np.array([bool(s["control"]) for s in samples]), []
     x = copies.astype(np.float32) - 128
-    for i in range(len(samples)):
-        target, control = np.sqrt(((x[i + 1:] - x[i]) ** 2).mean(-1)).T
-        near = (control < DOCTOR["twin"]) & (edits[i + 1:] == edits[i]) & (further[i + 1:] == further[i])
-        same, asked = near & (target < DOCTOR["twin"]), caption[i + 1:] == caption[i]
-        for kind, which in (("duplicate", same & asked), ("other caption", same & ~asked),
-                            ("other target", near & asked & edits[i] & (target > DOCTOR["other"]))):
-            twins += [(kind, i, i + 1 + j) for j in np.flatnonzero(which)]
+    square = (x ** 2).sum(-1)
+    for i, sample in enumerate(samples):
+        target, control = [np.sqrt(abs(q[i:] + q[i] - 2 * y[i:] @ y[i]) / 768) for q, y in zip(square, x)]
+        near, same = (control < DOCTOR["twin"]) & (further[i:] == further[i]), asked[i:] == asked[i]
+        for kind, which in (("duplicate", near & same & (target < DOCTOR["twin"])),
+                            ("other caption", near & ~same & (target < DOCTOR["twin"])),
+                            ("other target", near & same & edits[i:] & (target > DOCTOR["other"]))):
+            twins += [(kind, f"and {samples[i + j]['name']}", (i, i + j)) for j in np.flatnonzero(which) if j]
     return twins
 
 def write_report(samples, folder):
-    """FOLDER/report.json, sheet_*.png; and prints what they hold. -> [(kind, in words, indices of samples)]"""
+    """FOLDER/report.json and sheet_*.png; prints a table of what the dataset holds, and what was found."""
     from predict import contact_sheet, save_png # predict.py imports this file
-    rows, copies, found = [], [], []
-    for n, s in enumerate(tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)):
-        wrong, copy = examine(s)
-        found += [(kind, words, (n,)) for kind, words in wrong.items()]
-        copies.append(copy)
-    for kind, i, j in find_twins(samples, np.stack(copies)):
-        found.append((kind, f"as {samples[j]['name']}" + (
-            f": {samples[j]['text'][0]['prompt']}" if kind == "other caption" else ""), (i, j)))
-    for n, s in enumerate(samples):
-        (w, h), shapes = s["sizes"][0], [scale["img_shapes"] for scale in s["scales"]]
-        rows.append(dict(
-            name=s["name"], sizes=s["sizes"], aspect=round(w / h, 3), controls=len(s["control"]), repeats=s["repeats"],
-            image_tokens=[sum(h * w for _, h, w in shape) for shape in shapes],
-            text_tokens=[t["tokens"] for t in s["text"]],
-            findings=[dict(kind=kind, what=what, samples=[samples[i]["name"] for i in of])
-                      for kind, what, of in found if n in of]))
-    write_file(Path(folder, "report.json"), json.dumps(rows, indent=1).encode())
+    found, copies, sheets = [], [], {}
+    for i, sample in enumerate(tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)):
+        wrong, small = examine(sample)
+        found += [(kind, words, (i,)) for kind, words in wrong.items()]
+        copies.append(small)
+    found += find_twins(samples, np.stack(copies, 1))
+    findings = [[f"{kind}: {words}" for kind, words, of in found if of[0] == i] for i in range(len(samples))]
+    rows = [dict(name=s["name"], sizes=s["sizes"], aspect=s["sizes"][0][0] / s["sizes"][0][1], repeats=s["repeats"],
+                 controls=len(s["control"]), text_tokens=[t["tokens"] for t in s["text"]], findings=wrong,
+                 image_tokens=[sum(h * w for _, h, w in scale["img_shapes"]) for scale in s["scales"]])
+            for s, wrong in zip(samples, findings)]
+    lines = ",\n".join(map(json.dumps, rows))
+    write_file(Path(folder, "report.json"), f"[{lines}]\n".encode())
+
+    def cells(kind, words, of):
+        pictures = []
+        for s in [samples[i] for i in of]:
+            for path in (s["control"][0] if s["control"] else None, s["target"]):
+                pictures.append(path and read_image(path))
+                if path:
+                    pictures[-1].thumbnail((192, 192)) # a page of large ones would fill the memory
+        return [f"{samples[of[0]]['name']}: {words}", *pictures]
+
     for old in Path(folder).glob("sheet_*.png"):
         old.unlink()
-    few = range(0, len(samples), max(1, len(samples) // 24))
-    sheets = {"overview": [("overview", s["text"][0]["prompt"], (i,)) for i, s in enumerate(samples) if i in few]}
-    for kind, words, of in found:
-        sheets.setdefault(kind, []).append((kind, words, of))
+    overview = [("overview", s["text"][0]["prompt"], (i,)) for i, s in enumerate(samples)]
+    for entry in overview[::max(1, len(samples) // 12)][:12] + found:
+        sheets.setdefault(entry[0], []).append(entry)
     for kind, entries in sheets.items():
+        titles = ["", "control", "target", "its control", "its target"][:1 + 2 * len(entries[0][2])]
         for page in range(0, len(entries), 24):
-            picture = [[read_image(p) for i in of for p in [*samples[i]["control"], None][:1] + [samples[i]["target"]] if p]
-                       for _, _, of in entries[page:page + 24]]
-            cells = [[f"{samples[of[0]]['name']}: {words}", *([None] if len(p) % 2 else []), *p]
-                     for p, (_, words, of) in zip(picture, entries[page:page + 24])]
-            titles = ["", "control", "target"] + ["control of the other", "target of the other"] * (len(entries[0][2]) - 1)
-            save_png(contact_sheet(cells, titles), Path(folder, f"sheet_{kind.replace(' ', '_')}_{page // 24}.png"))
+            save_png(contact_sheet([cells(*entry) for entry in entries[page:page + 24]], titles),
+                     Path(folder, f"sheet_{kind.replace(' ', '_')}_{page // 24 + 1}.png"))
 
-    # the shares of a packed and of a padded batch: --batch_size 4, in an order as random as training's
-    images, texts = [[n for r in rows for n in r[key][:1]] for key in ("image_tokens", "text_tokens")]
+    lengths = np.array([[r["image_tokens"][0], r["text_tokens"][0]] for r in rows])
     order = np.random.default_rng(0).permutation(len(rows))
-    fours = [order[i:i + 4] for i in range(0, len(order), 4)]
-    padded = sum(len(f) * (max(images[i] for i in f) + max(texts[i] for i in f)) for f in fours)
-    print(f"{len(rows)} samples, {sum(r['repeats'] for r in rows)} in an epoch; padding batches of 4 would compute "
-          f"{padded / (sum(images) + sum(texts)) - 1:.0%} more tokens than packing them")
+    padded = sum(len(four) * lengths[four].max(0).sum() for four in np.split(order, range(4, len(order), 4)))
+    print(f"{len(rows)} samples, {sum(r['repeats'] for r in rows)} in an epoch; padding random batches of 4 would "
+          f"compute {padded / lengths.sum() - 1:.0%} more tokens than packing them")
     print(f"{'':16}     min  median     max")
-    for title, values in (("target width", [r["sizes"][0][0] for r in rows]),
-                          ("target height", [r["sizes"][0][1] for r in rows]), ("aspect", [r["aspect"] for r in rows]),
+    for title, values in (("target width", [r["sizes"][0][0] for r in rows]), ("aspect", [r["aspect"] for r in rows]),
+                          ("target height", [r["sizes"][0][1] for r in rows]),
                           ("controls", [r["controls"] for r in rows]),
                           ("image tokens", [n for r in rows for n in r["image_tokens"]]),
                           ("text tokens", [n for r in rows for n in r["text_tokens"]])):
         print(f"{title:16}{min(values):8.5g}{np.median(values):8.5g}{max(values):8.5g}")
-    for kind in sorted(sheets.keys() - {"overview"}):
-        names = [" = ".join(samples[i]["name"] for i in of) + f" ({words})" for _, words, of in sheets[kind]]
-        print(f"{kind}: {len(names)}: {'; '.join(names[:8])}" + ("; ..." if len(names) > 8 else ""))
-    print(f"{folder}: report.json and sheets of pictures")
-    return found
+    for kind in [kind for kind in sheets if kind != "overview"]:
+        names = [f"{samples[of[0]]['name']} {words}" for _, words, of in sheets[kind]]
+        print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}")
+    print(f"{folder}: report.json has all of them, sheet_*.png their pictures")
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -1184,8 +1189,9 @@ def main():
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
                         help="encode the empty prompt too, for train.py --caption_dropout_rate")
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
-    parser.add_argument("--report", action="store_true", help="encode nothing: tell what the dataset holds, and look for "
-                        "bad pairs (shifted, recoloured, twice, ...); CACHE_DIR/report has their pictures")
+    parser.add_argument("--report", action="store_true",
+                        help="encode nothing: tell what the dataset holds, and look for bad pairs (shifted, "
+                             "recoloured, twice, ...); CACHE_DIR/report has their pictures")
     parser.add_argument("--prune", action="store_true", help="delete files that no sample of this dataset uses")
     args = parse_args(parser, TINY)
     if not args.data or not all(args.data):
