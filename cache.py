@@ -999,11 +999,11 @@ def look_after(cache_dir, index, prune):
 DOCTOR = dict( # when a pair is named. lengths in pixels of a copy whose longest side is `side`, colours in levels
     side=256, # enough to see a shift of 4 pixels in 1024, and 60 ms a pair
     aspect=1.05, scale=2.0, # target and control: quotient of the aspects, of the sides. 5 % is a visible stretch
-    identical=4.0, block=8.0, # RMS, and largest mean of 8x8 pixels: JPEG of quality 70 makes up to 3.8 and 7
+    identical=5.0, block=9.0, # RMS, and largest mean of 8x8 pixels: JPEG of quality 70 makes up to 4.5 and 8
     edge=1.0, # what shift and zoom move at the picture's edge: less than a pixel is within the error of measurement
     far=0.15, # of the side, and zoom: beyond, no estimate was ever right
     structure=6.0, fits=0.35, # high-pass levels of what counts as an edge; error in parts of it where two edges fit
-    wins=1.0, share=0.02, # edges that fit only when moved: so many times those that fit only unmoved; so many of all
+    wins=1.2, share=0.04, # edges that fit only when moved: of those that fit only at rest; of all. Few do by chance
     cast=5.0, zero=4.0, # levels of a recolouring to be named; of a colour that is not recoloured
     recoloured=0.08, unchanged=0.1, # of all colours in the picture: at least, at most
     twin=4.0, other=16.0) # RMS of 16x16 pixels: re-encoded copies stay below 3; of clearly different targets
@@ -1022,8 +1022,8 @@ def moved(x, motion):
 
 def find_motion(target, control, size):
     """-> (shift x, shift y, zoom) of what the target shows, against the control; or None. Robust least squares on
-    gradients (Lucas and Kanade 1981), coarse to fine, from no motion and from where phase correlation peaks. What was
-    edited fits with neither: of the edges that fit only at rest or only moved, most must be of the second kind."""
+    gradients (Lucas and Kanade 1981), coarse to fine, from rest, from where phase correlation peaks, and from zooms.
+    What was edited never fits: of the edges that fit only at rest or only moved, most must be of the second kind."""
     pyramid = [(scale, *high_pass(target, z), *high_pass(control, z)) for scale in (8, 4, 2, 1)
                if max(z := [max(4, round(n / scale)) for n in size]) >= 24 or scale == 1]
     _, _, a, _, b = pyramid[-1]
@@ -1032,9 +1032,8 @@ def find_motion(target, control, size):
     peak = np.fft.irfft2(cross / (abs(cross) + 1e-3 * abs(cross).max() + 1e-9), a.shape)
     far = np.unravel_index(peak.argmax(), a.shape)
     far = [n - length if n > length / 2 else n for n, length in zip(far, a.shape)]
-    best = -np.inf, None
-    for motion, levels in ((np.zeros(3), pyramid), (np.array([far[1], far[0], 0.0]), pyramid[-2:])):
-        for scale, rest_a, a, rest_b, b in levels:
+    for n, motion in enumerate(np.array([[0, 0, 0], [far[1], far[0], 0], [0, 0, 0.05], [0, 0, -0.05]])):
+        for scale, rest_a, a, rest_b, b in pyramid[-2:] if n else pyramid:
             h, w = a.shape
             y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
             inside_both = lambda m: (abs(x + m[2] * x + m[0]) < w / 2 - 1) & (abs(y + m[2] * y + m[1]) < h / 2 - 1)
@@ -1056,11 +1055,13 @@ def find_motion(target, control, size):
         (error, fits), (error_then, fits_then) = errors
         up, down = (fits_then & (error > error_then + 2)).sum(), (fits & (error_then > error + 2)).sum()
         shift, edges = np.hypot(*motion[:2]), (np.maximum(abs(a), abs(there)) > 2 * DOCTOR["structure"]).sum()
-        if (up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges and up - down > best[0]
-                and max(shift, abs(motion[2]) * max(size) / 2) > DOCTOR["edge"]
-                and max(shift / max(size), abs(motion[2])) < DOCTOR["far"]):
-            best = up - down, -motion
-    return best[1]
+        reach = max(shift, abs(motion[2]) * max(size) / 2)
+        if reach < DOCTOR["edge"] / 2: # at rest, and so it would be from any start
+            return None
+        if up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges and reach > DOCTOR["edge"] and (
+                max(shift / max(size), abs(motion[2])) < DOCTOR["far"]):
+            return -motion
+    return None
 
 def find_cast(target, control):
     """-> mean change of red, green, blue if an offset and a gain for each turn the control's colours, edited or not,

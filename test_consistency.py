@@ -2084,7 +2084,8 @@ def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, kind):
     assert len(want) == 2 and not problems
     relative = lambda path: os.path.relpath(path, data)
     rows = [dict(target=relative(s["target"]), control=[relative(c) for c in s["control"]],
-                 prompt=s["text"][0]["prompt"]) | (dict(mask=relative(s["mask"])) if s["mask"] else {}) for s in want.values()]
+                 prompt=s["text"][0]["prompt"])
+            | (dict(mask=relative(s["mask"])) if s["mask"] else {}) for s in want.values()]
     if kind == "csv":
         write_csv(data / "metadata.csv", rows)
     else:
