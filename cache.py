@@ -1003,7 +1003,7 @@ DOCTOR = dict( # when a pair is named. lengths in pixels of a copy whose longest
     edge=1.0, # what shift and zoom move at the picture's edge: less than a pixel is within the error of measurement
     far=0.15, # of the side, and zoom: beyond, no estimate was ever right
     structure=6.0, fits=0.35, # high-pass levels of what counts as an edge; error in parts of it where two edges fit
-    wins=1.2, share=0.04, # edges that fit only when moved: of those that fit only at rest; of all. Few do by chance
+    wins=1.1, share=0.02, clear=0.05, # edges that fit only when moved: of those that fit only at rest, of all, product
     cast=5.0, zero=4.0, # levels of a recolouring to be named; of a colour that is not recoloured
     recoloured=0.08, unchanged=0.1, # of all colours in the picture: at least, at most
     twin=4.0, other=16.0) # RMS of 16x16 pixels: re-encoded copies stay below 3; of clearly different targets
@@ -1032,6 +1032,7 @@ def find_motion(target, control, size):
     peak = np.fft.irfft2(cross / (abs(cross) + 1e-3 * abs(cross).max() + 1e-9), a.shape)
     far = np.unravel_index(peak.argmax(), a.shape)
     far = [n - length if n > length / 2 else n for n, length in zip(far, a.shape)]
+    best = 0, None
     for n, motion in enumerate(np.array([[0, 0, 0], [far[1], far[0], 0], [0, 0, 0.05], [0, 0, -0.05]])):
         for scale, rest_a, a, rest_b, b in pyramid[-2:] if n else pyramid:
             h, w = a.shape
@@ -1058,10 +1059,11 @@ def find_motion(target, control, size):
         reach = max(shift, abs(motion[2]) * max(size) / 2)
         if reach < DOCTOR["edge"] / 2: # at rest, and so it would be from any start
             return None
-        if up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges and reach > DOCTOR["edge"] and (
-                max(shift / max(size), abs(motion[2])) < DOCTOR["far"]):
-            return -motion
-    return None
+        if (up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges and up - down > best[0]
+                and up**2 > DOCTOR["clear"] * edges * (down + 3) # by chance there are many of neither, or few of both
+                and reach > DOCTOR["edge"] and max(shift / max(size), abs(motion[2])) < DOCTOR["far"]):
+            best = up - down, -motion
+    return best[1]
 
 def find_cast(target, control):
     """-> mean change of red, green, blue if an offset and a gain for each turn the control's colours, edited or not,

@@ -4219,7 +4219,7 @@ def edited_pair(rng, kind, size):
         box = w // 5, h // 5, w * 4 // 5, h * 7 // 10
         target.paste(target.crop(box).filter(ImageFilter.GaussianBlur(min(size) / 30)), box)
     elif kind == "grain":
-        target = Image.fromarray((np.asarray(target) + rng.normal(0, 16, (h, w, 3))).clip(0, 255).astype(np.uint8))
+        target = Image.fromarray((np.asarray(target) + rng.normal(0, 12, (h, w, 3))).clip(0, 255).astype(np.uint8))
     else:
         target.paste(natural(rng, (w // 2, h // 2)), (rng.integers(w // 2), rng.integers(h // 2)))
     return control, target
