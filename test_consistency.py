@@ -4265,7 +4265,7 @@ def test_the_pair_doctor_finds_what_is_planted_and_nothing_else(tmp_path):
         for bad in ("shifted", "zoomed"):
             pair, (dx, dy, zoom) = planted_motion(rng, kind, size(), bad)
             found = examined(*pair)
-            counts.setdefault(bad, []).append("moved" in found)
+            counts.setdefault("moved", []).append("moved" in found)
             wrong.append(found.keys() - {"moved"})
             if "moved" in found and bad == "shifted":
                 right, down = [float(n) for n in re.findall(r"[-+][\d.]+", found["moved"])[:2]]
