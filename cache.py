@@ -1,10 +1,12 @@
 """
 Encode a dataset of before/after pictures once, so that training needs only the transformer.
 
-Reads a folder, or a manifest (metadata.jsonl or .csv: target, control, prompt, mask; paths relative to it):
-    data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it
+Reads folders, or manifests (metadata.jsonl, .json or .csv: target, control, prompt, mask; paths relative to it):
+    data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it; several
+                                                        lines: several wordings, of which each step draws one
     data/control/cat.png    data/control/cat_1.png ...  the picture given; further ones, any count, any sizes
     data/mask/cat.png                                   optional: white = the edited region
+Other trainers' names for the same are in FOLDERS and COLUMNS below. Hugging Face's parquet files are exported once.
 Writes CACHE_DIR/latents/*.safetensors, text/*.safetensors (named by a hash of all that decides their content, so that a
 second run encodes only what changed) and index.json, which joins them to the samples.
 
@@ -12,6 +14,8 @@ $ python cache.py                                                     # the toy 
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
 $ python cache.py --model ... --data photos --vae_encoder_device cuda:0 --text_encoder_device cuda:1
 $ torchrun --nproc_per_node=4 cache.py --model ... --data photos      # four processes share the work
+$ python cache.py --model ... --data photos drawings --repeats 1 5 --reg_data faces  # mixed; faces: pictures alone
+$ python cache.py --model ... --data photos --report                  # looks for bad pairs; loads no model
 
 train.py calls the same functions; run this one alone to check a dataset, or to encode on another machine.
 """
@@ -55,7 +59,18 @@ PREPROCESSING = 1 # part of every key: count it up when pictures or prompts are 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 OTHER_SUFFIXES = (".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl") # not read, but named
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
-LAYOUT = "expected target/NAME.png, target/NAME.txt and control/NAME.png, or metadata.jsonl / metadata.csv"
+LAYOUT = ("expected target/NAME.png, target/NAME.txt and control/NAME.png, or metadata.jsonl / .json / .csv with "
+          "columns target, control, prompt")
+# what others call it. folders: also musubi-tuner, ai-toolkit, qwen-image-finetune
+FOLDERS = dict(target=("target", "targets", "target_images", "training_images", "images"),
+               control=("control", "controls", "control_images"), mask=("mask", "masks", "mask_images"))
+# columns: with or without path_ before, _path or _file_name behind; of controls also with a number, from 0 or 1
+COLUMNS = dict(
+    target=("target", "target_image", "target_img", "image", "output", "output_image", "edited_image", "file_name"),
+    control=("control", "control_image", "control_images", "edit_image", "edit_images", "source", "source_image",
+             "source_img", "input", "input_image", "original_image", "conditioning_image"),
+    mask=("mask", "mask_image", "mask_img", "edit_mask", "control_mask"),
+    prompt=("prompt", "caption", "text", "instruction", "edit_prompt", "edit_instruction"))
 
 transformers.utils.logging.disable_progress_bar() # a bar for each of three small models would hide ours
 
@@ -68,7 +83,7 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
 # ---- flags that train.py has too -------------------------------------------------------------------------------------
 
 # defaults that come with --model tiny
-TINY = dict(data=str(Path(__file__).with_name("tiny") / "data"), target_pixels=["native"], control_pixels="native")
+TINY = dict(data=[str(Path(__file__).with_name("tiny") / "data")], target_pixels=["native"], control_pixels="native")
 
 def pixels(text):
     """'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
@@ -96,7 +111,13 @@ def add_model_flags(parser):
     parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
 
 def add_data_flags(parser):
-    parser.add_argument("--data", help="dataset folder, or metadata.jsonl / .csv (train.py: none for the cache alone)")
+    parser.add_argument("--data", nargs="+", metavar="DATA",
+                        help="dataset folders, or manifests (metadata.jsonl); train.py: none for the cache alone")
+    parser.add_argument("--repeats", type=number(int, 1), nargs="+", metavar="N",
+                        help="how often an epoch has each --data, one number each: more for a small one (default: 1)")
+    parser.add_argument("--reg_data", nargs="+", default=[], metavar="DIR",
+                        help="folders of NAME.png + NAME.txt without controls: text-to-image pictures that are trained "
+                             "beside the edits, so that the model does not forget (default: none)")
     parser.add_argument("--cache_dir", help="where encoded samples go (default: cache/<model>-<data>)")
     parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
                         help="area of the target; several: each step draws one; native: keep each picture's size")
@@ -132,6 +153,8 @@ def parse_args(parser, tiny):
     if model.parse_known_args()[0].model == "tiny" and not {"-h", "--help"} & set(sys.argv):
         parser.set_defaults(**tiny)
     args = parser.parse_args()
+    if getattr(args, "repeats", None) and len(args.repeats) != len(args.data or ()):
+        parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data or ())} --data; give one number each")
     if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" # each process its own
     args.device = args.device or "cpu"
@@ -225,21 +248,52 @@ def read_tensors(path, meta_key="json", key=None):
 
 # ---- dataset ---------------------------------------------------------------------------------------------------------
 
-def read_dataset(data):
-    """Folder or manifest -> (items, problems): dicts of name, target, controls, mask, prompt; and one line for
-    everything that is wrong. No picture is opened yet. InputError if there is no dataset at all."""
+def read_datasets(args):
+    """--data and --reg_data -> (items, problems) of all; names begin with their root's where there are several."""
+    roots = [*args.data, *args.reg_data]
+    labels = [root_name(root) for root in roots]
+    labels = labels if len(set(labels)) == len(roots) else list(map(str, roots))
+    items, problems = [], []
+    for n, root in enumerate(roots):
+        found, wrong = read_dataset(root, alone=n >= len(args.data))
+        for item in found:
+            item["name"] = f"{labels[n]}/{item['name']}" if len(roots) > 1 else item["name"]
+            item["repeats"] = args.repeats[n] if args.repeats and n < len(args.data) else 1
+        items, problems = items + found, problems + wrong
+    return items, problems
+
+def root_name(data):
+    """A manifest goes by its folder's name."""
+    data = Path(data).resolve()
+    return data.parent.name if data.is_file() else data.name
+
+def read_dataset(data, alone=False):
+    """Folder or manifest -> (items, problems): dicts of name, target, controls, mask, prompts; and one line for
+    everything that is wrong. No picture is opened yet. InputError if there is no dataset at all. With `alone` the
+    pictures of a folder have no controls."""
     data = Path(data)
-    if data.is_dir() and not (data / "target").is_dir():
-        manifests = [data / f"metadata{s}" for s in (".jsonl", ".csv") if (data / f"metadata{s}").is_file()]
-        if len(manifests) != 1:
-            raise InputError(f"{data}: {'two manifests' if manifests else 'no dataset'}; {LAYOUT}")
-        data = manifests[0]
+    if data.is_dir():
+        manifests = [data / f"metadata{s}" for s in (".jsonl", ".json", ".csv") if (data / f"metadata{s}").is_file()]
+        if len(manifests) == 1 and (alone or not (find_folder(data, "target") and find_folder(data, "control"))):
+            data = manifests[0]
+        elif not alone and not find_folder(data, "target"):
+            held = ", ".join(sorted(p.name for p in data.iterdir())[:5]) or "nothing"
+            raise InputError(f"{data}: {'two manifests' if manifests else f'no dataset, it holds {held}'}; {LAYOUT}")
     if not data.exists():
         raise InputError(f"{data}: does not exist; {LAYOUT}")
-    items, problems = read_folder(data) if data.is_dir() else read_manifest(data)
+    items, problems = read_folder(data, alone) if data.is_dir() else read_manifest(data, alone)
     if not items and not problems:
         raise InputError(f"{data}: no pictures in it; {LAYOUT}")
     return items, problems
+
+def find_folder(data, role):
+    """data/target under the name it has here, or None. InputError if there are two."""
+    found = [data / name for name in FOLDERS[role] if (data / name).is_dir()]
+    if len(found) > 1:
+        raise InputError(f"{found[1]}: means the same as {found[0].name}/; keep one of them")
+    return found[0] if found else None
+
+unique = lambda values: list(dict.fromkeys(values))
 
 def find_files(folder, suffixes):
     """Files below `folder` -> {stem relative to it: [paths]}, sorted. Stems are NFC, so that names from macOS match."""
@@ -253,55 +307,71 @@ def find_files(folder, suffixes):
                 found.setdefault(unicodedata.normalize("NFC", stem), []).append(path)
     return dict(sorted(found.items()))
 
-def read_folder(data):
-    items, problems = [], []
-    targets, controls, masks = [find_files(data / d, SUFFIXES) for d in ("target", "control", "mask")]
-    captions = find_files(data / "target", (".txt",))
-    unused = {path: stem for found in (controls, masks, captions) for stem, paths in found.items() for path in paths}
-    unused |= {path: stem for d in ("target", "control", "mask")
-               for stem, paths in find_files(data / d, OTHER_SUFFIXES).items() for path in paths}
+def read_folder(data, alone):
+    items, problems, used, further = [], [], set(), {}
+    folders = [data] if alone else [find_folder(data, role) or data / role for role in FOLDERS]
+    targets, controls, masks = [find_files(folder, SUFFIXES) for folder in folders] + [{}] * (3 - len(folders))
+    captions = find_files(folders[0], (".txt",))
+    others = [find_files(folder, OTHER_SUFFIXES) for folder in folders]
+    unused = {path: stem for found in (targets, controls, masks, captions, *others)
+              for stem, paths in found.items() for path in paths}
+    for found in (targets, controls, masks): # cat_mask.png, wherever it lies, is the mask of cat
+        for stem in [s for s in found if s.endswith("_mask") and s.removesuffix("_mask") in targets
+                     and (found is not targets or s not in captions)]:
+            masks.setdefault(stem.removesuffix("_mask"), []).extend(found.pop(stem))
+    for stem in controls: # cat_1 and cat_control_1 are further controls of cat
+        if m := re.fullmatch(r"(?s)(.+)_(\d+)", stem):
+            name = m[1] if m[1] in targets else m[1].removesuffix("_control")
+            further.setdefault(name, []).append((int(m[2]), stem))
     for name, (target, *_) in targets.items():
-        further = sorted((int(m[1]), s) for s in controls if (m := re.fullmatch(re.escape(name) + r"_(\d+)", s)))
-        clash = [s for _, s in further if s in targets]
+        numbers, stems = zip(*sorted(further.get(name, []))) if name in further else ((), ())
+        first = [name] if name in controls else []
+        clash = [s for s in stems if s in targets]
         caption = captions.get(name, [])
-        own = targets[name] + caption + masks.get(name, []) + controls.get(name, [])
-        own += [path for _, stem in further for path in controls[stem]]
-        unused = {path: stem for path, stem in unused.items() if path not in own}
+        own = targets[name] + caption + masks.get(name, []) + [path for s in [*first, *stems] for path in controls[s]]
+        used.update(own)
         try:
             kind = lambda path: (path.with_suffix(""), path.suffix == ".txt") # cat.png beside cat.jpg
             twins = [p for p in own if [kind(q) for q in own].count(kind(p)) > 1]
             if twins:
                 raise InputError(f"{twins[0]}: {twins[1].name} has the same name; keep one of them")
-            if name not in controls:
-                raise InputError(f"{target}: no control; expected {data / 'control' / name}.png")
+            if len(masks.get(name, [])) > 1:
+                raise InputError(f"{masks[name][0]}: {masks[name][1]} is a mask of it too; keep one of them")
+            if not alone and not first and 0 not in numbers: # musubi-tuner counts from cat_0
+                raise InputError(f"{target}: no control; expected {folders[1] / name}.png")
             if clash:
                 raise InputError(f"{controls[clash[0]][0]}: the control of {clash[0]} or the second one of {name}?; "
                                  "rename one target")
-            if [n for n, _ in further] != list(range(1, len(further) + 1)):
-                raise InputError(f"{target}: controls are numbered {[n for n, _ in further]}; number them 1, 2, ...")
+            if list(numbers) != list(range(len(first), len(first) + len(numbers))):
+                raise InputError(f"{target}: controls are numbered {list(numbers)}; number them 1, 2, ...")
             if not caption:
                 raise InputError(f"{target}: no caption; expected {target.with_suffix('.txt')}")
-            prompt = read_text(caption[0]).strip()
-            check_prompt(caption[0], prompt)
-            if not prompt:
+            prompts = [line.strip() for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
+            if not prompts:
                 raise InputError(f"{caption[0]}: empty caption; write the instruction into it")
-            items.append(dict(name=name, target=target, mask=masks.get(name, [None])[0], prompt=prompt,
-                              controls=[controls[stem][0] for stem in [name] + [s for _, s in further]]))
+            check_prompt(caption[0], " ".join(prompts))
+            items.append(dict(name=name, target=target, mask=masks.get(name, [None])[0], prompts=unique(prompts),
+                              controls=[controls[s][0] for s in [*first, *stems]]))
         except InputError as e:
             problems.append(str(e))
     problems += [str(InputError(f"{p}: a link to a folder, which is not followed; copy the pictures"))
-                 for d in ("target", "control", "mask") for p in (data / d).rglob("*") if p.is_symlink() and p.is_dir()]
+                 for folder in folders for p in folder.rglob("*") if p.is_symlink() and p.is_dir()]
     problems += [str(InputError(f"{p}: not used, for there is a folder of targets; give it as --data, or move it away"))
-                 for p in data.glob("metadata.*") if p.suffix in (".jsonl", ".csv")]
-    problems += [str(InputError(f"{path}: not used, for there is no {data / 'target' / stem}.png; add that, or delete "
-                                "this")) for path, stem in unused.items()]
+                 for p in data.glob("metadata.*") if p.suffix in (".jsonl", ".json", ".csv")]
+    problems += [str(InputError(f"{path}: not used, for there is no {folders[0] / stem}.png; add that, or delete this"))
+                 for path, stem in unused.items() if path not in used]
     return items, problems
 
-def read_manifest(path):
+def read_manifest(path, alone):
     items, problems, seen = [], [], {}
     text = read_text(path)
     if path.suffix == ".jsonl":
         rows = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    elif path.suffix == ".json":
+        try:
+            rows = [(n, row) for n, row in enumerate(json.loads(text), 1)]
+        except (ValueError, TypeError, RecursionError) as e:
+            raise InputError(f"{path}: no JSON list ({e}); want one object a sample") from None
     elif path.suffix == ".csv":
         csv.field_size_limit(2**31 - 1) # an overlong caption has its own error
         try:
@@ -326,26 +396,89 @@ def read_manifest(path):
                 raise InputError(f"{where}: {type(row).__name__} instead of an object; one object a line")
             if "cells without a column" in row:
                 raise InputError(f"{where}: more cells than columns; put a prompt that holds a comma in quotes")
-            if isinstance(row.get("control"), str): # csv: control, control_1, ...
-                further = sorted((int(m[1]), row[k]) for k in row if (m := re.fullmatch(r"control_(\d+)", k)))
-                row["control"] = [row["control"]] + [c for _, c in further]
-            for column, kind in (("target", str), ("prompt", str), ("control", list)):
-                if not isinstance(row.get(column), kind) or not row[column] or not str(row[column]).strip():
-                    raise InputError(f"{where}: column {column!r} is {row.get(column)!r}; want {kind.__name__}, not "
-                                     "empty")
-            controls = [inside(path, c, where, "control") for c in row["control"]]
-            item = dict(target=inside(path, row["target"], where, "target"), controls=controls,
+            row = by_role(row, where)
+            if "control" not in row and not alone:
+                raise InputError(f"{where}: no column 'control'; add it, or [] for a picture without controls")
+            target, *controls = [inside(path, f, where, column) for column, f in [
+                ("target", row.get("target")), *[("control", c) for c in row.get("control", [])]]]
+            prompts = row.get("prompt", [])
+            if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
+                raise InputError(f"{where}: column 'prompt' is {prompts or None!r}; want text, not empty")
+            check_prompt(f"{where}: column 'prompt'", " ".join(prompts))
+            item = dict(target=target, controls=controls, prompts=unique(p.strip() for p in prompts),
                         mask=inside(path, row["mask"], where, "mask") if row.get("mask") else None,
-                        name=str(Path(row["target"]).with_suffix("")), prompt=row["prompt"].strip())
-            check_prompt(f"{where}: column 'prompt'", item["prompt"])
-            files = [str(p.resolve()) for p in [item["target"], *controls]]
-            same = seen.setdefault(json.dumps([files, item["prompt"]]), n)
+                        name=str(Path(row["target"]).with_suffix("")))
+            files = [str(p.resolve()) for p in [target, *controls]]
+            same = seen.setdefault(json.dumps([files, item["prompts"]]), n)
             if same != n:
                 raise InputError(f"{where}: the same as line {same}; delete one")
             items.append(item)
         except InputError as e:
             problems.append(str(e))
     return items, problems
+
+def by_role(row, where):
+    """A row with any names of COLUMNS -> those of target, control (a list), mask and prompt (a list) that are there.
+    InputError if two columns mean the same."""
+    found, columns = {}, {}
+    for column, value in row.items():
+        base, number = re.fullmatch(r"(?s)(?:path_)?(.*?)(?:_path|_file_name)?(?:_(\d+))?", column).groups()
+        role = next((role for role, names in COLUMNS.items() if base in names), None)
+        if role is None or value is None or (number and role != "control"):
+            continue
+        if columns.setdefault(role, base) != base or (role, int(number or -1)) in found:
+            raise InputError(f"{where}: column {column!r} means {role}, as another one does; keep one of them")
+        found[role, int(number or -1)] = value
+    row = {}
+    for (role, _), value in sorted(found.items(), key=lambda entry: entry[0]):
+        if role in ("control", "prompt"):
+            row[role] = row.get(role, []) + (value if isinstance(value, list) else [value])
+        else:
+            row[role] = value
+    return row
+
+def export_parquet(roots, cache_dir, rank=0, world_size=1):
+    """Folders that hold Hugging Face parquet files -> the same as folders with target/, control/ and captions, which
+    rank 0 writes once to CACHE_DIR/exported (anew if the files have changed). Other roots stay as they are."""
+    out = []
+    for root in map(Path, roots):
+        files = [*root.glob("*.parquet"), *root.glob("data/*.parquet")]
+        key = content_key(files=[[p.name, fingerprint(p.parent)] for p in sorted(files)])
+        folder = Path(cache_dir, "exported", key, root.resolve().name)
+        if files and rank == 0 and not folder.exists():
+            tmp = folder.with_name(".tmp")
+            shutil.rmtree(tmp, ignore_errors=True)
+            try:
+                import datasets
+                rows = datasets.load_dataset(str(root), split="train", streaming=True).decode(False)
+                for n, row in enumerate(tqdm(rows, desc=f"exporting {root}", unit=" rows", disable=None)):
+                    roles = by_role(row, f"{root}: row {n}")
+                    if not roles.get("target"):
+                        raise InputError(f"{root}: none of {list(row)} is a target; name one of them so")
+                    write_row(tmp, f"{n:08d}", roles)
+                os.replace(tmp, folder)
+            except ImportError:
+                raise InputError(f"{root}: parquet files need the package datasets; pip install datasets") from None
+            except Exception as e: # whatever a dozen packages make of a broken file; a full disk
+                raise InputError(f"{root}: cannot be exported ({type(e).__name__}: {str(e) or 'no row'}); mend it, or "
+                                 f"give its pictures as a folder") from None
+        out.append(str(folder) if files else str(root))
+    if world_size > 1:
+        dist.barrier()
+    return out
+
+def write_row(folder, name, row):
+    """A row of pictures as bytes -> files of the folder layout."""
+    pictures = dict(target=row["target"], mask=row.get("mask"))
+    pictures = {f"{role}/{name}": p for role, p in pictures.items()} | {
+        f"control/{name}_{k}" if k else f"control/{name}": p for k, p in enumerate(row.get("control", []))}
+    for path, picture in pictures.items():
+        if picture is not None:
+            suffix = {b"\xff\xd8": ".jpg", b"RI": ".webp", b"BM": ".bmp"}.get(picture["bytes"][:2], ".png")
+            Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, path + suffix).write_bytes(picture["bytes"])
+    lines = [re.sub(r"\s*[\r\n]\s*", " ", p) for p in row.get("prompt", [])] # a line would be one more wording
+    Path(folder, "target", name + ".txt").write_text("\n".join(lines), encoding="utf-8")
 
 def inside(manifest, name, where, column):
     """A manifest's path: relative, a file, and inside the manifest's folder also after following links. No URLs."""
@@ -676,7 +809,8 @@ def encode_image(pipe, image, size):
 def encode_prompt(pipe, prompt, images, sizes):
     """Instruction and the pictures it speaks of -> (T, 3584), without the template's first 64 tokens."""
     images = [pipe.image_processor.resize(im, h, w) for im, (w, h) in zip(images, sizes)]
-    embeds, _ = pipe.encode_prompt([prompt], images if is_plus(pipe) else images[0], device=pipe.text_encoder.device)
+    images = (images or None) if is_plus(pipe) else images[0]
+    embeds, _ = pipe.encode_prompt([prompt], images, device=pipe.text_encoder.device)
     return embeds[0]
 
 def prompt_length(pipe, prompt, sizes):
@@ -688,22 +822,23 @@ def prompt_length(pipe, prompt, sizes):
     return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
 
 def encode_latents(pipe, sample, scale):
-    """-> pixel_latent (I_0, 64), control_latent (sum I_c, 64), img_shapes (N, 3), and edit_mask (I_0,) where there is
-    one: the edited share of each token's 16x16 pixels."""
+    """-> pixel_latent (I_0, 64), control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), and edit_mask
+    (I_0,) where there is one: the edited share of each token's 16x16 pixels."""
     target_size, *control_sizes = [(w * 16, h * 16) for _, h, w in scale["img_shapes"]]
     controls = [encode_image(pipe, read_image(path), size) for path, size in zip(sample["control"], control_sizes)]
-    out = dict(pixel_latent=encode_image(pipe, read_image(sample["target"]), target_size),
-               control_latent=torch.cat(controls), img_shapes=torch.tensor(scale["img_shapes"]))
+    target = encode_image(pipe, read_image(sample["target"]), target_size)
+    out = dict(pixel_latent=target, control_latent=torch.cat([target[:0], *controls]),
+               img_shapes=torch.tensor(scale["img_shapes"]))
     if sample["mask"]:
         mask = read_image(sample["mask"]).convert("L").resize((target_size[0] // 16, target_size[1] // 16), Image.BOX)
         out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
     return finite(out, sample["target"])
 
-def encode_text(pipe, sample, prompt):
-    """-> prompt_embed (T, 3584), prompt_embeds_mask (T,): the prompt with the sample's pictures, since the encoder sees
-    both. For the prompt "" the names begin with empty_."""
-    embed = encode_prompt(pipe, prompt, [read_image(c) for c in sample["control"]], sample["prompt_sizes"])
-    name = "prompt_embed" if prompt else "empty_prompt_embed"
+def encode_text(pipe, sample, text):
+    """-> prompt_embed (T, 3584), prompt_embeds_mask (T,): the text's prompt with the sample's pictures, since the
+    encoder sees both. For the prompt "" the names begin with empty_."""
+    embed = encode_prompt(pipe, text["prompt"], [read_image(c) for c in sample["control"]], sample["prompt_sizes"])
+    name = "prompt_embed" if text["prompt"] else "empty_prompt_embed"
     return finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample["target"])
 
 def check_prompt(where, prompt):
@@ -726,15 +861,15 @@ def finite(tensors, path):
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
-def run_name(model, data):
-    """<model>-<data>, for the default folders of caches and runs. A manifest goes by its folder's name."""
-    data = Path(data).resolve()
-    return f"{Path(model).name}-{data.parent.name if data.is_file() else data.name}"
+def run_name(model, roots):
+    """<model>-<data>+<more data>, for the default folders of caches and runs."""
+    return f"{Path(model).name}-{'+'.join(map(root_name, roots))}"
 
 def build_index(pipe, folder, args, empty_prompt, quiet=False):
-    """Reads every picture's header and hash -> (index, problems). index["samples"]: name, sources, prompt; `text` and
-    `empty_text`, each a key with its number of tokens; `scales`, one per --target_pixels: key and img_shapes."""
-    items, problems = read_dataset(args.data)
+    """Reads every picture's header and hash -> (index, problems). index["samples"]: name, sources, how often an epoch
+    `repeats` it; `text`, its wordings, and `empty_text`: each a prompt and a key with its number of tokens; `scales`,
+    one per --target_pixels: key and img_shapes."""
+    items, problems = read_datasets(args)
     models = model_fingerprints(folder)
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=type(pipe).__name__, dtype=args.dtype)
     if args.quantize_text_encoder != "none":
@@ -751,9 +886,10 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
                 if abs(w / h / (sizes[0][0] / sizes[0][1]) - 1) > 0.02: # it may have another scale, not another shape
                     raise InputError(f"{item['mask']}: {w}x{h} for a target of {sizes[0][0]}x{sizes[0][1]}; give it "
                                      "the target's shape")
-            if not is_plus(pipe) and len(item["controls"]) > 1:
-                raise InputError(f"{files[2]}: Qwen-Image-Edit v1 takes one control; remove it, or train 2509 or 2511")
-            tokens = len(pipe.tokenizer(item["prompt"]).input_ids)
+            if not is_plus(pipe) and len(item["controls"]) != 1:
+                raise InputError(f"{files[min(2, len(files) - 1)]}: Qwen-Image-Edit v1 takes one control, here are "
+                                 f"{len(files) - 1}; remove it, or train 2509 or 2511")
+            tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt in item["prompts"])
             if tokens > args.max_sequence_length:
                 raise InputError(f"{item['target']}: caption of {tokens} tokens, over --max_sequence_length "
                                  f"{args.max_sequence_length}; shorten it")
@@ -765,12 +901,13 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
                 scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], key=content_key(
                     **common, vae=models["vae"], pictures=hashes, sizes=used,
                     mask=hashlib.sha256(item["mask"].read_bytes()).hexdigest() if item["mask"] else None)))
-            text = [dict(key=content_key(**common, text=models["text"], prompt=p, pictures=hashes[1:], sizes=seen),
-                         tokens=prompt_length(pipe, p, seen)) for p in [item["prompt"], ""]]
-            samples.append(dict(name=item["name"], prompt=item["prompt"], target=str(item["target"]),
-                                control=[str(c) for c in item["controls"]], mask=item["mask"] and str(item["mask"]),
-                                sizes=sizes, prompt_sizes=seen, scales=scales, text=text[0],
-                                empty_text=text[1] if empty_prompt else None))
+            text = [dict(prompt=p, tokens=prompt_length(pipe, p, seen), key=content_key(
+                        **common, text=models["text"], prompt=p, pictures=hashes[1:], sizes=seen))
+                    for p in [*item["prompts"], ""]]
+            samples.append(dict(name=item["name"], target=str(item["target"]), control=list(map(str, item["controls"])),
+                                mask=item["mask"] and str(item["mask"]), repeats=item["repeats"], sizes=sizes,
+                                prompt_sizes=seen, scales=scales, text=text[:-1],
+                                empty_text=text[-1] if empty_prompt else None))
         except InputError as e:
             problems.append(str(e))
         except OSError as e:
@@ -785,12 +922,9 @@ def text_file(cache_dir, text):
     return Path(cache_dir, "text", text["key"] + ".safetensors")
 
 def sample_files(cache_dir, sample):
-    """{file: (key, encode function, its arguments)} of one sample: latents at every scale, prompt, empty prompt."""
-    files = {latents_file(cache_dir, s): (s["key"], encode_latents, s) for s in sample["scales"]}
-    for text, prompt in ((sample["text"], sample["prompt"]), (sample["empty_text"], "")):
-        if text:
-            files[text_file(cache_dir, text)] = text["key"], encode_text, prompt
-    return files
+    """{file: (encode function, its arguments)} of one sample: latents at every scale, prompts, empty prompt."""
+    files = {latents_file(cache_dir, s): (encode_latents, s) for s in sample["scales"]}
+    return files | {text_file(cache_dir, t): (encode_text, t) for t in [*sample["text"], sample["empty_text"]] if t}
 
 def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, verify=False):
     """Encodes this rank's share of what the cache lacks -> problems; a bad sample stops no others. The encoders
@@ -799,11 +933,11 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
     jobs = {path: (sample, *job) for sample in index["samples"] # a file that samples share stands there once
             for path, job in sample_files(cache_dir, sample).items()}
     # dealt by key, not by place in the list: a rank that lists the files later finds some of them there already
-    mine = {path for path, (_, key, *_) in jobs.items() if int(key, 16) % world_size == rank}
+    mine = {path for path in jobs if int(path.stem, 16) % world_size == rank}
     for path in tqdm(sorted(mine), desc="verifying", unit=" files", disable=rank > 0 or None) if verify else []:
         try:
             if path.is_file():
-                read_tensors(path, key=jobs[path][1])
+                read_tensors(path, key=path.stem)
         except InputError:
             tqdm.write(f"{path}: damaged; encoding it again", file=sys.stderr)
             path.unlink()
@@ -813,9 +947,8 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
     config = json.loads((folder / "text_encoder" / "config.json").read_text())
     width = config.get("text_config", config)["hidden_size"]
     need = 0
-    for sample, _, encode, arg in jobs.values():
-        elements = (64 * sum(h * w for _, h, w in arg["img_shapes"]) if encode is encode_latents else
-                    width * (sample["text"] if arg else sample["empty_text"])["tokens"])
+    for _, _, arg in jobs.values():
+        elements = width * arg["tokens"] if "tokens" in arg else 64 * sum(h * w for _, h, w in arg["img_shapes"])
         need += elements * getattr(torch, args.dtype).itemsize
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache_dir).free
@@ -829,7 +962,7 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
     stopped, loaded = [], []
     handlers = {s: signal.signal(s, lambda *_: stopped.append(True)) # what is begun is finished
                 for s in (signal.SIGTERM, signal.SIGINT)}
-    for path, (sample, key, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0 or None):
+    for path, (sample, encode, arg) in tqdm(share, desc="encoding", unit=" files", disable=rank > 0 or None):
         if stopped:
             tqdm.write(f"{cache_dir}: stopped by a signal; run the same command again for the rest")
             sys.exit(0)
@@ -846,7 +979,7 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
             problems.append(str(e))
             continue
         write_tensors(path, tensors, dict(
-            version=VERSION, key=key, sources=[sample["target"], *sample["control"]], sizes=sample["sizes"]))
+            version=VERSION, key=path.stem, sources=[sample["target"], *sample["control"]], sizes=sample["sizes"]))
     for s, handler in handlers.items():
         signal.signal(s, handler)
     return problems
@@ -889,7 +1022,7 @@ def describe(index):
     if not samples:
         return "0 samples"
     pairs = [(s, scale["img_shapes"]) for s in samples for scale in s["scales"]]
-    tokens = [sum(h * w for _, h, w in shapes) + s["text"]["tokens"] for s, shapes in pairs]
+    tokens = [sum(h * w for _, h, w in shapes) + t["tokens"] for s, shapes in pairs for t in s["text"]]
     bent, name = max((abs(w / h * s["sizes"][0][1] / s["sizes"][0][0] - 1), s["name"]) for s, [(_, h, w), *_] in pairs)
     return (f"{len(samples)} samples, {len({tuple(shapes[0]) for _, shapes in pairs})} target sizes, up to "
             f"{max(len(s['control']) for s in samples)} controls, {min(tokens)} to {max(tokens)} tokens; sides rounded "
@@ -897,13 +1030,15 @@ def describe(index):
 
 # ---- reading the cache -----------------------------------------------------------------------------------------------
 
-def load_sample(cache_dir, sample, scale):
+def load_sample(cache_dir, sample, scale, *texts):
     """One sample's tensors at one scale, checked: pixel_latent, control_latent, img_shapes, prompt_embed,
-    prompt_embeds_mask, and where they were made edit_mask, empty_prompt_embed, empty_prompt_embeds_mask."""
+    prompt_embeds_mask, and where they were made edit_mask, empty_prompt_embed, empty_prompt_embeds_mask. `texts`: which
+    of its texts (default: the first and the empty one)."""
     if "v1" in sample:
         return read_v1(sample["v1"])
     tensors = {}
-    for file, item in ((latents_file, scale), (text_file, sample["text"]), (text_file, sample["empty_text"])):
+    texts = texts or (sample["text"][0], sample["empty_text"])
+    for file, item in ((latents_file, scale), *[(text_file, text) for text in texts]):
         if item:
             found, meta = read_tensors(file(cache_dir, item), key=item["key"])
             if meta["version"] != VERSION:
@@ -921,6 +1056,8 @@ def load_index(cache_dir):
             index = json.loads(path.read_text())
             if index["version"] != VERSION or not index["samples"]:
                 raise ValueError(f"version {index['version']}, {len(index['samples'])} samples")
+            for s in index["samples"]: # until there were several wordings, `text` was the one
+                s["text"] = s["text"] if isinstance(s["text"], list) else [s["text"]]
             return index
         except (ValueError, KeyError, TypeError) as e:
             raise InputError(f"{path}: no index of version {VERSION} ({e}); run cache.py again") from None
@@ -931,7 +1068,7 @@ def load_index(cache_dir):
         if path.suffix == ".safetensors":
             t = read_v1(path)
             text, empty = [dict(tokens=len(t[k])) if k in t else None for k in ("prompt_embed", "empty_prompt_embed")]
-            samples.append(dict(name=path.stem, v1=str(path), text=text, empty_text=empty,
+            samples.append(dict(name=path.stem, v1=str(path), text=[text], empty_text=empty,
                                 scales=[dict(img_shapes=t["img_shapes"].tolist())]))
     if not samples:
         raise InputError(f"{cache_dir}: no cache in it; run cache.py, or give --data")
@@ -971,6 +1108,195 @@ def look_after(cache_dir, index, prune):
     for path in unused if prune else []:
         path.unlink()
 
+# ---- report: what a dataset holds, and which of its pairs look wrong -------------------------------------------------
+
+DOCTOR = dict( # when a pair is named. lengths in pixels of a copy whose longest side is `side`, colours in levels
+    side=256, # enough to see a shift of 4 pixels in 1024, and 60 ms a pair
+    aspect=1.05, scale=2.0, # target and control: quotient of the aspects, of the sides. 5 % is a visible stretch
+    identical=5.0, block=9.0, # RMS, and largest mean of 8x8 pixels: JPEG of quality 70 makes up to 4.5 and 8
+    edge=1.0, # what shift and zoom move at the picture's edge: less than a pixel is within the error of measurement
+    far=0.15, # of the side, and zoom: beyond, no estimate was ever right
+    structure=6.0, fits=0.35, # high-pass levels of what counts as an edge; error in parts of it where two edges fit
+    wins=1.1, share=0.02, clear=0.05, # edges that fit only when moved: of those that fit only at rest, of all, product
+    cast=5.0, zero=4.0, # levels of a recolouring to be named; of a colour that is not recoloured
+    recoloured=0.08, unchanged=0.1, # of all colours in the picture: at least, at most
+    twin=4.0, other=16.0) # RMS of 16x16 pixels: re-encoded copies stay below 3; of clearly different targets
+
+def high_pass(image, size):
+    """-> brightness, and what of it is finer than a 24th of the picture: float (H, W)."""
+    x = image.convert("L").resize(size, Image.Resampling.BOX).convert("F")
+    coarse = x.resize([max(2, round(24 * n / max(size))) for n in size], Image.Resampling.BOX)
+    return np.asarray(x), np.asarray(x) - np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
+
+def moved(x, motion):
+    """x as (shift x, shift y, zoom about the middle) show it."""
+    (h, w), (dx, dy, zoom) = x.shape, motion
+    affine = (1 + zoom, 0, dx - zoom * w / 2, 0, 1 + zoom, dy - zoom * h / 2)
+    return np.asarray(Image.fromarray(x).transform((w, h), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR))
+
+def find_motion(target, control, size):
+    """-> (shift x, shift y, zoom) of what the target shows, against the control; or None. Robust least squares on
+    gradients (Lucas and Kanade 1981), coarse to fine, from rest, from where phase correlation peaks, and from zooms.
+    What was edited never fits: of the edges that fit only at rest or only moved, most must be of the second kind."""
+    pyramid = [(scale, *high_pass(target, z), *high_pass(control, z)) for scale in (8, 4, 2, 1)
+               if max(z := [max(4, round(n / scale)) for n in size]) >= 24 or scale == 1]
+    _, _, a, _, b = pyramid[-1]
+    window = np.hanning(a.shape[0])[:, None] * np.hanning(a.shape[1])
+    cross = np.fft.rfft2(b * window) * np.fft.rfft2(a * window).conj()
+    peak = np.fft.irfft2(cross / (abs(cross) + 1e-3 * abs(cross).max() + 1e-9), a.shape)
+    far = np.unravel_index(peak.argmax(), a.shape)
+    far = [n - length if n > length / 2 else n for n, length in zip(far, a.shape)]
+    best = 0, None
+    for n, motion in enumerate(np.array([[0, 0, 0], [far[1], far[0], 0], [0, 0, 0.05], [0, 0, -0.05]])):
+        for scale, rest_a, a, rest_b, b in pyramid[-2:] if n else pyramid:
+            h, w = a.shape
+            y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
+            inside_both = lambda m: (abs(x + m[2] * x + m[0]) < w / 2 - 1) & (abs(y + m[2] * y + m[1]) < h / 2 - 1)
+            motion = motion / [scale, scale, 1]
+            for _ in range(6):
+                now, seen = moved(b, motion), inside_both(motion)
+                dy, dx = np.gradient(now)
+                columns, error = np.stack([dx, dy, dx * x + dy * y], -1)[seen], (a - now)[seen]
+                weighted = columns / (1 + (error[:, None] / 12) ** 2) ** 2
+                motion = motion + np.linalg.solve(weighted.T @ columns + 1e-3 * np.eye(3), weighted.T @ error)
+                motion = motion.clip([-w, -h, -0.5], [w, h, 0.5])
+            motion = motion * [scale, scale, 1]
+        # edges of both pictures that fit at rest, and moved; or by brightness alone, if their surroundings were edited
+        there, errors = moved(b, motion), []
+        for place, rest in ((b, rest_b), (there, moved(rest_b, motion))):
+            error = np.minimum(abs(a - place), abs(rest_a - rest))
+            edge = inside_both(motion) & (np.minimum(abs(a), abs(place)) > DOCTOR["structure"])
+            errors.append((error, edge & (error < DOCTOR["fits"] * np.maximum(abs(a), abs(place)))))
+        (error, fits), (error_then, fits_then) = errors
+        up, down = (fits_then & (error > error_then + 2)).sum(), (fits & (error_then > error + 2)).sum()
+        shift, edges = np.hypot(*motion[:2]), (np.maximum(abs(a), abs(there)) > 2 * DOCTOR["structure"]).sum()
+        reach = max(shift, abs(motion[2]) * max(size) / 2)
+        if reach < DOCTOR["edge"] / 2: # at rest, and so it would be from any start
+            return None
+        if (up > DOCTOR["wins"] * down and up > DOCTOR["share"] * edges and up - down > best[0]
+                and up**2 > DOCTOR["clear"] * edges * (down + 3) # by chance there are many of neither, or few of both
+                and reach > DOCTOR["edge"] and max(shift / max(size), abs(motion[2])) < DOCTOR["far"]):
+            best = up - down, -motion
+    return best[1]
+
+def find_cast(target, control):
+    """-> mean change of red, green, blue if an offset and a gain for each turn the control's colours, edited or not,
+    into the target's; else None. Each colour has one vote, whatever its area: a new background is no cast. uint8 (H, W,
+    3)."""
+    control = control.reshape(-1, 3).astype(float)
+    change = target.reshape(-1, 3) - control
+    _, colour, count = np.unique(control // 32 @ [64, 8, 1], return_inverse=True, return_counts=True)
+    vote = np.where(count >= 3, 1 / count, 0)[colour]
+    vote = vote / max(vote.sum(), 1e-9)
+    columns = np.stack([control / 128 - 1, np.ones_like(control)], -1)
+    _, group = np.unique(change // 12 @ [10_000, 100, 1], return_inverse=True)
+    fit = change[group == np.bincount(group, vote).argmax()].mean(0) # the most frequent; then robustly
+    for sigma in (24, 16, 12, 8, 6, 6, 6):
+        weight = vote / (1 + (abs(change - fit).max(1) / sigma) ** 2) ** 2
+        gram = np.einsum("n,nci,ncj->cij", weight, columns, columns) + weight.sum() * np.diag([0.02, 1e-6]) + 1e-12
+        right = np.einsum("n,nci,nc->ci", weight, columns, change)
+        fit = np.einsum("nci,ci->nc", columns, np.linalg.solve(gram, right[..., None])[..., 0])
+    like, unchanged = abs(change - fit).max(1) < 6, vote @ (abs(change).max(1) < DOCTOR["zero"])
+    if unchanged > DOCTOR["unchanged"] or vote @ like < DOCTOR["recoloured"] + 1.5 * unchanged:
+        return None # as many are alike by chance
+    cast = np.average(fit[like], axis=0, weights=vote[like] + 1e-12)
+    return cast if abs(cast).max() > DOCTOR["cast"] else None
+
+def examine(sample):
+    """-> {what is wrong with the pair of target and first control: in words}, and 16x16 copies of both, (2, 768)."""
+    pair = [read_image(path) for path in [sample["target"], *sample["control"]][:2]]
+    copies = [np.asarray(im.resize((16, 16), Image.Resampling.BOX)).flatten() for im in pair]
+    if not sample["control"]:
+        return {}, np.stack(copies * 2)
+    found, (target, control) = {}, pair
+    (w, h), (cw, ch) = target.size, control.size
+    aspect, scale = abs(math.log(w / h / (cw / ch))), abs(math.log(w * h / (cw * ch))) / 2
+    if aspect > math.log(DOCTOR["aspect"]) or scale > math.log(DOCTOR["scale"]):
+        found["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
+    size = [max(8, round(n * min(1, DOCTOR["side"] / max(w, h)))) for n in (w, h)]
+    at = lambda n: [np.asarray(im.resize([max(1, round(s / n)) for s in size], Image.Resampling.BOX)) for im in pair]
+    whole, blocks = [np.subtract(*at(n), dtype=float) for n in (1, 8)]
+    if np.sqrt((whole.mean(-1) ** 2).mean()) < DOCTOR["identical"] and abs(blocks).max() < DOCTOR["block"]:
+        return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}, np.stack(copies)
+    if aspect < math.log(DOCTOR["aspect"]) and (motion := find_motion(target, control, size)) is not None:
+        dx, dy = motion[:2] * max(w, h) / max(size)
+        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * motion[2]:+.1f} %"
+    if (cast := find_cast(*at(max(1, max(size) / 64)))) is not None:
+        found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
+    return found, np.stack(copies)
+
+def find_twins(samples, copies):
+    """-> [(kind, in words, (i, j))]: the same pair twice, and captions that contradict each other. copies:
+    (2, N, 768)."""
+    ids = lambda values: np.unique(values, return_inverse=True)[1]
+    asked = ids([" ".join(s["text"][0]["prompt"].lower().split()) for s in samples])
+    further = ids([str(s["control"][1:]) + str(bool(s["control"])) for s in samples])
+    edits, twins = np.array([bool(s["control"]) for s in samples]), []
+    x = copies.astype(np.float32) - 128
+    square = (x ** 2).sum(-1)
+    for i, sample in enumerate(samples):
+        target, control = [np.sqrt(abs(q[i:] + q[i] - 2 * y[i:] @ y[i]) / 768) for q, y in zip(square, x)]
+        near, same = (control < DOCTOR["twin"]) & (further[i:] == further[i]), asked[i:] == asked[i]
+        for kind, which in (("duplicate", near & same & (target < DOCTOR["twin"])),
+                            ("other caption", near & ~same & (target < DOCTOR["twin"])),
+                            ("other target", near & same & edits[i:] & (target > DOCTOR["other"]))):
+            twins += [(kind, f"and {samples[i + j]['name']}", (i, i + j)) for j in np.flatnonzero(which) if j]
+    return twins
+
+def write_report(samples, folder):
+    """FOLDER/report.json and sheet_*.png; prints a table of what the dataset holds, and what was found."""
+    from predict import contact_sheet, save_png # predict.py imports this file
+    found, copies, sheets = [], [], {}
+    for i, sample in enumerate(tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)):
+        wrong, small = examine(sample)
+        found += [(kind, words, (i,)) for kind, words in wrong.items()]
+        copies.append(small)
+    found += find_twins(samples, np.stack(copies, 1))
+    findings = [[f"{kind}: {words}" for kind, words, of in found if of[0] == i] for i in range(len(samples))]
+    rows = [dict(name=s["name"], sizes=s["sizes"], aspect=s["sizes"][0][0] / s["sizes"][0][1], repeats=s["repeats"],
+                 controls=len(s["control"]), text_tokens=[t["tokens"] for t in s["text"]], findings=wrong,
+                 image_tokens=[sum(h * w for _, h, w in scale["img_shapes"]) for scale in s["scales"]])
+            for s, wrong in zip(samples, findings)]
+    lines = ",\n".join(map(json.dumps, rows))
+    write_file(Path(folder, "report.json"), f"[{lines}]\n".encode())
+
+    def cells(kind, words, of):
+        pictures = []
+        for s in [samples[i] for i in of]:
+            for path in (s["control"][0] if s["control"] else None, s["target"]):
+                pictures.append(path and read_image(path))
+                if path:
+                    pictures[-1].thumbnail((192, 192)) # a page of large ones would fill the memory
+        return [f"{samples[of[0]]['name']}: {words}", *pictures]
+
+    for old in Path(folder).glob("sheet_*.png"):
+        old.unlink()
+    overview = [("overview", s["text"][0]["prompt"], (i,)) for i, s in enumerate(samples)]
+    for entry in overview[::max(1, len(samples) // 12)][:12] + found:
+        sheets.setdefault(entry[0], []).append(entry)
+    for kind, entries in sheets.items():
+        titles = ["", "control", "target", "its control", "its target"][:1 + 2 * len(entries[0][2])]
+        for page in range(0, len(entries), 24):
+            save_png(contact_sheet([cells(*entry) for entry in entries[page:page + 24]], titles),
+                     Path(folder, f"sheet_{kind.replace(' ', '_')}_{page // 24 + 1}.png"))
+
+    lengths = np.array([[r["image_tokens"][0], r["text_tokens"][0]] for r in rows])
+    order = np.random.default_rng(0).permutation(len(rows))
+    padded = sum(len(four) * lengths[four].max(0).sum() for four in np.split(order, range(4, len(order), 4)))
+    print(f"{len(rows)} samples, {sum(r['repeats'] for r in rows)} in an epoch; padding random batches of 4 would "
+          f"compute {padded / lengths.sum() - 1:.0%} more tokens than packing them")
+    print(f"{'':16}     min  median     max")
+    for title, values in (("target width", [r["sizes"][0][0] for r in rows]), ("aspect", [r["aspect"] for r in rows]),
+                          ("target height", [r["sizes"][0][1] for r in rows]),
+                          ("controls", [r["controls"] for r in rows]),
+                          ("image tokens", [n for r in rows for n in r["image_tokens"]]),
+                          ("text tokens", [n for r in rows for n in r["text_tokens"]])):
+        print(f"{title:16}{min(values):8.5g}{np.median(values):8.5g}{max(values):8.5g}")
+    for kind in [kind for kind in sheets if kind != "overview"]:
+        names = [f"{samples[of[0]]['name']} {words}" for _, words, of in sheets[kind]]
+        print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}")
+    print(f"{folder}: report.json has all of them, sheet_*.png their pictures")
+
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
@@ -980,15 +1306,25 @@ def main():
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
                         help="encode the empty prompt too, for train.py --caption_dropout_rate")
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
+    parser.add_argument("--report", action="store_true",
+                        help="encode nothing: tell what the dataset holds, and look for bad pairs (shifted, "
+                             "recoloured, twice, ...); CACHE_DIR/report has their pictures")
     parser.add_argument("--prune", action="store_true", help="delete files that no sample of this dataset uses")
     args = parse_args(parser, TINY)
-    if not args.data:
+    if not args.data or not all(args.data):
         parser.error("argument --data: missing; give the dataset's folder or manifest")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         dist.init_process_group("gloo", timeout=timedelta(days=7))
     cache_dir = Path(args.cache_dir or Path("cache", run_name(args.model, args.data)))
     folder = find_model(args.model, ENCODER_PARTS)
+    args.data, args.reg_data = [export_parquet(r, cache_dir, rank, world_size) for r in (args.data, args.reg_data)]
+    if args.report:
+        index, problems = build_index(load_pipeline(folder), folder, args, args.empty_prompt)
+        report(index, problems)
+        if index["samples"]:
+            write_report(index["samples"], cache_dir / "report")
+        sys.exit(1 if problems and not args.skip_bad or not index["samples"] else 0)
     index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size,
                                  args.verify)
     if rank == 0:

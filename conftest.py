@@ -9,12 +9,14 @@ def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.addoption("--full", action="store_true",
                      help="8,192-token samples at full size, and four trainings of the demo (minutes)")
+    parser.addoption("--model", default="tiny", help="-k own_model: hub id or folder of the model to check, on --device")
     parser.addoption("--kills", type=int, default=10, help="kill -9 of cache.py, and of train.py (200: 3 minutes)")
     parser.addoption("--fuzz", type=int, default=0, help="damages of each kind to each file, and every header bit")
 
 
 def pytest_configure(config):
     OPTIONS.update(dtype=getattr(torch, config.getoption("--dtype")), device=torch.device(config.getoption("--device")),
+                   model=config.getoption("--model"),
                    full=config.getoption("--full"), kills=config.getoption("--kills"), fuzz=config.getoption("--fuzz"))
     if not OPTIONS["full"]:
         torch.set_num_threads(1)  # the test models are too small for more: two threads take three times as long

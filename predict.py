@@ -108,6 +108,12 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
     offload = min(offload, len(blocks))
     away = [i * len(blocks) // offload for i in range(offload)]
     transformer.bytes_away = 0 # what a forward or a backward pass copies from host memory
+    takes = transformer_bytes(transformer, quantize, offload, dist.get_world_size() if fsdp else 1)
+    for where, need in ((str(device), takes[0]), ("cpu", takes[1])):
+        if need > free_bytes(where):
+            raise InputError(f"--model: {need / 2**30:.1f} GiB for its weights, but {where} has "
+                             f"{free_bytes(where) / 2**30:.1f} free; --quantize, --offload or --fsdp take less (train.py "
+                             "--plan says how much)")
     sharded = [block for i, block in enumerate(blocks) if fsdp or i in away]
     for block in blocks if quantize != "none" else []:
         make_low_bit(block, quantize, device).to("cpu" if block in sharded else device)
@@ -130,6 +136,12 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
     transformer.bytes_away = sum(p.to_local().nbytes for i in away for p in blocks[i].parameters() if p not in whole)
     # the root ties the blocks together: they share streams, and know who comes next
     return fully_shard(transformer, mesh=mesh["parts"], ignored_params=whole)
+
+def free_bytes(device):
+    """What this process could still take on a device."""
+    if not device.startswith("cuda"):
+        return next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 def transformer_bytes(transformer, quantize, offload, parts):
     """-> (bytes on the device, bytes in host memory) of what place_transformer places; parts: processes under fsdp."""
@@ -356,6 +368,8 @@ def plan_job(pipe, job):
     stock, the last picture gives the target's aspect, and sides are rounded down to 16. (size_from: another one does,
     counted from 1; a dataset's job has a target of its own, a path, whose size counts.)"""
     sizes = [image_size(path) for path in job.image]
+    if not sizes:
+        raise InputError(f"{job.out}: a picture without a control; predict.py edits pictures, so leave it out")
     if not is_plus(pipe) and len(sizes) > 1:
         raise InputError(f"{job.image[1]}: Qwen-Image-Edit v1 takes one picture; leave it out")
     if job.sigmas:
@@ -533,7 +547,7 @@ def read_jobs(path, defaults):
     """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
     if Path(path).is_dir():
         items, problems = read_dataset(path)
-        own = lambda i: dict(image=i["controls"], prompt=i["prompt"], name=i["name"], size_from=i["target"],
+        own = lambda i: dict(image=i["controls"], prompt=i["prompts"][0], name=i["name"], size_from=i["target"],
                              out=i["name"].replace("/", "-") + ".png")
         return [SimpleNamespace(**{**defaults, **own(i)}) for i in items], problems
     if not Path(path).is_file():
@@ -629,7 +643,7 @@ def main():
     parser.set_defaults(**SAMPLING | again)
     args = parse_args(parser, TINY_SAMPLING | dict(
         target_pixels="native", control_pixels="native", upscale=True, lora=[str(runs[-1])] if runs else None,
-        jobs=None if given & {"--image", "--jobs", "--merge_lora"} else str(Path(TINY["data"]).with_name("val"))) | (
+        jobs=None if given & {"--image", "--jobs", "--merge_lora"} else str(Path(TINY["data"][0]).with_name("val"))) | (
         dict(again, jobs=None) if again else {}))
     args.lora = [path for path in args.lora or [] if path]
     if len(args.lora_scale) not in (1, len(args.lora)):

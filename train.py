@@ -139,11 +139,11 @@ args = cache.parse_args(parser, dict( # what differs with --model tiny: native s
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
         "img_in"]))
 if args.val_data is None:
-    args.val_data = [str(Path(args.data).with_name(name)) for name in ("val", "known")] if (
+    args.val_data = [str(Path(args.data[0]).with_name(name)) for name in ("val", "known")] if (
         args.data == cache.TINY["data"]) else []
-if args.data in (None, "", "none") and not (args.cache_dir and args.use_cache):
+args.data = None if args.data in ([""], ["none"]) else args.data
+if not args.data and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
-args.data = None if args.data in ("", "none") else args.data
 if args.dtype == "float16":
     parser.error("argument --dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16")
 lora_config = dict(r=args.lora_rank, lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha,
@@ -168,7 +168,7 @@ if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) == 1:
 if args.dora and args.lora_format == "comfyui":
     parser.error("argument --lora_format: ComfyUI divides a DoRA by another norm than peft; give diffusers")
 for path in args.val_data:
-    if not args.data or not Path(path, "target").is_dir():
+    if not args.data or not cache.find_folder(Path(path), "target"):
         parser.error(f"argument --val_data: {path} has no folder 'target', or there is no --data; give both")
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
@@ -185,7 +185,7 @@ def say(line):
 
 # ---- run folder ------------------------------------------------------------------------------------------------------
 
-run_name = cache.run_name(args.model, args.data or args.cache_dir)
+run_name = cache.run_name(args.model, args.data or [args.cache_dir])
 runs = {int(m[1]): p for p in Path("out").glob("*") if (m := re.fullmatch(re.escape(run_name) + r"-(\d+)", p.name))
         and (p / "log.jsonl").exists()} # others never began
 newest = max(runs, default=0)
@@ -212,9 +212,9 @@ if master and not args.plan:
         raise InputError(f"--out_dir {out_dir}: cannot be written ({e.strerror}); give another folder") from None
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
-    "model", "data", "cache_dir", "out_dir", "device", "vae_encoder_device", "text_encoder_device", "use_cache",
-    "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile", "val_data", "save_every", "keep",
-    "resume", "plan", "lora_format")}
+    "model", "data", "repeats", "reg_data", "cache_dir", "out_dir", "device", "vae_encoder_device",
+    "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile",
+    "val_data", "save_every", "keep", "resume", "plan", "lora_format")}
 for name in ("pretrained_lora", "base_lora"): # wherever it lies
     config[name] = config[name] and predict.lora_digest(config[name])
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
@@ -261,6 +261,9 @@ folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if
 pipe = cache.load_pipeline(folder) if args.data else None
 cache_dir = Path(args.cache_dir or Path("cache", run_name))
 problems = []
+if args.data: # parquet files become folders
+    args.data = cache.export_parquet(args.data, cache_dir, rank, world_size)
+    args.reg_data = cache.export_parquet(args.reg_data, cache_dir, rank, world_size)
 if not args.data: # a cache that was made elsewhere
     index = cache.load_index(cache_dir)
     pipeline = json.loads((folder / "model_index.json").read_text())["_class_name"]
@@ -285,8 +288,8 @@ else:
 if problems and not args.skip_bad: # they have been reported
     sys.exit(1)
 if not index["samples"]:
-    raise InputError(f"{args.data}: no usable sample; mend those named above")
-samples = index["samples"]
+    raise InputError(f"{' '.join(args.data)}: no usable sample; mend those named above")
+samples = [s for s in index["samples"] for _ in range(s.get("repeats", 1))]
 
 # held-out pictures: encoded now, while the encoders are here, and drawn at the end
 geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
@@ -369,14 +372,16 @@ def epoch_order(epoch):
     return torch.randperm(len(samples), generator=generator("order", epoch)).tolist()
 
 def draw(position):
-    """-> (sample, scale, whether its caption is dropped)."""
+    """-> (sample, scale, text): one of its captions, or the empty one if that is dropped."""
     epoch, i = divmod(position, len(samples))
     sample, g = samples[epoch_order(epoch)[i]], generator("draw", position)
     scale = sample["scales"][torch.randint(len(sample["scales"]), (), generator=g)]
-    return sample, scale, torch.rand((), generator=g).item() < args.caption_dropout_rate
+    dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
+    which = torch.randint(len(sample["text"]), (), generator=generator("wording", position))
+    return sample, scale, sample["empty_text"] if dropped else sample["text"][which]
 
-def tokens_of(sample, scale, dropped):
-    return sum(h * w for _, h, w in scale["img_shapes"]) + sample["empty_text" if dropped else "text"]["tokens"]
+def tokens_of(sample, scale, text):
+    return sum(h * w for _, h, w in scale["img_shapes"]) + text["tokens"]
 
 def draw_noise(position, img_len, channels):
     """-> timestep s in (0, 1) and noise (I_0, C), fp32."""
@@ -403,19 +408,19 @@ def load_batch(positions):
     """Everything that the forward pass over these positions needs, on the device: lists with one entry a sample."""
     batch = dict(latents=[], prompt_embeds=[], timesteps=[], img_shapes=[], targets=[], weights=[])
     for p in positions:
-        sample, scale, dropped = draw(p)
+        sample, scale, text = draw(p)
+        embed = "empty_prompt_embed" if text is sample["empty_text"] else "prompt_embed"
         if args.use_cache:
-            t = load_sample(cache_dir, sample, scale)
+            t = load_sample(cache_dir, sample, scale, text)
         else:
-            t = cache.encode_latents(pipe, sample, scale)
-            t.update(cache.encode_text(pipe, sample, "" if dropped else sample["prompt"]))
+            t = cache.encode_latents(pipe, sample, scale) | cache.encode_text(pipe, sample, text)
         x0 = t["pixel_latent"].to(args.device, torch.float32)
         s, noise = draw_noise(p, *x0.shape)
         noise = noise.to(args.device)
         # flow matching: data at s = 0, noise at s = 1, velocity noise - data
         noisy = ((1 - s) * x0 + s * noise).to(dtype)
         batch["latents"].append(torch.cat([noisy, t["control_latent"].to(args.device, dtype)]))
-        batch["prompt_embeds"].append(t["empty_prompt_embed" if dropped else "prompt_embed"].to(args.device, dtype))
+        batch["prompt_embeds"].append(t[embed].to(args.device, dtype))
         batch["timesteps"].append(s)
         batch["img_shapes"].append([tuple(shape) for shape in t["img_shapes"].tolist()])
         batch["targets"].append(noise - x0)
@@ -430,8 +435,8 @@ def batch_loss(batch, transformer=transformer):
     """-> (numerator with gradient, denominator): the step's loss is the quotient of their sums over all its batches and
     processes. Per sample a mean weighted by the edit mask, so that an all-white mask changes nothing."""
     run = run_packed if args.batching == "packed" else run_padded
-    preds = run(transformer, batch["latents"], batch["prompt_embeds"], torch.stack(batch["timesteps"]).to(args.device),
-                batch["img_shapes"])
+    preds = run(transformer, batch["latents"], batch["prompt_embeds"], torch.stack(batch["timesteps"]).to(
+        batch["latents"][0].device), batch["img_shapes"])
     top = bottom = 0.0
     for pred, target, weight in zip(preds, batch["targets"], batch["weights"]):
         per_token = (pred[:len(target)].float() - target).square().mean(dim=-1)
@@ -488,15 +493,8 @@ def step_bytes(model, pack, checkpointed):
 
 def sizes_of(positions):
     """-> [(img_shapes, text tokens)], as step_bytes takes them."""
-    drawn = [draw(p) for p in positions]
-    return [([tuple(shape) for shape in scale["img_shapes"]], tokens_of(sample, scale, dropped) - tokens_of(
-        dict(text=dict(tokens=0), empty_text=dict(tokens=0)), scale, dropped)) for sample, scale, dropped in drawn]
-
-def free_memory():
-    """Bytes that this process could still take on its device."""
-    if not args.device.startswith("cuda"):
-        return next(int(line.split()[1]) * 1024 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    return [([tuple(shape) for shape in scale["img_shapes"]], text["tokens"])
+            for _, scale, text in map(draw, positions)]
 
 def advise_on_memory(positions):
     """Says after the first step, over these positions, if fewer blocks need be computed again in the backward pass."""
@@ -508,7 +506,8 @@ def advise_on_memory(positions):
     tokens = sum(h * w for shapes, _ in pack for _, h, w in shapes) + sum(n for _, n in pack)
     growth = max(1, args.max_tokens / tokens)
     step_takes, more = [step_bytes(model, pack, n) for n in (3, 1)] # the block at work keeps all it has anyway
-    free = free_memory() - (growth - 1) * step_takes / 3 * total
+    peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() if args.device.startswith("cuda") else 0
+    free = predict.free_bytes(args.device) - peak - (growth - 1) * step_takes / 3 * total
     takes = growth * (more - step_takes) / 2
     fit = max(0, blocks - int(max(0, 0.9 * free / takes)))
     if fit < blocks:
@@ -531,8 +530,8 @@ if args.plan:
     heaviest = max(packs, key=lambda pack: sum(in_pack(pack)))
     lora_bytes = 4 * sum(p.numel() for p in lora.values())
     ordered = sorted(lengths)
-    say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding would compute "
-        f"{padded / sum(lengths):.2f} times as many")
+    say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding would "
+        f"compute {padded / sum(lengths):.2f} times as many")
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / len(samples):.1f} "
         f"epochs; {len(packs) / len(steps) / world_size:.1f} forward passes a step and process, the heaviest of "
         f"{len(heaviest)} samples and {sum(in_pack(heaviest)):,} tokens (--max_tokens {args.max_tokens:,})")
@@ -552,13 +551,13 @@ if args.plan:
     peaks = {n: step_bytes(transformer, sizes_of(heaviest), n) for n in {given, 0, blocks}}
     for checkpointed, quantize, offload in rows:
         base, host = predict.transformer_bytes(transformer, quantize, offload, parts)
-        takes = base, 3 * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes) # weights and moments; gradients are the step's
+        # weights and moments; then activations and gradients
+        takes = base, 3 * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes)
         card = next((f"{c} GB" for c in (8, 12, 16, 24, 32, 48, 80, 141) if sum(takes) / GB + 1 <= c), "none")
         flags = f"--gradient_checkpointing {checkpointed} --quantize {quantize} --offload {min(offload, blocks)}"
         say(" ".join(f"{n / GB:7.2f}" for n in (*takes, sum(takes), host)) + f"  {card:>6}  {flags}"
             + (" (as given)" if (checkpointed, quantize, offload) == mine else ""))
-    free = free_memory() / GB
-    say(f"{args.device} has {free:.1f} GiB free")
+    say(f"{args.device} has {predict.free_bytes(args.device) / GB:.1f} GiB free")
     sys.exit(0)
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -788,7 +787,7 @@ if held_out and master:
 
 if master:
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
-    say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
+    say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(index['samples'])} samples. next:\n"
         f"  python predict.py --model {args.model} --lora {' '.join(filter(None, [str(out_dir), args.base_lora]))} "
         "--image CONTROL.png --prompt \"...\"")
 if dist.is_initialized(): # --offload has one of its own
