@@ -4155,6 +4155,39 @@ def test_low_bit_sampling_with_a_lora_and_blocks_in_host_memory(photos, trained)
     assert rel(offloaded, plain) <= 1e-6 and rel(low_offloaded, low) <= 1e-6 and 1e-4 < rel(low, plain) < 0.03
 
 
+def test_predict_py_draws_from_a_low_bit_base_in_host_memory(tmp_path, photos, trained):
+    """The flags together, as a user gives them; the picture is near the plain one, and not the same."""
+    flags = ["--image", photos[0], "--prompt", "make it blue", "--lora", trained, "--num_inference_steps", 2, *EXACT,
+             "--target_pixels", "64*64", "--control_pixels", "64*64", "--device", "cpu"]
+    pictures = []
+    for n, more in enumerate(([], ["--quantize", "int8", "--quantize_text_encoder", "int8", "--offload", "all"])):
+        result = run_script("predict.py", *flags, *more, "--out", tmp_path / f"{n}.png")
+        assert result.status == 0, result.err
+        pictures.append(np.asarray(Image.open(tmp_path / f"{n}.png"), int))
+    difference = np.abs(pictures[0] - pictures[1])
+    assert 0 < difference.mean() < 8 # levels of 255
+
+
+def test_a_low_bit_training_goes_on_bit_for_bit(tmp_path, small, start):
+    """int8 in host memory, stopped after 3 of 5 steps; another base than before is refused."""
+    flags = [*small.flags, *FIVE_STEPS, "--quantize", "int8", "--offload", "all"]
+    assert start("train.py", *flags, "--out_dir", tmp_path / "whole").wait() == 0
+    assert start("train.py", *flags, "--out_dir", tmp_path / "run", "--max_steps", 3).wait() == 0
+    refused = start("train.py", *flags, "--out_dir", tmp_path / "run", "--resume", "--quantize", "none")
+    assert refused.wait() == 1 and "quantize: int8 -> none" in refused.output()
+    assert start("train.py", *flags, "--out_dir", tmp_path / "run", "--resume").wait() == 0
+    assert curve(log_of(tmp_path / "run")) == curve(log_of(tmp_path / "whole"))
+    assert_bitwise(lora_of(tmp_path / "run"), lora_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("flags, where", [([], "cpu has 0.0 free"), (["--offload", "all"], "cpu has 0.0 free")])
+def test_too_little_memory_is_one_line_before_any_is_taken(tmp_path, small, monkeypatch, flags, where):
+    monkeypatch.setattr(predict, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(QwenImageTransformer2DModel, "to", lambda *_: pytest.fail("moved"))
+    result = run_script("train.py", *small.flags, *flags, "--out_dir", tmp_path / "run")
+    assert result.status == 1 and is_one_line(result.errors[-1], "--model", where, "--quantize"), result.err
+
+
 def effect_of(transformer):
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
     prompt = torch.randn(9, transformer.config.joint_attention_dim, generator=torch.Generator().manual_seed(1))
