@@ -3264,15 +3264,13 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path):
 
 
 @pytest.mark.parametrize("ranks, batch_size", [(2, 5), (4, 3)])
-def test_ranks_equal_one_process(tmp_path, ranks, batch_size):
-    """torchrun with several processes: the same samples with the same noise, losses to 1e-6, one LoRA file. 5 samples a
-    step do not divide by 2; 3 leave one of 4 ranks without work."""
+def test_ranks_equal_one_process(tmp_path, start, ranks, batch_size):
+    """Several processes: the same samples with the same noise, losses to 1e-6, one LoRA file. 5 samples a step do not
+    divide by 2; 3 leave one of 4 ranks without work. (torchrun itself: test_a_dead_rank_ends_the_job_and_is_named.)"""
     flags = ["--cache_dir", toy_cache(), "--max_steps", 3, "--batch_size", batch_size, *EXACT, "--val_data"]
     one = train_log(tmp_path / "one", *flags[2:])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    done = subprocess.run([*torchrun, HERE / "train.py", *map(str, flags), "--out_dir", tmp_path / "many"],
-                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
+    processes = start_ranks(start, *flags, "--out_dir", tmp_path / "many", preludes=[""] * ranks)
+    assert not any([p.wait() for p in processes]), [p.output() for p in processes]
     many = log_of(tmp_path / "many")
     assert [r["loss"] for r in many] == pytest.approx([r["loss"] for r in one], rel=1e-6)
     assert [r["tokens"] for r in many] == [r["tokens"] for r in one]
@@ -5073,8 +5071,9 @@ def test_own_model_lora_round_trip(tmp_path):
     assert rel(got, want) <= limit < rel(base, want)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU another test measures this, with a model of d = 512")
 def test_own_model_trains_in_the_planned_memory(tmp_path, data):
-    """Two steps; on a GPU at most 15 % from what --plan says."""
+    """Two steps, at most 15 % from what --plan says."""
     flags = ["--model", MODEL, "--data", data, "--max_steps", 2, "--target_pixels", "256*256", "--control_pixels",
              "256*256", "--gradient_checkpointing", 1000, "--val_data", "--cache_dir", tmp_path / "c", *ON_DEVICE]
     own_transformer.cache_clear() # two would not fit
@@ -5085,4 +5084,4 @@ def test_own_model_trains_in_the_planned_memory(tmp_path, data):
     [row] = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+).*as given", planned.out, re.M)
     memory = log_of(tmp_path / "run")[-1]["memory"] / 2**30
     show(f"{MODEL}, planned / measured memory", float(row) / memory, 1.15)
-    assert DEVICE.type == "cpu" or float(row) == pytest.approx(memory, rel=0.15)
+    assert float(row) == pytest.approx(memory, rel=0.15)
