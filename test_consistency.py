@@ -4011,6 +4011,12 @@ COMBINATIONS = [
 ]
 
 
+def test_every_pair_of_values_is_among_the_combinations():
+    columns = list(zip(*COMBINATIONS))
+    for a, b in itertools.combinations(columns, 2):
+        assert set(zip(a, b)) == set(itertools.product(a, b))
+
+
 @pytest.fixture(scope="module")
 def plain(small, start, tmp_path_factory):
     """plain(quantize) -> losses and LoRA of 5 steps, packed, in one process, nothing recomputed or offloaded."""

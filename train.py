@@ -193,7 +193,7 @@ out_dir = Path(args.out_dir or (runs[newest] if args.resume and runs else f"out/
 log = out_dir / "log.jsonl"
 if out_dir.exists() and not out_dir.is_dir():
     raise InputError(f"--out_dir {out_dir}: is a file; give a folder")
-if not args.resume and out_dir.is_dir() and not all(p.name.startswith(".") for p in out_dir.iterdir()):
+if out_dir.is_dir() and not (args.resume or args.plan or all(p.name.startswith(".") for p in out_dir.iterdir())):
     raise InputError(f"--out_dir {out_dir}: is not empty; go on with --resume, or give another folder")
 by_step = lambda path: int(path.name.split("-")[-1])
 checkpoints = sorted(out_dir.glob("checkpoint-*"), key=by_step, reverse=True) if args.resume else []
@@ -213,8 +213,8 @@ if master and not args.plan:
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "repeats", "reg_data", "cache_dir", "out_dir", "device", "vae_encoder_device",
-    "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile",
-    "val_data", "save_every", "keep", "resume", "plan", "lora_format")}
+    "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload",
+    "compile", "val_data", "save_every", "keep", "resume", "plan", "lora_format")}
 for name in ("pretrained_lora", "base_lora"): # wherever it lies
     config[name] = config[name] and predict.lora_digest(config[name])
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
