@@ -4326,14 +4326,13 @@ def test_the_text_encoder_in_few_bits_is_another_text(data, tmp_path):
 
 
 def test_the_encoders_are_never_on_the_device_together(data, tmp_path, monkeypatch):
-    """All latents are encoded first; when the text encoder comes, the VAE has left."""
-    order, real = [], cache.load_encoders
-    def load(pipe, *args):
-        order.append((args[-1], None if pipe.vae is None else next(pipe.vae.encoder.parameters()).device.type))
-        return real(pipe, *args)
-    monkeypatch.setattr(cache, "load_encoders", load)
+    """All latents are encoded first; before the text encoder comes, the VAE is sent away."""
+    order, load, move = [], cache.load_encoders, diffusers.AutoencoderKLQwenImage.to
+    monkeypatch.setattr(cache, "load_encoders", lambda *args: order.append(args[-1]) or load(*args))
+    monkeypatch.setattr(diffusers.AutoencoderKLQwenImage, "to",
+                        lambda self, *args: order.append(args) or move(self, *args))
     make_cache(data, tmp_path / "c")
-    assert order == [(["vae"], None), (["text"], "cpu")]
+    assert order == [["vae"], ("cpu",), ["text"]]
 
 
 # ---- chapter 8: predict.py every day, and LoRA files that work elsewhere ---------------------------------------------
