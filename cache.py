@@ -195,6 +195,14 @@ def write_file(path, data):
         raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or mend the "
                          "folder's permissions, and run again") from None
 
+def check_writable(folder, remedy):
+    """Makes the folder. InputError if no file can be written in it: it may be there and be read-only."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise InputError(f"{folder}: cannot be written ({e.strerror}); {remedy}") from None
+
 def sync_folder(path):
     """A rename is safe from power loss only when the folder is on the disk too."""
     folder = os.open(path, os.O_RDONLY)
@@ -868,6 +876,9 @@ def finite(tensors, path):
 
 # ---- index: samples joined to their files ----------------------------------------------------------------------------
 
+def file_hash(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -888,42 +899,44 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
     # disable=None here and elsewhere: tqdm hides itself where there is no terminal
     for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
         try:
-            files = [item["target"], *item["controls"]]
-            sizes = [image_size(f) for f in files]
-            hashes = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
-            if item["mask"]:
-                w, h = image_size(item["mask"])
-                if abs(w / h / (sizes[0][0] / sizes[0][1]) - 1) > 0.02: # it may have another scale, not another shape
-                    raise InputError(f"{item['mask']}: {w}x{h} for a target of {sizes[0][0]}x{sizes[0][1]}; give it "
-                                     "the target's shape")
-            if not is_plus(pipe) and len(item["controls"]) != 1:
-                raise InputError(f"{files[min(2, len(files) - 1)]}: Qwen-Image-Edit v1 takes one control, here are "
-                                 f"{len(files) - 1}; remove it, or train 2509 or 2511")
-            tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt in item["prompts"])
-            if tokens > args.max_sequence_length:
-                raise InputError(f"{item['target']}: caption of {tokens} tokens, over --max_sequence_length "
-                                 f"{args.max_sequence_length}; shorten it")
-            seen = [prompt_size(pipe, s, args.control_pixels, args.upscale) for s in sizes[1:]]
-            control_sizes = [fit_size(s, args.control_pixels, args.upscale) for s in sizes[1:]]
-            scales = []
-            for area in args.target_pixels:
-                used = [fit_size(sizes[0], area, args.upscale), *control_sizes]
-                scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], key=content_key(
-                    **common, vae=models["vae"], pictures=hashes, sizes=used,
-                    mask=hashlib.sha256(item["mask"].read_bytes()).hexdigest() if item["mask"] else None)))
-            text = [dict(prompt=p, tokens=prompt_length(pipe, p, seen), key=content_key(
-                        **common, text=models["text"], prompt=p, pictures=hashes[1:], sizes=seen))
-                    for p in [*item["prompts"], ""]]
-            samples.append(dict(name=item["name"], target=str(item["target"]), control=list(map(str, item["controls"])),
-                                mask=item["mask"] and str(item["mask"]), repeats=item["repeats"], sizes=sizes,
-                                prompt_sizes=seen, scales=scales, text=text[:-1],
-                                empty_text=text[-1] if empty_prompt else None))
+            samples.append(index_sample(pipe, item, args, empty_prompt, models, common))
         except InputError as e:
             problems.append(str(e))
         except OSError as e:
             problems.append(f"error: {e.filename or item['target']}: {e.strerror}; make it readable")
     return dict(**common, models=models, target_pixels=args.target_pixels, control_pixels=args.control_pixels,
                 upscale=args.upscale, samples=samples), problems
+
+def index_sample(pipe, item, args, empty_prompt, models, common):
+    """One of read_dataset's items -> its entry in the index. models, common: what its keys depend on beside it."""
+    target, controls, mask = item["target"], item["controls"], item["mask"]
+    sizes = [image_size(path) for path in [target, *controls]]
+    pictures = [file_hash(path) for path in [target, *controls]]
+    if mask:
+        (w, h), (tw, th) = image_size(mask), sizes[0]
+        if abs(w / h / (tw / th) - 1) > 0.02: # it may have another scale, not another shape
+            raise InputError(f"{mask}: {w}x{h} for a target of {tw}x{th}; give it the target's shape")
+    if not is_plus(pipe) and len(controls) != 1:
+        raise InputError(f"{[target, *controls][min(2, len(controls))]}: Qwen-Image-Edit v1 takes one control, "
+                         f"here are {len(controls)}; remove it, or train 2509 or 2511")
+    tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt in item["prompts"])
+    if tokens > args.max_sequence_length:
+        raise InputError(f"{target}: caption of {tokens} tokens, over --max_sequence_length "
+                         f"{args.max_sequence_length}; shorten it")
+    prompt_sizes = [prompt_size(pipe, size, args.control_pixels, args.upscale) for size in sizes[1:]]
+    control_sizes = [fit_size(size, args.control_pixels, args.upscale) for size in sizes[1:]]
+    scales, texts = [], []
+    for area in args.target_pixels:
+        used = [fit_size(sizes[0], area, args.upscale), *control_sizes]
+        key = content_key(**common, vae=models["vae"], pictures=pictures, sizes=used, mask=file_hash(mask) if mask else
+                          None)
+        scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], key=key))
+    for prompt in [*item["prompts"], ""]:
+        key = content_key(**common, text=models["text"], prompt=prompt, pictures=pictures[1:], sizes=prompt_sizes)
+        texts.append(dict(prompt=prompt, tokens=prompt_length(pipe, prompt, prompt_sizes), key=key))
+    return dict(name=item["name"], target=str(target), control=list(map(str, controls)), mask=mask and str(mask),
+                repeats=item["repeats"], sizes=sizes, prompt_sizes=prompt_sizes, scales=scales, text=texts[:-1],
+                empty_text=texts[-1] if empty_prompt else None)
 
 def latents_file(cache_dir, scale):
     return Path(cache_dir, "latents", scale["key"] + ".safetensors")
@@ -998,14 +1011,9 @@ def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_
     """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe`
     is load_pipeline's; it has its encoders afterwards if there was something to encode."""
     index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
-    try:
-        for kind in ("latents", "text"):
-            Path(cache_dir, kind).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=Path(cache_dir, kind)).close() # a folder may be there and be read-only
-            sweep(Path(cache_dir, kind))
-        sweep(cache_dir)
-    except OSError as e:
-        raise InputError(f"{cache_dir}: cannot be written ({e.strerror}); choose another --cache_dir") from None
+    for place in (Path(cache_dir, "latents"), Path(cache_dir, "text"), Path(cache_dir)):
+        check_writable(place, "choose another --cache_dir")
+        sweep(place)
     found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size, verify)
     if world_size > 1:
         shares = [None] * world_size

@@ -29,7 +29,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
 import warnings
 from datetime import timedelta
@@ -59,10 +58,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
 
 from cache import (ENCODER_PARTS, InputError, OTHER_SUFFIXES, SUFFIXES, TINY, add_model_flags, add_quantize_flag,
-                   check_prompt, content_key, encode_image, encode_prompt, find_files, find_model, fingerprint,
-                   fit_size, image_size, is_plus, load_encoders, load_part, load_pipeline, make_low_bit, model_bytes,
-                   number, open_image, parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image,
-                   read_tensors, read_text, sweep, write_file, write_tensors)
+                   check_prompt, check_writable, content_key, encode_image, encode_prompt, file_hash, find_files,
+                   find_model, fingerprint, fit_size, image_size, is_plus, load_encoders, load_part, load_pipeline,
+                   make_low_bit, model_bytes, number, open_image, parse_args, pixels, prompt_length, prompt_size,
+                   read_dataset, read_image, read_tensors, read_text, sweep, write_file, write_tensors)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 warnings.filterwarnings("ignore", "Already found a `peft_config`") # several LoRAs are what is wanted
@@ -269,19 +268,18 @@ def lora_config(path):
 def check_fit(transformer, path, state):
     """InputError with counts if keys fit nothing or in part; diffusers itself only warns, or says nothing."""
     modules = dict(transformer.named_modules())
-    missing, misfit = set(), []
-    for key, value in state.items():
-        module, kind = key.removeprefix("transformer.").rsplit(".lora_", 1)
-        if module not in modules:
-            missing.add(module)
-            continue
-        want = getattr(modules[module], "in_features" if kind == "A.weight" else "out_features", None)
-        if want != value.shape[1 if kind == "A.weight" else 0]:
-            misfit.append(f"{module} (got {tuple(value.shape)}, the model has {want})")
+    layers = {k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in state}
+    missing = sorted(layers - modules.keys())
     if missing:
-        layers = {k.rsplit(".lora_", 1)[0] for k in state}
         raise InputError(f"{path}: {len(missing)} of {len(layers)} layers are not in this model, for instance "
-                         f"{sorted(missing)[0]}; it was made for another one")
+                         f"{missing[0]}; it was made for another one")
+    misfit = []
+    for key, value in state.items():
+        layer, kind = key.removeprefix("transformer.").rsplit(".lora_", 1)
+        side, axis = ("in_features", 1) if kind == "A.weight" else ("out_features", 0)
+        want = getattr(modules[layer], side, None)
+        if want != value.shape[axis]:
+            misfit.append(f"{layer} (got {tuple(value.shape)}, the model has {want})")
     if misfit:
         raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was "
                          "made for another model")
@@ -554,21 +552,25 @@ def read_jobs(path, defaults):
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; give jobs.jsonl or a dataset folder")
     jobs, problems = [], []
-    for n, line in enumerate(read_text(Path(path)).splitlines(), 1):
+    lines = read_text(Path(path)).split("\n") # not splitlines, which takes U+2028 in a prompt for the end of a line
+    for n, line in [(n, line) for n, line in enumerate(lines, 1) if line.strip()]:
         try:
-            if line.strip():
-                row = json.loads(line)
-                images = [row["image"]] if isinstance(row["image"], str) else row["image"]
-                wrong = [k for k, v in row.items() if k != "image" and not isinstance(v, JOB_KEYS.get(k, ()))]
-                if wrong or "prompt" not in row:
-                    raise ValueError(f"field {(wrong or ['prompt'])[0]!r} is unknown, missing or of a wrong type")
-                if "sigmas" in row and "num_inference_steps" in row:
-                    raise ValueError("both sigmas and num_inference_steps")
-                if "sigmas" in row:
-                    row["sigmas"] = [float(s) for s in row["sigmas"]]
-                own = dict(out=f"{n:03d}-{Path(images[0]).stem}.png") | row
-                own |= dict(sigmas=None) if "num_inference_steps" in row else {} # not those of --sigmas
-                jobs.append(SimpleNamespace(**defaults | own | dict(image=[Path(path).parent / i for i in images])))
+            row = json.loads(line)
+            images = [row["image"]] if isinstance(row["image"], str) else row["image"]
+            wrong = [k for k, v in row.items() if k != "image" and not isinstance(v, JOB_KEYS.get(k, ()))]
+            if wrong or "prompt" not in row:
+                raise ValueError(f"field {(wrong or ['prompt'])[0]!r} is unknown, missing or of a wrong type")
+            row = dict(out=f"{n:03d}-{Path(images[0]).stem}.png") | row | dict(
+                image=[Path(path).parent / i for i in images])
+            if not Path(row["out"]).name:
+                raise ValueError(f"'out' is {row['out']!r}, no file's name")
+            if "sigmas" in row and "num_inference_steps" in row:
+                raise ValueError("both sigmas and num_inference_steps")
+            if "sigmas" in row:
+                row["sigmas"] = [float(s) for s in row["sigmas"]]
+            if "num_inference_steps" in row:
+                row["sigmas"] = None # not those of --sigmas
+            jobs.append(SimpleNamespace(**defaults | row))
         except (ValueError, KeyError, TypeError, IndexError) as e:
             problems.append(f'error: {path}:{n}: {e}; want {{"image": ["a.png"], "prompt": "..."}}')
     return jobs, problems
@@ -637,9 +639,8 @@ def read_flags():
                         help="tokens per forward pass; lower it if memory runs out")
     add_memory_flags(parser)
     add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
-    parser.add_argument("--vae_device", help="default: --device")
-    parser.add_argument("--text_encoder_device", help="default: --device")
-    parser.add_argument("--transformer_device", help="default: --device")
+    for part in ("vae", "text_encoder", "transformer"):
+        parser.add_argument(f"--{part}_device", help="default: --device")
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--again", type=read_made_with, default={})
     again = early.parse_known_args()[0].again
@@ -723,10 +724,10 @@ def plan_pictures(args, folder, pipe):
     the picture."""
     scenes, problems = read_scenes(args)
     columns, jobs, outs = sheet_columns(args), [], set()
-    hashed = lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
     # the scripts too, for they are made to be edited
     common = dict(model=[fingerprint(folder / part) for part in (*ENCODER_PARTS, "transformer")], dtype=args.dtype,
-                  scripts=[hashed(Path(__file__).with_name(f)) for f in ("predict.py", "cache.py", "rope_patch.py")])
+                  scripts=[file_hash(Path(__file__).with_name(f)) for f in
+                           ("predict.py", "cache.py", "rope_patch.py")])
     loras = [[lora_digest(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
     for row, scene in enumerate(scenes):
         try:
@@ -735,7 +736,7 @@ def plan_pictures(args, folder, pipe):
             plan_job(pipe, scene)
             decides = {k: v for k, v in vars(scene).items() if k not in ("image", "size_from", "out", "name", "seed")}
             cells = sheet_row(scene) if len(jobs) < 24 * len(columns) else None # now, for pictures may vanish
-            pictures = [hashed(path) for path in scene.image]
+            pictures = [file_hash(path) for path in scene.image]
             for seed, on, title, end in columns:
                 job = copy.copy(scene)
                 job.row, job.cells, job.title, job.pictures = row, cells, title, pictures
@@ -840,11 +841,7 @@ def main():
     if not missing:
         sys.exit(1 if problems else 0)
     place = args.out_dir if args.many else Path(args.out).parent
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as e:
-        raise InputError(f"{place}: cannot be written ({e.strerror}); choose another folder") from None
+    check_writable(place, "choose another folder")
     if world_size > 1:
         dist.barrier() # all have looked into the folder
     draw(args, folder, pipe, missing[rank::world_size], problems, quiet=rank > 0)
