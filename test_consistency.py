@@ -5055,7 +5055,7 @@ def test_own_model_trains_in_the_planned_memory(tmp_path, data):
     assert DEVICE.type == "cpu" or float(row) == pytest.approx(memory, rel=0.15)
 
 
-# ---- chapter 11: what is trained is what is drawn ---------------------------------------------------------------------
+# ---- chapter 11: what is trained is what is drawn --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family, controls", [
