@@ -1298,7 +1298,8 @@ def write_sheets(samples, by_kind, folder):
             rows = []
             for _, words, of in entries[page:page + 24]:
                 paths = [path for i in of for path in ((samples[i]["control"] or [None])[0], samples[i]["target"])]
-                pictures = [path and ImageOps.contain(read_image(path), (192, 192)) for path in paths] # small, at once
+                small = lambda path: ImageOps.contain(read_image(path), (192, 192), Image.Resampling.LANCZOS)
+                pictures = [path and small(path) for path in paths]
                 rows.append([f"{samples[of[0]]['name']}: {words}", *pictures])
             save_png(contact_sheet(rows, titles),
                      Path(folder, f"sheet_{kind.replace(' ', '_')}_{page // 24 + 1}.png"))

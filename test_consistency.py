@@ -4624,12 +4624,16 @@ def test_processes_share_the_jobs(tmp_path, photos, start):
     """Two processes draw the pictures that one draws, each of them once; the sheet shows all; a bad job stops none."""
     lines = [dict(image=[str(p)], prompt="make it blue", out=f"{n}.png")
              for n, p in enumerate([*photos[:3], "gone.png"])]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "cut.png").write_bytes(photos[0].read_bytes()[:2000])  # its size can be read, and nothing more
+    lines.insert(0, dict(image=["cut.png"], prompt="\u2028 is no end of a line", out="cut.png"))
+    lines.append(dict(image=[str(photos[0])], prompt="x", out=""))
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     flags = ["--jobs", tmp_path / "jobs.jsonl", "--target_pixels", "64*64", "--control_pixels", "64*64", *EXACT,
              "--num_inference_steps", 2, "--lora", "", "--device", "cpu"]
     one = run_script("predict.py", *flags, "--out_dir", tmp_path / "one")
     ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two", script="predict.py")
     assert one.status == 1 and sorted(r.wait() for r in ranks)[1] == 1, [r.output() for r in ranks]
+    assert len(one.errors) == 3 and is_one_line(one.errors[0], "jobs.jsonl:6", "'out'") and "cut.png" in one.errors[1]
     names = ["0.png", "1.png", "2.png", "sheet.png"]
     for d in ("one", "two"):
         assert names == sorted(p.name for p in (tmp_path / d).iterdir())
