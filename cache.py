@@ -46,7 +46,7 @@ import transformers
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
@@ -195,6 +195,14 @@ def write_file(path, data):
         raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or mend the "
                          "folder's permissions, and run again") from None
 
+def check_writable(folder, remedy):
+    """Makes the folder. InputError if no file can be written in it: it may be there and be read-only."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise InputError(f"{folder}: cannot be written ({e.strerror}); {remedy}") from None
+
 def sync_folder(path):
     """A rename is safe from power loss only when the folder is on the disk too."""
     folder = os.open(path, os.O_RDONLY)
@@ -308,114 +316,124 @@ def find_files(folder, suffixes):
     return dict(sorted(found.items()))
 
 def read_folder(data, alone):
-    items, problems, used, further = [], [], set(), {}
-    folders = [data] if alone else [find_folder(data, role) or data / role for role in FOLDERS]
-    targets, controls, masks = [find_files(folder, SUFFIXES) for folder in folders] + [{}] * (3 - len(folders))
-    captions = find_files(folders[0], (".txt",))
-    others = [find_files(folder, OTHER_SUFFIXES) for folder in folders]
+    roots = [data] if alone else [find_folder(data, role) or data / role for role in FOLDERS]
+    targets, controls, masks = [find_files(root, SUFFIXES) for root in roots] + [{}] * (3 - len(roots))
+    captions = find_files(roots[0], (".txt",))
+    others = [find_files(root, OTHER_SUFFIXES) for root in roots]
     unused = {path: stem for found in (targets, controls, masks, captions, *others)
               for stem, paths in found.items() for path in paths}
     for found in (targets, controls, masks): # cat_mask.png, wherever it lies, is the mask of cat
         for stem in [s for s in found if s.endswith("_mask") and s.removesuffix("_mask") in targets
                      and (found is not targets or s not in captions)]:
             masks.setdefault(stem.removesuffix("_mask"), []).extend(found.pop(stem))
-    for stem in controls: # cat_1 and cat_control_1 are further controls of cat
+    further = {} # cat_1 and cat_control_1 are further controls of cat
+    for stem in controls:
         if m := re.fullmatch(r"(?s)(.+)_(\d+)", stem):
             name = m[1] if m[1] in targets else m[1].removesuffix("_control")
             further.setdefault(name, []).append((int(m[2]), stem))
+    items, problems = [], []
     for name, (target, *_) in targets.items():
-        numbers, stems = zip(*sorted(further.get(name, []))) if name in further else ((), ())
-        first = [name] if name in controls else []
-        clash = [s for s in stems if s in targets]
-        caption = captions.get(name, [])
-        own = targets[name] + caption + masks.get(name, []) + [path for s in [*first, *stems] for path in controls[s]]
-        used.update(own)
+        numbered = sorted(further.get(name, []))
+        numbers = [number for number, _ in numbered]
+        stems = ([name] if name in controls else []) + [stem for _, stem in numbered]
+        mask, caption = masks.get(name, []), captions.get(name, [])
+        own = targets[name] + caption + mask + [path for stem in stems for path in controls[stem]]
+        for path in own:
+            unused.pop(path, None)
         try:
             kind = lambda path: (path.with_suffix(""), path.suffix == ".txt") # cat.png beside cat.jpg
             twins = [p for p in own if [kind(q) for q in own].count(kind(p)) > 1]
             if twins:
                 raise InputError(f"{twins[0]}: {twins[1].name} has the same name; keep one of them")
-            if len(masks.get(name, [])) > 1:
-                raise InputError(f"{masks[name][0]}: {masks[name][1]} is a mask of it too; keep one of them")
-            if not alone and not first and 0 not in numbers: # musubi-tuner counts from cat_0
-                raise InputError(f"{target}: no control; expected {folders[1] / name}.png")
-            if clash:
-                raise InputError(f"{controls[clash[0]][0]}: the control of {clash[0]} or the second one of {name}?; "
-                                 "rename one target")
-            if list(numbers) != list(range(len(first), len(first) + len(numbers))):
-                raise InputError(f"{target}: controls are numbered {list(numbers)}; number them 1, 2, ...")
+            if len(mask) > 1:
+                raise InputError(f"{mask[0]}: {mask[1]} is a mask of it too; keep one of them")
+            first = len(stems) - len(numbers) # musubi-tuner counts from cat_0
+            if not alone and not first and 0 not in numbers:
+                raise InputError(f"{target}: no control; expected {roots[1] / name}.png")
+            for stem in stems[first:]:
+                if stem in targets:
+                    raise InputError(f"{controls[stem][0]}: the control of {stem} or the second one of {name}?; rename "
+                                     "one target")
+            if numbers != list(range(first, first + len(numbers))):
+                raise InputError(f"{target}: controls are numbered {numbers}; number them 1, 2, ...")
             if not caption:
                 raise InputError(f"{target}: no caption; expected {target.with_suffix('.txt')}")
             prompts = [line.strip() for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
             if not prompts:
                 raise InputError(f"{caption[0]}: empty caption; write the instruction into it")
             check_prompt(caption[0], " ".join(prompts))
-            items.append(dict(name=name, target=target, mask=masks.get(name, [None])[0], prompts=unique(prompts),
-                              controls=[controls[s][0] for s in [*first, *stems]]))
+            items.append(dict(name=name, target=target, controls=[controls[stem][0] for stem in stems],
+                              mask=mask[0] if mask else None, prompts=unique(prompts)))
         except InputError as e:
             problems.append(str(e))
     problems += [str(InputError(f"{p}: a link to a folder, which is not followed; copy the pictures"))
-                 for folder in folders for p in folder.rglob("*") if p.is_symlink() and p.is_dir()]
+                 for root in roots for p in root.rglob("*") if p.is_symlink() and p.is_dir()]
     problems += [str(InputError(f"{p}: not used, for there is a folder of targets; give it as --data, or move it away"))
                  for p in data.glob("metadata.*") if p.suffix in (".jsonl", ".json", ".csv")]
-    problems += [str(InputError(f"{path}: not used, for there is no {folders[0] / stem}.png; add that, or delete this"))
-                 for path, stem in unused.items() if path not in used]
+    problems += [str(InputError(f"{path}: not used, for there is no {roots[0] / stem}.png; add that, or delete this"))
+                 for path, stem in unused.items()]
     return items, problems
 
 def read_manifest(path, alone):
     items, problems, seen = [], [], {}
-    text = read_text(path)
-    if path.suffix == ".jsonl":
-        rows = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    elif path.suffix == ".json":
+    for n, row in manifest_rows(path):
         try:
-            rows = [(n, row) for n, row in enumerate(json.loads(text), 1)]
-        except (ValueError, TypeError, RecursionError) as e:
-            raise InputError(f"{path}: no JSON list ({e}); want one object a sample") from None
-    elif path.suffix == ".csv":
-        csv.field_size_limit(2**31 - 1) # an overlong caption has its own error
-        try:
-            reader = csv.DictReader(io.StringIO(text, newline=""), restkey="cells without a column")
-            rows = [(reader.line_num, {k: v for k, v in row.items() if v not in (None, "", "NaN", "nan")})
-                    for row in reader]
-        except csv.Error as e:
-            raise InputError(f"{path}: no CSV ({e}); save it as comma-separated UTF-8") from None
-        if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
-            raise InputError(f"{path}: two columns of the same name in {reader.fieldnames}; rename one")
-    else:
-        raise InputError(f"{path}: no dataset; {LAYOUT}")
-    for n, row in rows:
-        where = f"{path}:{n}"
-        try:
-            if isinstance(row, str):
-                try:
-                    row = json.loads(row)
-                except (ValueError, RecursionError) as e:
-                    raise InputError(f"{where}: no JSON ({e}); one object a line") from None
-            if not isinstance(row, dict):
-                raise InputError(f"{where}: {type(row).__name__} instead of an object; one object a line")
-            if "cells without a column" in row:
-                raise InputError(f"{where}: more cells than columns; put a prompt that holds a comma in quotes")
-            row = by_role(row, where)
-            if "control" not in row and not alone:
-                raise InputError(f"{where}: no column 'control'; add it, or [] for a picture without controls")
-            target, *controls = [inside(path, f, where, column) for column, f in [
-                ("target", row.get("target")), *[("control", c) for c in row.get("control", [])]]]
-            prompts = row.get("prompt", [])
-            if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
-                raise InputError(f"{where}: column 'prompt' is {prompts or None!r}; want text, not empty")
-            check_prompt(f"{where}: column 'prompt'", " ".join(prompts))
-            item = dict(target=target, controls=controls, prompts=unique(p.strip() for p in prompts),
-                        mask=inside(path, row["mask"], where, "mask") if row.get("mask") else None,
-                        name=str(Path(row["target"]).with_suffix("")))
-            files = [str(p.resolve()) for p in [target, *controls]]
+            item = read_row(path, f"{path}:{n}", row, alone)
+            files = [str(p.resolve()) for p in [item["target"], *item["controls"]]]
             same = seen.setdefault(json.dumps([files, item["prompts"]]), n)
             if same != n:
-                raise InputError(f"{where}: the same as line {same}; delete one")
+                raise InputError(f"{path}:{n}: the same as line {same}; delete one")
             items.append(item)
         except InputError as e:
             problems.append(str(e))
     return items, problems
+
+def manifest_rows(path):
+    """-> [(n, row)]: an object, or a line of .jsonl that should be one."""
+    text = read_text(path)
+    if path.suffix == ".jsonl":
+        return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix == ".json":
+        try:
+            return list(enumerate(json.loads(text), 1))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise InputError(f"{path}: no JSON list ({e}); want one object a sample") from None
+    if path.suffix != ".csv":
+        raise InputError(f"{path}: no dataset; {LAYOUT}")
+    csv.field_size_limit(2**31 - 1) # an overlong caption has its own error
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""), restkey="cells without a column")
+        rows = [(reader.line_num, {k: v for k, v in row.items() if v not in (None, "", "NaN", "nan")})
+                for row in reader]
+    except csv.Error as e:
+        raise InputError(f"{path}: no CSV ({e}); save it as comma-separated UTF-8") from None
+    if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
+        raise InputError(f"{path}: two columns of the same name in {reader.fieldnames}; rename one")
+    return rows
+
+def read_row(manifest, where, row, alone):
+    """A manifest's row, of any names of columns -> item."""
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as e:
+            raise InputError(f"{where}: no JSON ({e}); one object a line") from None
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: {type(row).__name__} instead of an object; one object a line")
+    if "cells without a column" in row:
+        raise InputError(f"{where}: more cells than columns; put a prompt that holds a comma in quotes")
+    row = by_role(row, where)
+    if "control" not in row and not alone:
+        raise InputError(f"{where}: no column 'control'; add it, or [] for a picture without controls")
+    target = inside(manifest, row.get("target"), where, "target")
+    controls = [inside(manifest, name, where, "control") for name in row.get("control", [])]
+    prompts = row.get("prompt", [])
+    if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
+        raise InputError(f"{where}: column 'prompt' is {prompts or None!r}; want text, not empty")
+    check_prompt(f"{where}: column 'prompt'", " ".join(prompts))
+    return dict(name=str(Path(row["target"]).with_suffix("")), target=target, controls=controls,
+                mask=inside(manifest, row["mask"], where, "mask") if row.get("mask") else None,
+                prompts=unique(p.strip() for p in prompts))
 
 def by_role(row, where):
     """A row with any names of COLUMNS -> those of target, control (a list), mask and prompt (a list) that are there.
@@ -858,6 +876,9 @@ def finite(tensors, path):
 
 # ---- index: samples joined to their files ----------------------------------------------------------------------------
 
+def file_hash(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -878,42 +899,44 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
     # disable=None here and elsewhere: tqdm hides itself where there is no terminal
     for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
         try:
-            files = [item["target"], *item["controls"]]
-            sizes = [image_size(f) for f in files]
-            hashes = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
-            if item["mask"]:
-                w, h = image_size(item["mask"])
-                if abs(w / h / (sizes[0][0] / sizes[0][1]) - 1) > 0.02: # it may have another scale, not another shape
-                    raise InputError(f"{item['mask']}: {w}x{h} for a target of {sizes[0][0]}x{sizes[0][1]}; give it "
-                                     "the target's shape")
-            if not is_plus(pipe) and len(item["controls"]) != 1:
-                raise InputError(f"{files[min(2, len(files) - 1)]}: Qwen-Image-Edit v1 takes one control, here are "
-                                 f"{len(files) - 1}; remove it, or train 2509 or 2511")
-            tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt in item["prompts"])
-            if tokens > args.max_sequence_length:
-                raise InputError(f"{item['target']}: caption of {tokens} tokens, over --max_sequence_length "
-                                 f"{args.max_sequence_length}; shorten it")
-            seen = [prompt_size(pipe, s, args.control_pixels, args.upscale) for s in sizes[1:]]
-            control_sizes = [fit_size(s, args.control_pixels, args.upscale) for s in sizes[1:]]
-            scales = []
-            for area in args.target_pixels:
-                used = [fit_size(sizes[0], area, args.upscale), *control_sizes]
-                scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], key=content_key(
-                    **common, vae=models["vae"], pictures=hashes, sizes=used,
-                    mask=hashlib.sha256(item["mask"].read_bytes()).hexdigest() if item["mask"] else None)))
-            text = [dict(prompt=p, tokens=prompt_length(pipe, p, seen), key=content_key(
-                        **common, text=models["text"], prompt=p, pictures=hashes[1:], sizes=seen))
-                    for p in [*item["prompts"], ""]]
-            samples.append(dict(name=item["name"], target=str(item["target"]), control=list(map(str, item["controls"])),
-                                mask=item["mask"] and str(item["mask"]), repeats=item["repeats"], sizes=sizes,
-                                prompt_sizes=seen, scales=scales, text=text[:-1],
-                                empty_text=text[-1] if empty_prompt else None))
+            samples.append(index_sample(pipe, item, args, empty_prompt, models, common))
         except InputError as e:
             problems.append(str(e))
         except OSError as e:
             problems.append(f"error: {e.filename or item['target']}: {e.strerror}; make it readable")
     return dict(**common, models=models, target_pixels=args.target_pixels, control_pixels=args.control_pixels,
                 upscale=args.upscale, samples=samples), problems
+
+def index_sample(pipe, item, args, empty_prompt, models, common):
+    """One of read_dataset's items -> its entry in the index. models, common: what its keys depend on beside it."""
+    target, controls, mask = item["target"], item["controls"], item["mask"]
+    sizes = [image_size(path) for path in [target, *controls]]
+    pictures = [file_hash(path) for path in [target, *controls]]
+    if mask:
+        (w, h), (tw, th) = image_size(mask), sizes[0]
+        if abs(w / h / (tw / th) - 1) > 0.02: # it may have another scale, not another shape
+            raise InputError(f"{mask}: {w}x{h} for a target of {tw}x{th}; give it the target's shape")
+    if not is_plus(pipe) and len(controls) != 1:
+        raise InputError(f"{[target, *controls][min(2, len(controls))]}: Qwen-Image-Edit v1 takes one control, "
+                         f"here are {len(controls)}; remove it, or train 2509 or 2511")
+    tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt in item["prompts"])
+    if tokens > args.max_sequence_length:
+        raise InputError(f"{target}: caption of {tokens} tokens, over --max_sequence_length "
+                         f"{args.max_sequence_length}; shorten it")
+    prompt_sizes = [prompt_size(pipe, size, args.control_pixels, args.upscale) for size in sizes[1:]]
+    control_sizes = [fit_size(size, args.control_pixels, args.upscale) for size in sizes[1:]]
+    scales, texts = [], []
+    for area in args.target_pixels:
+        used = [fit_size(sizes[0], area, args.upscale), *control_sizes]
+        key = content_key(**common, vae=models["vae"], pictures=pictures, sizes=used, mask=file_hash(mask) if mask else
+                          None)
+        scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], key=key))
+    for prompt in [*item["prompts"], ""]:
+        key = content_key(**common, text=models["text"], prompt=prompt, pictures=pictures[1:], sizes=prompt_sizes)
+        texts.append(dict(prompt=prompt, tokens=prompt_length(pipe, prompt, prompt_sizes), key=key))
+    return dict(name=item["name"], target=str(target), control=list(map(str, controls)), mask=mask and str(mask),
+                repeats=item["repeats"], sizes=sizes, prompt_sizes=prompt_sizes, scales=scales, text=texts[:-1],
+                empty_text=texts[-1] if empty_prompt else None)
 
 def latents_file(cache_dir, scale):
     return Path(cache_dir, "latents", scale["key"] + ".safetensors")
@@ -988,14 +1011,9 @@ def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_
     """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe`
     is load_pipeline's; it has its encoders afterwards if there was something to encode."""
     index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
-    try:
-        for kind in ("latents", "text"):
-            Path(cache_dir, kind).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=Path(cache_dir, kind)).close() # a folder may be there and be read-only
-            sweep(Path(cache_dir, kind))
-        sweep(cache_dir)
-    except OSError as e:
-        raise InputError(f"{cache_dir}: cannot be written ({e.strerror}); choose another --cache_dir") from None
+    for place in (Path(cache_dir, "latents"), Path(cache_dir, "text"), Path(cache_dir)):
+        check_writable(place, "choose another --cache_dir")
+        sweep(place)
     found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size, verify)
     if world_size > 1:
         shares = [None] * world_size
@@ -1245,57 +1263,60 @@ def find_twins(samples, copies):
 
 def write_report(samples, folder):
     """FOLDER/report.json and sheet_*.png; prints a table of what the dataset holds, and what was found."""
-    from predict import contact_sheet, save_png # predict.py imports this file
-    found, copies, sheets = [], [], {}
+    found, copies = [], []
     for i, sample in enumerate(tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)):
         wrong, small = examine(sample)
         found += [(kind, words, (i,)) for kind, words in wrong.items()]
         copies.append(small)
     found += find_twins(samples, np.stack(copies, 1))
-    findings = [[f"{kind}: {words}" for kind, words, of in found if of[0] == i] for i in range(len(samples))]
     rows = [dict(name=s["name"], sizes=s["sizes"], aspect=s["sizes"][0][0] / s["sizes"][0][1], repeats=s["repeats"],
-                 controls=len(s["control"]), text_tokens=[t["tokens"] for t in s["text"]], findings=wrong,
+                 controls=len(s["control"]), text_tokens=[t["tokens"] for t in s["text"]],
+                 findings=[f"{kind}: {words}" for kind, words, of in found if of[0] == i],
                  image_tokens=[sum(h * w for _, h, w in scale["img_shapes"]) for scale in s["scales"]])
-            for s, wrong in zip(samples, findings)]
+            for i, s in enumerate(samples)]
     lines = ",\n".join(map(json.dumps, rows))
     write_file(Path(folder, "report.json"), f"[{lines}]\n".encode())
+    by_kind = {}
+    for entry in found:
+        by_kind.setdefault(entry[0], []).append(entry)
+    overview = [("overview", s["text"][0]["prompt"], (i,)) for i, s in enumerate(samples)]
+    write_sheets(samples, {"overview": overview[::max(1, len(samples) // 12)][:12], **by_kind}, folder)
+    print_table(rows)
+    for kind, entries in by_kind.items():
+        names = [f"{samples[of[0]]['name']} {words}" for _, words, of in entries[:8]]
+        print(f"{kind}, {len(entries)}: {'; '.join(names)}{'; ...' if len(entries) > 8 else ''}")
+    print(f"{folder}: report.json has all of them, sheet_*.png their pictures")
 
-    def cells(kind, words, of):
-        pictures = []
-        for s in [samples[i] for i in of]:
-            for path in (s["control"][0] if s["control"] else None, s["target"]):
-                pictures.append(path and read_image(path))
-                if path:
-                    pictures[-1].thumbnail((192, 192)) # a page of large ones would fill the memory
-        return [f"{samples[of[0]]['name']}: {words}", *pictures]
-
+def write_sheets(samples, by_kind, folder):
+    """FOLDER/sheet_<kind>_<page>.png; an entry is (kind, words, (index of a sample, perhaps of its twin))."""
+    from predict import contact_sheet, save_png # predict.py imports this file
     for old in Path(folder).glob("sheet_*.png"):
         old.unlink()
-    overview = [("overview", s["text"][0]["prompt"], (i,)) for i, s in enumerate(samples)]
-    for entry in overview[::max(1, len(samples) // 12)][:12] + found:
-        sheets.setdefault(entry[0], []).append(entry)
-    for kind, entries in sheets.items():
+    for kind, entries in by_kind.items():
         titles = ["", "control", "target", "its control", "its target"][:1 + 2 * len(entries[0][2])]
         for page in range(0, len(entries), 24):
-            save_png(contact_sheet([cells(*entry) for entry in entries[page:page + 24]], titles),
+            rows = []
+            for _, words, of in entries[page:page + 24]:
+                paths = [path for i in of for path in ((samples[i]["control"] or [None])[0], samples[i]["target"])]
+                small = lambda path: ImageOps.contain(read_image(path), (192, 192), Image.Resampling.LANCZOS)
+                pictures = [path and small(path) for path in paths]
+                rows.append([f"{samples[of[0]]['name']}: {words}", *pictures])
+            save_png(contact_sheet(rows, titles),
                      Path(folder, f"sheet_{kind.replace(' ', '_')}_{page // 24 + 1}.png"))
 
+def print_table(rows):
     lengths = np.array([[r["image_tokens"][0], r["text_tokens"][0]] for r in rows])
     order = np.random.default_rng(0).permutation(len(rows))
     padded = sum(len(four) * lengths[four].max(0).sum() for four in np.split(order, range(4, len(order), 4)))
     print(f"{len(rows)} samples, {sum(r['repeats'] for r in rows)} in an epoch; padding random batches of 4 would "
           f"compute {padded / lengths.sum() - 1:.0%} more tokens than packing them")
+    columns = {"target width": [r["sizes"][0][0] for r in rows], "aspect": [r["aspect"] for r in rows],
+               "target height": [r["sizes"][0][1] for r in rows], "controls": [r["controls"] for r in rows],
+               "image tokens": [n for r in rows for n in r["image_tokens"]],
+               "text tokens": [n for r in rows for n in r["text_tokens"]]}
     print(f"{'':16}     min  median     max")
-    for title, values in (("target width", [r["sizes"][0][0] for r in rows]), ("aspect", [r["aspect"] for r in rows]),
-                          ("target height", [r["sizes"][0][1] for r in rows]),
-                          ("controls", [r["controls"] for r in rows]),
-                          ("image tokens", [n for r in rows for n in r["image_tokens"]]),
-                          ("text tokens", [n for r in rows for n in r["text_tokens"]])):
+    for title, values in columns.items():
         print(f"{title:16}{min(values):8.5g}{np.median(values):8.5g}{max(values):8.5g}")
-    for kind in [kind for kind in sheets if kind != "overview"]:
-        names = [f"{samples[of[0]]['name']} {words}" for _, words, of in sheets[kind]]
-        print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}")
-    print(f"{folder}: report.json has all of them, sheet_*.png their pictures")
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ job's line may also set out, negative_prompt, height, width, size_from, seed, nu
 sigmas and shift. Conditional and unconditional runs of all jobs share the packs. Shape letters as in rope_patch.py.
 """
 import argparse
+import contextlib
 import copy
 import hashlib
 import io
@@ -28,7 +29,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
 import warnings
 from datetime import timedelta
@@ -55,14 +55,13 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps, PngImagePlug
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from cache import (ENCODER_PARTS, InputError, OTHER_SUFFIXES, SUFFIXES, TINY, add_model_flags, add_quantize_flag,
-                   check_prompt, content_key, encode_image, encode_prompt, find_files, find_model, fingerprint,
-                   fit_size, image_size, is_plus, load_encoders, load_part, load_pipeline, make_low_bit, model_bytes,
-                   number, open_image, parse_args, pixels, prompt_length, prompt_size, read_dataset, read_image,
-                   read_tensors, read_text, sweep, write_file, write_tensors)
+                   check_prompt, check_writable, content_key, encode_image, encode_prompt, file_hash, find_files,
+                   find_model, fingerprint, fit_size, image_size, is_plus, load_encoders, load_part, load_pipeline,
+                   make_low_bit, model_bytes, number, open_image, parse_args, pixels, prompt_length, prompt_size,
+                   read_dataset, read_image, read_tensors, read_text, sweep, write_file, write_tensors)
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 warnings.filterwarnings("ignore", "Already found a `peft_config`") # several LoRAs are what is wanted
@@ -269,19 +268,18 @@ def lora_config(path):
 def check_fit(transformer, path, state):
     """InputError with counts if keys fit nothing or in part; diffusers itself only warns, or says nothing."""
     modules = dict(transformer.named_modules())
-    missing, misfit = set(), []
-    for key, value in state.items():
-        module, kind = key.removeprefix("transformer.").rsplit(".lora_", 1)
-        if module not in modules:
-            missing.add(module)
-            continue
-        want = getattr(modules[module], "in_features" if kind == "A.weight" else "out_features", None)
-        if want != value.shape[1 if kind == "A.weight" else 0]:
-            misfit.append(f"{module} (got {tuple(value.shape)}, the model has {want})")
+    layers = {k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in state}
+    missing = sorted(layers - modules.keys())
     if missing:
-        layers = {k.rsplit(".lora_", 1)[0] for k in state}
         raise InputError(f"{path}: {len(missing)} of {len(layers)} layers are not in this model, for instance "
-                         f"{sorted(missing)[0]}; it was made for another one")
+                         f"{missing[0]}; it was made for another one")
+    misfit = []
+    for key, value in state.items():
+        layer, kind = key.removeprefix("transformer.").rsplit(".lora_", 1)
+        side, axis = ("in_features", 1) if kind == "A.weight" else ("out_features", 0)
+        want = getattr(modules[layer], side, None)
+        if want != value.shape[axis]:
+            misfit.append(f"{layer} (got {tuple(value.shape)}, the model has {want})")
     if misfit:
         raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was "
                          "made for another model")
@@ -537,11 +535,12 @@ def finished(path, settings):
 
 SAMPLING = dict(negative_prompt=" ", num_inference_steps=20, true_cfg_scale=4.0, height=None, width=None,
                 size_from=None, sigmas=None, shift=None)
+GEOMETRY = dict(target_pixels=1024 * 1024, control_pixels=1024 * 1024, upscale=True)
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
 JOB_KEYS = dict(prompt=str, negative_prompt=str, out=str, height=int, width=int, seed=int, num_inference_steps=int,
                 true_cfg_scale=(int, float), size_from=int, sigmas=list, shift=(int, float))
-REPEAT = ("model", "dtype", "image", "prompt", "lora", "lora_scale", "seed", "target_pixels", "control_pixels",
-          "upscale", *SAMPLING) # the flags that --again takes from a picture
+REPEAT = ("model", "dtype", "image", "prompt", "lora", "lora_scale", "seed", *GEOMETRY,
+          *SAMPLING) # the flags that --again takes from a picture
 
 def read_jobs(path, defaults):
     """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
@@ -553,21 +552,25 @@ def read_jobs(path, defaults):
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; give jobs.jsonl or a dataset folder")
     jobs, problems = [], []
-    for n, line in enumerate(read_text(Path(path)).splitlines(), 1):
+    lines = read_text(Path(path)).split("\n") # not splitlines, which takes U+2028 in a prompt for the end of a line
+    for n, line in [(n, line) for n, line in enumerate(lines, 1) if line.strip()]:
         try:
-            if line.strip():
-                row = json.loads(line)
-                images = [row["image"]] if isinstance(row["image"], str) else row["image"]
-                wrong = [k for k, v in row.items() if k != "image" and not isinstance(v, JOB_KEYS.get(k, ()))]
-                if wrong or "prompt" not in row:
-                    raise ValueError(f"field {(wrong or ['prompt'])[0]!r} is unknown, missing or of a wrong type")
-                if "sigmas" in row and "num_inference_steps" in row:
-                    raise ValueError("both sigmas and num_inference_steps")
-                if "sigmas" in row:
-                    row["sigmas"] = [float(s) for s in row["sigmas"]]
-                own = dict(out=f"{n:03d}-{Path(images[0]).stem}.png") | row
-                own |= dict(sigmas=None) if "num_inference_steps" in row else {} # not those of --sigmas
-                jobs.append(SimpleNamespace(**defaults | own | dict(image=[Path(path).parent / i for i in images])))
+            row = json.loads(line)
+            images = [row["image"]] if isinstance(row["image"], str) else row["image"]
+            wrong = [k for k, v in row.items() if k != "image" and not isinstance(v, JOB_KEYS.get(k, ()))]
+            if wrong or "prompt" not in row:
+                raise ValueError(f"field {(wrong or ['prompt'])[0]!r} is unknown, missing or of a wrong type")
+            row = dict(out=f"{n:03d}-{Path(images[0]).stem}.png") | row | dict(
+                image=[Path(path).parent / i for i in images])
+            if not Path(row["out"]).name:
+                raise ValueError(f"'out' is {row['out']!r}, no file's name")
+            if "sigmas" in row and "num_inference_steps" in row:
+                raise ValueError("both sigmas and num_inference_steps")
+            if "sigmas" in row:
+                row["sigmas"] = [float(s) for s in row["sigmas"]]
+            if "num_inference_steps" in row:
+                row["sigmas"] = None # not those of --sigmas
+            jobs.append(SimpleNamespace(**defaults | row))
         except (ValueError, KeyError, TypeError, IndexError) as e:
             problems.append(f'error: {path}:{n}: {e}; want {{"image": ["a.png"], "prompt": "..."}}')
     return jobs, problems
@@ -590,7 +593,11 @@ def read_made_with(path):
     except (KeyError, ValueError, TypeError):
         raise InputError(f"--again {path}: no settings in it; give a PNG that predict.py has written") from None
 
-def main():
+# ---- command line: flags; what is to be drawn; drawing ---------------------------------------------------------------
+
+def read_flags():
+    """-> args; what contradicts itself ends the script here. args.many: several pictures, of which those that are in
+    args.out_dir with the same settings stay; args.settings: those of --again's picture."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, conflict_handler="resolve") # for --seed
     add_model_flags(parser)
     parser.add_argument("--seed", type=int, nargs="+", default=[0],
@@ -632,184 +639,216 @@ def main():
                         help="tokens per forward pass; lower it if memory runs out")
     add_memory_flags(parser)
     add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
-    parser.add_argument("--vae_device", help="default: --device")
-    parser.add_argument("--text_encoder_device", help="default: --device")
-    parser.add_argument("--transformer_device", help="default: --device")
-    runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)
-    given = {a.split("=")[0] for a in sys.argv[1:]}
+    for part in ("vae", "text_encoder", "transformer"):
+        parser.add_argument(f"--{part}_device", help="default: --device")
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--again", type=read_made_with, default={})
     again = early.parse_known_args()[0].again
-    parser.set_defaults(**SAMPLING | again)
+    parser.set_defaults(**SAMPLING | dict(settings=None) | again)
+    given = {a.split("=")[0] for a in sys.argv[1:]}
+    runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)
+    toy = None if given & {"--image", "--jobs", "--merge_lora", "--again"} else Path(TINY["data"][0]).with_name("val")
     args = parse_args(parser, TINY_SAMPLING | dict(
         target_pixels="native", control_pixels="native", upscale=True, lora=[str(runs[-1])] if runs else None,
-        jobs=None if given & {"--image", "--jobs", "--merge_lora"} else str(Path(TINY["data"][0]).with_name("val"))) | (
-        dict(again, jobs=None) if again else {}))
+        jobs=toy and str(toy)) | again)
+
+    args.image = [Path(path) for path in args.image or []]
     args.lora = [path for path in args.lora or [] if path]
     if len(args.lora_scale) not in (1, len(args.lora)):
         parser.error(f"argument --lora_scale: {len(args.lora_scale)} for {len(args.lora)} LoRAs; give one, or one each")
-    args.lora_scale *= max(1, len(args.lora)) if len(args.lora_scale) == 1 else 1
+    if len(args.lora_scale) == 1:
+        args.lora_scale *= len(args.lora)
     if len(set(args.seed)) < len(args.seed):
         parser.error("argument --seed: one stands there twice; give each once")
     if (args.compare or args.merge_lora) and not args.lora:
         parser.error(f"argument --{'compare' if args.compare else 'merge_lora'}: no LoRA; give --lora")
     if {"--sigmas", "--num_inference_steps"} <= given:
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
-    if args.merge_lora:
-        if args.image or args.jobs:
-            parser.error("argument --merge_lora: draws nothing; leave out --image and --jobs, then give --model DIR")
-        if args.merge_lora.exists() and not (args.merge_lora.is_dir() and not [*args.merge_lora.iterdir()]):
-            raise InputError(f"--merge_lora {args.merge_lora}: is not empty; give another folder")
-    elif bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
+    if args.merge_lora and (args.image or args.jobs):
+        parser.error("argument --merge_lora: draws nothing; leave out --image and --jobs, then give --model DIR")
+    if not args.merge_lora and (bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None)):
         parser.error("argument --image: give --image with --prompt, or --jobs")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    master = rank == 0
-    if world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device.startswith("cuda") else "gloo",
-                                timeout=timedelta(days=7))
+    if args.merge_lora and args.merge_lora.exists() and (args.merge_lora.is_file() or any(args.merge_lora.iterdir())):
+        raise InputError(f"--merge_lora {args.merge_lora}: is not empty; give another folder")
+    folder_of_images = len(args.image) == 1 and args.image[0].is_dir()
+    args.many = bool(args.jobs) or folder_of_images
+    args.out_dir = Path(args.out_dir if args.many else "")
+    if folder_of_images and args.image[0].resolve() in (args.out_dir.resolve(), *args.out_dir.resolve().parents):
+        raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
+    return args
 
+def follow_loras(args):
+    """Finds the LoRAs, and draws at the sizes at which they were trained, where no flag says otherwise."""
     args.lora = [str(find_lora(path)) for path in args.lora]
     trained = [t for t in (read_lora(path)[1].get("train.geometry") for path in args.lora) if t]
     if any(t != trained[0] for t in trained):
         print(f"warning: the LoRAs were trained at different sizes ({'; '.join(map(str, trained))}); the first counts")
-    geometry = dict(target_pixels=1024 * 1024, control_pixels=1024 * 1024, upscale=True)
-    for source in (*trained[:1], vars(args)): # so that inference sees the scale of training
-        geometry.update({name: source[name] for name in geometry if source.get(name) is not None})
-    args.image = [Path(path) for path in args.image or []]
-    defaults = geometry | {k: getattr(args, k) for k in ("image", "prompt", "out", *SAMPLING)} | dict(seed=None)
-    folder_of_images = len(args.image) == 1 and args.image[0].is_dir() and args.image[0]
-    many = bool(args.jobs or folder_of_images)
-    out_dir = Path(args.out_dir if many else "")
-    if folder_of_images and folder_of_images.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
-        raise InputError(f"--out_dir {out_dir}: lies in the folder of --image; give another one")
+    sizes = GEOMETRY | (trained[0] if trained else {})
+    for name in GEOMETRY:
+        if getattr(args, name) is None:
+            setattr(args, name, sizes[name])
 
-    if args.merge_lora:
-        folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
-        transformer = load_transformer(folder, args.dtype).to(args.transformer_device)
-        load_loras(transformer, args.lora, args.lora_scale)
-        if len(args.lora) > 1 and any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
-            raise InputError("--merge_lora: a DoRA is scaled by the base's own weights, which another LoRA would "
-                             "change; merge one at a time")
-        save_merged(transformer, folder, args.merge_lora)
-        print(f"{args.merge_lora}: {args.model} with {' + '.join(args.lora)}; give it as --model")
-        return
-    scenes, problems = read_jobs(args.jobs, defaults) if args.jobs else (
-        read_folder(folder_of_images, defaults) if folder_of_images else [SimpleNamespace(**defaults)], [])
-
+def merge(args):
+    """--merge_lora."""
     folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
-    pipe = load_pipeline(folder)
-    # what decides a picture besides its job. the scripts too, for they are made to be edited
-    hashed = lambda path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    transformer = load_transformer(folder, args.dtype).to(args.transformer_device)
+    load_loras(transformer, args.lora, args.lora_scale)
+    if len(args.lora) > 1 and any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
+        raise InputError("--merge_lora: a DoRA is scaled by the base's own weights, which another LoRA would change; "
+                         "merge one at a time")
+    save_merged(transformer, folder, args.merge_lora)
+    print(f"{args.merge_lora}: {args.model} with {' + '.join(args.lora)}; give it as --model")
+
+def read_scenes(args):
+    """-> (jobs, problems), one for each line, sample or picture that is to be edited."""
+    defaults = {k: getattr(args, k) for k in ("image", "prompt", "out", *GEOMETRY, *SAMPLING)} | dict(seed=None)
+    if args.jobs:
+        return read_jobs(args.jobs, defaults)
+    if args.many:
+        return read_folder(args.image[0], defaults), []
+    return [SimpleNamespace(**defaults)], []
+
+def sheet_columns(args):
+    """-> [(seed, whether with the LoRA, title, end of the files' names)]: what is drawn of each scene."""
+    columns = []
+    for seed in args.seed:
+        for on in (False, True) if args.compare else (bool(args.lora),):
+            words = [f"seed {seed}"] if len(args.seed) > 1 else []
+            words += ["LoRA" if on else "base"] if args.compare else []
+            end = (f"-s{seed}" if len(args.seed) > 1 else "") + ("-base" if args.compare and not on else "")
+            columns.append((seed, on, " ".join(words) or "result", end))
+    return columns
+
+def plan_pictures(args, folder, pipe):
+    """-> (jobs, problems): one job for each scene and column, with its file and `settings`, a hash of all that decides
+    the picture."""
+    scenes, problems = read_scenes(args)
+    columns, jobs, outs = sheet_columns(args), [], set()
+    # the scripts too, for they are made to be edited
     common = dict(model=[fingerprint(folder / part) for part in (*ENCODER_PARTS, "transformer")], dtype=args.dtype,
-                  scripts=[hashed(Path(__file__).with_name(f)) for f in ("predict.py", "cache.py", "rope_patch.py")])
+                  scripts=[file_hash(Path(__file__).with_name(f)) for f in
+                           ("predict.py", "cache.py", "rope_patch.py")])
     loras = [[lora_digest(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
-    columns = [(seed, on) for seed in args.seed for on in ((False, True) if args.compare else (bool(args.lora),))]
-    titles = [" ".join([*([f"seed {seed}"] if len(args.seed) > 1 else []),
-                        *([("LoRA" if on else "base")] if args.compare else [])]) or "result" for seed, on in columns]
-    small = lambda image: ImageOps.contain(image, (192, 192), Image.Resampling.LANCZOS)
-    jobs, good, rows, outs = [], [], {}, set() # rows: of the sheet
-    if many:
-        sweep(out_dir)
     for row, scene in enumerate(scenes):
         try:
             if scene.seed is not None and len(args.seed) > 1:
                 raise InputError(f"{args.jobs}: {scene.out} has its own seed, and --seed gives more; leave one out")
             plan_job(pipe, scene)
-            if master and len(rows) < 24: # now, for the pictures may be gone afterwards
-                rows[row] = sheet_row(scene)
-            pictures = [hashed(path) for path in scene.image]
-            for column, (seed, on) in enumerate(columns):
+            decides = {k: v for k, v in vars(scene).items() if k not in ("image", "size_from", "out", "name", "seed")}
+            cells = sheet_row(scene) if len(jobs) < 24 * len(columns) else None # now, for pictures may vanish
+            pictures = [file_hash(path) for path in scene.image]
+            for seed, on, title, end in columns:
                 job = copy.copy(scene)
+                job.row, job.cells, job.title, job.pictures = row, cells, title, pictures
                 job.seed = seed if scene.seed is None else scene.seed
-                job.out = str(Path(scene.out).with_suffix("")) + (f"-s{seed}" if len(args.seed) > 1 else "") + (
-                    "" if on or not args.compare else "-base") + Path(scene.out).suffix
+                job.loras = loras if on else []
+                job.out = str(Path(scene.out).with_stem(Path(scene.out).stem + end))
                 if job.out in outs:
                     raise InputError(f"{args.jobs or args.image[0]}: two jobs write {job.out}; give each its own 'out'")
                 outs.add(job.out)
-                job.settings = content_key(**common, lora=loras if on else None, pictures=pictures, **{
-                    k: v for k, v in vars(job).items() if k not in ("image", "size_from", "out", "name")})
-                if again and job.settings != again["settings"]:
-                    print(f"warning: {args.again}: a flag, model, LoRA, picture or script is another than it was then")
-                job.row, job.column, job.on, job.pictures = row, column, on, pictures
+                job.path = args.out_dir / job.out
+                job.settings = content_key(**common, **decides, seed=job.seed, lora=job.loras, pictures=pictures)
                 jobs.append(job)
-                if not (many and finished(out_dir / job.out, job.settings)):
-                    good.append(job)
         except InputError as e:
             problems.append(str(e))
-    if master and len(jobs) > len(good):
-        print(f"{out_dir}: {len(jobs) - len(good)} of {len(scenes) * len(columns)} pictures are there already, with "
-              "the same settings")
-    for p in problems if master else []:
-        print(p, file=sys.stderr)
-    if world_size > 1:
-        dist.barrier() # all have looked into the folder
-    good = good[rank::world_size]
-    if not good and world_size == 1:
-        sys.exit(1 if problems else 0)
-    place = out_dir if many else Path(args.out).parent
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as e:
-        raise InputError(f"{place}: cannot be written ({e.strerror}); choose another folder") from None
+    return jobs, problems
 
+@contextlib.contextmanager
+def going_on(problems):
+    """A job that fails (a broken picture, a full disk) stops no others."""
+    try:
+        yield
+    except InputError as e:
+        problems.append(str(e))
+        tqdm.write(str(e), file=sys.stderr)
+
+def draw(args, folder, pipe, jobs, problems, quiet):
+    """Loads the models, draws these jobs, many at once, and saves each picture when it is done."""
     load_encoders(pipe, folder, args.dtype, args.vae_device, args.text_encoder_device, args.quantize_text_encoder)
     pipe.vae.to(args.vae_device)
     transformer = load_transformer(folder, args.dtype)
     load_loras(transformer, args.lora, args.lora_scale)
-    for path, scale in zip(args.lora, args.lora_scale) if master else []:
+    for path, scale in zip(args.lora, args.lora_scale) if not quiet else []:
         print(f"LoRA {path} at scale {scale}")
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
-
-    def attempt(function, job, *more):
-        """Whether function(job, ...) went well. A job that fails (a broken picture, a full disk) stops no others."""
-        try:
-            function(job, *more)
-        except InputError as e:
-            problems.append(str(e))
-            tqdm.write(str(e), file=sys.stderr)
-            return False
-        return True
-
-    def prepare(job, encoded):
-        encode_job(pipe, job, args.transformer_device, encoded.get(job.row))
-        encoded[job.row] = job
-
-    def save(job, image):
-        made_with = {k: getattr(job, k, getattr(args, k, None)) for k in REPEAT} | dict(
-            model=str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,
-            image=[str(Path(path).resolve()) for path in job.image], size_from=None, seed=[job.seed],
-            lora=[str(Path(path).resolve()) for path in args.lora] if job.on else None, lora_sha256=loras * job.on,
-            lora_scale=args.lora_scale if job.on else [1.0], pictures=job.pictures,
-            versions={m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
-        save_png(image, out_dir / job.out, job.settings, made_with)
-        tqdm.write(f"{out_dir / job.out}: {job.width}x{job.height} | {job.prompt}")
-
-    bar = tqdm(total=sum(j.num_inference_steps for j in good), desc=f"{len(good)} pictures", unit="step",
-               disable=not master or None)
-    for pack in plan_packs([j.tokens for j in good], args.max_tokens * (1 + args.compare)):
-        encoded = {}
-        batch = [good[i] for i in pack if attempt(prepare, good[i], encoded)]
+    bar = tqdm(total=sum(j.num_inference_steps for j in jobs), desc=f"{len(jobs)} pictures", unit="step",
+               disable=quiet or None)
+    for pack in plan_packs([j.tokens for j in jobs], args.max_tokens * (1 + args.compare)):
+        batch, encoded = [], {}
+        for job in [jobs[i] for i in pack]:
+            with going_on(problems):
+                encode_job(pipe, job, args.transformer_device, encoded.get(job.row))
+                encoded[job.row] = job
+                batch.append(job)
         for on in (False, True): # with and without the LoRA cannot share a forward pass
-            some = [j for j in batch if j.on == on]
+            some = [job for job in batch if bool(job.loras) == on]
             if some and args.compare:
                 (transformer.enable_adapters if on else transformer.disable_adapters)()
             if some:
                 denoise(transformer, pipe.scheduler.config, some, args.max_tokens, bar)
         for job in batch:
-            result = decode(pipe, job.latents, job.height, job.width)
+            image = decode(pipe, job.latents, job.height, job.width)
             job.latents = job.control_latent = job.prompt_embeds = None # a thousand jobs' would fill the memory
-            attempt(save, job, result)
+            with going_on(problems):
+                save_png(image, job.path, job.settings, made_with(args, job))
+                tqdm.write(f"{job.path}: {job.width}x{job.height} | {job.prompt}")
     bar.close()
+
+def made_with(args, job):
+    """The flags that --again takes from a picture, and what a person may want to know."""
+    flags = {k: v for k, v in (vars(args) | vars(job)).items() if k in REPEAT}
+    absolute = lambda paths: [str(Path(path).resolve()) for path in paths]
+    return flags | dict(
+        model=absolute([args.model])[0] if Path(args.model).is_dir() else args.model, image=absolute(job.image),
+        size_from=None, seed=[job.seed], lora=absolute(args.lora) if job.loras else None, lora_sha256=job.loras,
+        lora_scale=args.lora_scale if job.loras else [1.0], pictures=job.pictures,
+        versions={m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
+
+def write_sheet(path, jobs):
+    """The first rows of all pictures, those of earlier calls too, where there are several."""
+    titles, rows, count = list(dict.fromkeys(job.title for job in jobs)), {}, 0
+    for job in jobs:
+        if job.cells and (image := finished(job.path, job.settings)):
+            row = rows.setdefault(job.row, [*job.cells, *[None] * len(titles)])
+            row[2 + titles.index(job.title)] = ImageOps.contain(image, (192, 192), Image.Resampling.LANCZOS)
+            count += 1
+    if count > 1:
+        save_png(contact_sheet([*rows.values()], ["control", "instruction", *titles]), path)
+        print(f"{path}: {count} of them side by side")
+
+def main():
+    args = read_flags()
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device.startswith("cuda") else "gloo",
+                                timeout=timedelta(days=7))
+    follow_loras(args)
+    if args.merge_lora:
+        return merge(args)
+    folder = find_model(args.model, [*ENCODER_PARTS, "transformer"])
+    pipe = load_pipeline(folder)
+    jobs, problems = plan_pictures(args, folder, pipe)
+    if args.settings and any(job.settings != args.settings for job in jobs):
+        print(f"warning: {args.again}: a flag, model, LoRA, picture or script is another than it was then")
+    if args.many:
+        sweep(args.out_dir)
+    missing = [job for job in jobs if not (args.many and finished(job.path, job.settings))]
+    if rank == 0 and len(missing) < len(jobs):
+        print(f"{args.out_dir}: {len(jobs) - len(missing)} of {len(jobs)} pictures are there already, with the same "
+              "settings")
+    for p in problems if rank == 0 else []:
+        print(p, file=sys.stderr)
+    if not missing:
+        sys.exit(1 if problems else 0)
+    place = args.out_dir if args.many else Path(args.out).parent
+    check_writable(place, "choose another folder")
+    if world_size > 1:
+        dist.barrier() # all have looked into the folder
+    draw(args, folder, pipe, missing[rank::world_size], problems, quiet=rank > 0)
     if world_size > 1:
         dist.barrier() # all are done: torchrun would end the others when one returns 1
-    sheet = {(j.row, j.column): small(image) for j in jobs if j.row in rows and (
-        image := finished(out_dir / j.out, j.settings))}
-    if len(sheet) > 1:
-        place = out_dir / "sheet.png" if many else Path(args.out).with_name(Path(args.out).stem + "-sheet.png")
-        table = [rows[r] + [sheet.get((r, c)) for c in range(len(columns))] for r in sorted({r for r, _ in sheet})]
-        save_png(contact_sheet(table, ["control", "instruction", *titles]), place)
-        print(f"{place}: {len(sheet)} of them side by side")
+    if rank == 0:
+        write_sheet(place / (f"{Path(args.out).stem}-sheet.png" if not args.many else "sheet.png"), jobs)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)

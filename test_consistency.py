@@ -4660,12 +4660,16 @@ def test_processes_share_the_jobs(tmp_path, photos, start):
     """Two processes draw the pictures that one draws, each of them once; the sheet shows all; a bad job stops none."""
     lines = [dict(image=[str(p)], prompt="make it blue", out=f"{n}.png")
              for n, p in enumerate([*photos[:3], "gone.png"])]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "cut.png").write_bytes(photos[0].read_bytes()[:2000])  # its size can be read, and nothing more
+    lines.insert(0, dict(image=["cut.png"], prompt="\u2028 is no end of a line", out="cut.png"))
+    lines.append(dict(image=[str(photos[0])], prompt="x", out=""))
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     flags = ["--jobs", tmp_path / "jobs.jsonl", "--target_pixels", "64*64", "--control_pixels", "64*64", *EXACT,
              "--num_inference_steps", 2, "--lora", "", "--device", "cpu"]
     one = run_script("predict.py", *flags, "--out_dir", tmp_path / "one")
     ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two", script="predict.py")
     assert one.status == 1 and sorted(r.wait() for r in ranks)[1] == 1, [r.output() for r in ranks]
+    assert len(one.errors) == 3 and is_one_line(one.errors[0], "jobs.jsonl:6", "'out'") and "cut.png" in one.errors[1]
     names = ["0.png", "1.png", "2.png", "sheet.png"]
     for d in ("one", "two"):
         assert names == sorted(p.name for p in (tmp_path / d).iterdir())
@@ -5090,3 +5094,50 @@ def test_own_model_trains_in_the_planned_memory(tmp_path, data):
     memory = log_of(tmp_path / "run")[-1]["memory"] / 2**30
     show(f"{MODEL}, planned / measured memory", float(row) / memory, 1.15)
     assert float(row) == pytest.approx(memory, rel=0.15)
+
+
+# ---- chapter 11: what is trained is what is drawn --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family, controls", [
+    ("v1", [(100, 75)]), ("Plus", [(100, 75)]), ("Plus", [(64, 150), (100, 75)]), ("2511", [(100, 75), (64, 150)])],
+    ids=lambda v: v if isinstance(v, str) else f"{len(v)} controls")
+def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatch, family, controls):
+    """From the files to the velocity: what train.py computes of a cached sample, in a pack with one of another size,
+    takes the stock pipeline from the same noisy latents to where its own step at this noise level goes; and the
+    velocity that the loss asks for would take it to the target."""
+    model = copy_model(tmp_path / "model")
+    if family == "v1":
+        as_v1(model)
+    config = json.loads((model / "transformer/config.json").read_text()) | dict(zero_cond_t=family == "2511")
+    (model / "transformer/config.json").write_text(json.dumps(config))
+    data, area = add_item(tmp_path / "data", "cat", [(90, 70), *controls], "turn it blue"), 96 * 96
+    add_item(data, "dog", [(64, 130), (40, 40)], "add a red border around the dog, and leave the rest as it is")
+    preds, run_packed = [], rope_patch.run_packed
+    monkeypatch.setattr(rope_patch, "run_packed", lambda *args: preds.append(run_packed(*args)) or preds[-1])
+    run = run_script("train.py", "--model", model, "--data", data, "--cache_dir", tmp_path / "c", "--out_dir",
+                     tmp_path / "run", "--target_pixels", area, "--control_pixels", area, "--max_steps", 1,
+                     "--batch_size", 2, "--lr", 0, "--gradient_checkpointing", 0, "--device", "cpu", *EXACT)
+    assert run.status == 0, run.err
+    batch = run.globals["load_batch"]([0, 1])
+    with torch.no_grad():
+        run.globals["batch_loss"](batch)
+    pipe = stock_pipeline(model)
+    pipe.scheduler = type(pipe.scheduler)(shift=1.0)  # its only noise level is the one that it is given
+    for position, (got, velocity) in enumerate(zip(preds[-1], batch["targets"])):
+        sample = run.globals["draw"](position)[0]
+        target, *images = [Image.open(path) for path in [sample["target"], *sample["control"]]]
+        width, height = plus_code.calculate_dimensions(area, target.width / target.height)
+        size = dict(height=height, width=width)
+        pixels = pipe.image_processor.preprocess(target, **size).unsqueeze(2)
+        _, x0 = pipe.prepare_latents(pixels if family == "v1" else [pixels], 1, 16, height, width, torch.float32, "cpu",
+                                     torch.Generator())
+        s, noise = run.globals["draw_noise"](position, *x0[0].shape)
+        noisy = (1 - s) * x0 + s * noise
+        with stock_area(area):
+            after = pipe(image=images[0] if family == "v1" else images, prompt=sample["text"][0]["prompt"],
+                         latents=noisy, **size, sigmas=[s.item()], num_inference_steps=1, true_cfg_scale=1.0,
+                         output_type="latent").images
+        show(f"{family}, {sample['name']}: velocity at {s:.3f}", rel(got[:len(noise)], (noisy - after)[0] / s), 1e-5)
+        assert rel(got[:len(noise)], (noisy - after)[0] / s) <= 1e-5
+        assert rel(noisy[0] - s * velocity, x0[0]) <= 1e-5
