@@ -111,8 +111,8 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
     for where, need in ((str(device), takes[0]), ("cpu", takes[1])):
         if need > free_bytes(where):
             raise InputError(f"--model: {need / 2**30:.1f} GiB for its weights, but {where} has "
-                             f"{free_bytes(where) / 2**30:.1f} free; --quantize, --offload or --fsdp take less (train.py "
-                             "--plan says how much)")
+                             f"{free_bytes(where) / 2**30:.1f} free; --quantize, --offload or --fsdp take less "
+                             "(train.py --plan says how much)")
     sharded = [block for i, block in enumerate(blocks) if fsdp or i in away]
     for block in blocks if quantize != "none" else []:
         make_low_bit(block, quantize, device).to("cpu" if block in sharded else device)
@@ -539,8 +539,8 @@ GEOMETRY = dict(target_pixels=1024 * 1024, control_pixels=1024 * 1024, upscale=T
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
 JOB_KEYS = dict(prompt=str, negative_prompt=str, out=str, height=int, width=int, seed=int, num_inference_steps=int,
                 true_cfg_scale=(int, float), size_from=int, sigmas=list, shift=(int, float))
-REPEAT = ("model", "dtype", "image", "prompt", "lora", "lora_scale", "seed", *GEOMETRY,
-          *SAMPLING) # the flags that --again takes from a picture
+REPEAT = ("model", "dtype", "quantize", "quantize_text_encoder", "image", "prompt", "lora", "lora_scale", "seed",
+          *GEOMETRY, *SAMPLING) # the flags that --again takes from a picture
 
 def read_jobs(path, defaults):
     """jobs.jsonl, or a dataset folder (its controls and captions) -> (jobs, problems)."""
@@ -562,8 +562,9 @@ def read_jobs(path, defaults):
                 raise ValueError(f"field {(wrong or ['prompt'])[0]!r} is unknown, missing or of a wrong type")
             row = dict(out=f"{n:03d}-{Path(images[0]).stem}.png") | row | dict(
                 image=[Path(path).parent / i for i in images])
-            if not Path(row["out"]).name:
-                raise ValueError(f"'out' is {row['out']!r}, no file's name")
+            out = Path(row["out"])
+            if out.suffix.lower() != ".png" or out.is_absolute() or ".." in out.parts:
+                raise ValueError(f"'out' is {row['out']!r}, no PNG below --out_dir")
             if "sigmas" in row and "num_inference_steps" in row:
                 raise ValueError("both sigmas and num_inference_steps")
             if "sigmas" in row:
@@ -726,6 +727,7 @@ def plan_pictures(args, folder, pipe):
     columns, jobs, outs = sheet_columns(args), [], set()
     # the scripts too, for they are made to be edited
     common = dict(model=[fingerprint(folder / part) for part in (*ENCODER_PARTS, "transformer")], dtype=args.dtype,
+                  quantize=[args.quantize, args.quantize_text_encoder],
                   scripts=[file_hash(Path(__file__).with_name(f)) for f in
                            ("predict.py", "cache.py", "rope_patch.py")])
     loras = [[lora_digest(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
@@ -832,19 +834,20 @@ def main():
         print(f"warning: {args.again}: a flag, model, LoRA, picture or script is another than it was then")
     if args.many:
         sweep(args.out_dir)
-    missing = [job for job in jobs if not (args.many and finished(job.path, job.settings))]
-    if rank == 0 and len(missing) < len(jobs):
-        print(f"{args.out_dir}: {len(jobs) - len(missing)} of {len(jobs)} pictures are there already, with the same "
-              "settings")
+    there = [job for job in jobs if args.many and finished(job.path, job.settings)]
+    if rank == 0 and there:
+        print(f"{args.out_dir}: {len(there)} of {len(jobs)} pictures are there already, with the same settings")
     for p in problems if rank == 0 else []:
         print(p, file=sys.stderr)
-    if not missing:
+    # dealt before the finished ones go: another process may see one more
+    missing = [job for job in jobs[rank::world_size] if job not in there]
+    if world_size == 1 and not missing:
         sys.exit(1 if problems else 0)
     place = args.out_dir if args.many else Path(args.out).parent
     check_writable(place, "choose another folder")
     if world_size > 1:
         dist.barrier() # all have looked into the folder
-    draw(args, folder, pipe, missing[rank::world_size], problems, quiet=rank > 0)
+    draw(args, folder, pipe, missing, problems, quiet=rank > 0)
     if world_size > 1:
         dist.barrier() # all are done: torchrun would end the others when one returns 1
     if rank == 0:
