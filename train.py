@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -126,6 +127,9 @@ parser.add_argument("--compile", action="store_true",
 parser.add_argument("--val_data", nargs="*", metavar="DATA",
                     help="datasets that are not trained on: drawn and measured at the end, without and with the LoRA "
                          "(default: none; the toy dataset has its own)")
+parser.add_argument("--sample_every", type=number(int, 0), default=0,
+                    help="steps between looks at --val_data: its loss goes into the log as val_loss, its pictures into "
+                         "samples/; raise it if drawing takes long; 0: only at the end")
 parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
 parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
 parser.add_argument("--plan", action="store_true",
@@ -167,6 +171,8 @@ if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) == 1:
     parser.error("argument --fsdp: there is one process only; start it with torchrun --nproc_per_node=N")
 if args.dora and args.lora_format == "comfyui":
     parser.error("argument --lora_format: ComfyUI divides a DoRA by another norm than peft; give diffusers")
+if args.sample_every and not args.val_data:
+    parser.error("argument --sample_every: there is nothing to look at; give --val_data")
 for path in args.val_data:
     if not args.data or not cache.find_folder(Path(path), "target"):
         parser.error(f"argument --val_data: {path} has no folder 'target', or there is no --data; give both")
@@ -214,7 +220,7 @@ if master and not args.plan:
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "repeats", "reg_data", "cache_dir", "out_dir", "device", "vae_encoder_device",
     "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile",
-    "val_data", "save_every", "keep", "resume", "plan", "lora_format")}
+    "val_data", "sample_every", "save_every", "keep", "resume", "plan", "lora_format")}
 for name in ("pretrained_lora", "base_lora"): # wherever it lies
     config[name] = config[name] and predict.lora_digest(config[name])
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
@@ -291,7 +297,7 @@ if not index["samples"]:
     raise InputError(f"{' '.join(args.data)}: no usable sample; mend those named above")
 samples = [s for s in index["samples"] for _ in range(s.get("repeats", 1))]
 
-# held-out pictures: encoded now, while the encoders are here, and drawn at the end
+# held-out pictures: encoded now, while the encoders are here
 geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
 held_out = []
 for path in args.val_data if (master or args.fsdp) and not args.plan else []:
@@ -363,9 +369,9 @@ say(f"{args.model}: LoRA on {sum('.lora_A.' in n for n in lora)} layers, "
 
 # ---- the stream of samples: functions of (seed, position), of nothing else -------------------------------------------
 
-def generator(*what):
+def generator(*what, seed=args.seed):
     # by hash, because neighbouring seeds must not give related streams; 32 bits are all that a CPU generator uses
-    return torch.Generator().manual_seed(int(hashlib.sha256(repr((args.seed, *what)).encode()).hexdigest()[:8], 16))
+    return torch.Generator().manual_seed(int(hashlib.sha256(repr((seed, *what)).encode()).hexdigest()[:8], 16))
 
 @lru_cache(maxsize=2)
 def epoch_order(epoch):
@@ -406,7 +412,7 @@ def learning_rate(step):
 
 def load_batch(positions):
     """Everything that the forward pass over these positions needs, on the device: lists with one entry a sample."""
-    batch = dict(latents=[], prompt_embeds=[], timesteps=[], img_shapes=[], targets=[], weights=[])
+    entries = []
     for p in positions:
         sample, scale, text = draw(p)
         embed = "empty_prompt_embed" if text is sample["empty_text"] else "prompt_embed"
@@ -415,19 +421,26 @@ def load_batch(positions):
         else:
             t = cache.encode_latents(pipe, sample, scale) | cache.encode_text(pipe, sample, text)
         x0 = t["pixel_latent"].to(args.device, torch.float32)
-        s, noise = draw_noise(p, *x0.shape)
-        noise = noise.to(args.device)
-        # flow matching: data at s = 0, noise at s = 1, velocity noise - data
-        noisy = ((1 - s) * x0 + s * noise).to(dtype)
-        batch["latents"].append(torch.cat([noisy, t["control_latent"].to(args.device, dtype)]))
-        batch["prompt_embeds"].append(t[embed].to(args.device, dtype))
-        batch["timesteps"].append(s)
-        batch["img_shapes"].append([tuple(shape) for shape in t["img_shapes"].tolist()])
-        batch["targets"].append(noise - x0)
         weight = torch.ones(len(x0), device=args.device)
         if "edit_mask" in t:
             mask = t["edit_mask"].to(args.device)
             weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
+        shapes = [tuple(shape) for shape in t["img_shapes"].tolist()]
+        entries.append((x0, *draw_noise(p, *x0.shape), t["control_latent"], t[embed], shapes, weight))
+    return make_batch(entries)
+
+def make_batch(entries):
+    """[(target (I_0, C), timestep, noise (I_0, C), controls, prompt, img_shapes, weights (I_0,))] -> load_batch's."""
+    batch = dict(latents=[], prompt_embeds=[], timesteps=[], img_shapes=[], targets=[], weights=[])
+    for x0, s, noise, controls, prompt, shapes, weight in entries:
+        noise = noise.to(args.device)
+        # flow matching: data at s = 0, noise at s = 1, velocity noise - data
+        noisy = ((1 - s) * x0 + s * noise).to(dtype)
+        batch["latents"].append(torch.cat([noisy, controls.to(args.device, dtype)]))
+        batch["prompt_embeds"].append(prompt.to(args.device, dtype))
+        batch["timesteps"].append(s)
+        batch["img_shapes"].append(shapes)
+        batch["targets"].append(noise - x0)
         batch["weights"].append(weight)
     return batch
 
@@ -620,6 +633,92 @@ if master:
         flags=vars(args), **versions), default=str)]
     write_file(log, ("\n".join(lines[:1] + [line for line in lines[1:] if is_taken(line)]) + "\n").encode())
 
+# ---- held-out pictures: on the master alone; with --fsdp on all, as no forward pass is possible alone ----------------
+
+@contextmanager
+def evaluating():
+    """Inside `with`: no gradients, no dropout, and nothing compiled once more, which would take longer."""
+    transformer.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+    transformer.train()
+
+def validation_loss():
+    """The training's loss over the held-out pictures, at four noise levels each. Noise depends on a picture's place in
+    --val_data and not on --seed, so that the curves of all runs compare."""
+    top = bottom = 0.0
+    runs = [(i, (k + 0.5) / 4) for i in range(len(held_out)) for k in range(4)]
+    lengths = [sum(h * w for _, h, w in held_out[i].img_shapes) + len(held_out[i].prompt_embeds[0]) for i, _ in runs]
+    with evaluating():
+        for pack in plan_packs(lengths, args.max_tokens):
+            entries = []
+            for (i, s), job in [(runs[r], held_out[runs[r][0]]) for r in pack]:
+                x0 = job.target_latent.to(args.device, torch.float32)
+                noise = torch.randn(x0.shape, generator=generator("validation", i, s, seed=0))
+                entries.append((x0, torch.tensor(s), noise, job.control_latent, job.prompt_embeds[0], job.img_shapes,
+                                torch.ones(len(x0), device=args.device)))
+            numerator, denominator = batch_loss(make_batch(entries))
+            top, bottom = top + numerator, bottom + denominator
+    return float(top / bottom)
+
+def draw_held_out():
+    """Every held-out picture, sizes mixed -> PIL images."""
+    for pack in plan_packs([j.tokens for j in held_out], args.max_tokens):
+        predict.denoise(transformer, pipe.scheduler.config, [held_out[i] for i in pack], args.max_tokens)
+    return [predict.decode(pipe, j.latents, j.height, j.width) for j in held_out]
+
+def measure_held_out(before, after):
+    """-> {group: measures}: mean PSNR to the target of the input, without and with the LoRA, and of the VAE alone, the
+    ceiling; and, where the target equals the input, the LoRA's mean PSNR and median shift, zoom and colour. Those are
+    against the target as the VAE draws it, whose own soft edges would pass for a zoom of half a percent."""
+    groups = {}
+    for job, b, a in zip(held_out, before, after):
+        given = cache.read_image(job.image[0]).resize(job.target.size, Image.Resampling.LANCZOS)
+        ceiling = predict.decode(pipe, job.target_latent.to(args.device), job.height, job.width)
+        record = dict(input=predict.psnr(given, job.target), before=predict.psnr(b, job.target),
+                      after=predict.psnr(a, job.target), vae=predict.psnr(ceiling, job.target))
+        keep = np.abs(np.asarray(given, int) - np.asarray(job.target, int)).max(-1) <= 8
+        if keep.mean() > 0.1:
+            record.update({f"kept_{k}": v for k, v in predict.drift(a, ceiling, keep).items()})
+            record["kept_psnr"] = predict.psnr(np.asarray(a)[keep], np.asarray(job.target)[keep])
+        groups.setdefault(job.group, []).append(record)
+    average = lambda key: np.median if key in ("kept_shift", "kept_zoom", "kept_colour") else np.mean
+    keys = lambda records: dict.fromkeys(k for r in records for k in r)
+    return {group: {"pictures": len(records), **{k: float(average(k)([r[k] for r in records if k in r]))
+                                                 for k in keys(records)}} for group, records in groups.items()}
+
+def show_held_out():
+    """Contact sheets and measures of this step, into samples/ and on the screen; "before" is drawn the first time."""
+    pipe.vae.to(args.vae_encoder_device)
+    with evaluating():
+        if not before:
+            transformer.set_adapters([*base], [*base.values()]) if base else transformer.disable_adapters()
+            before.extend(draw_held_out())
+            transformer.enable_adapters()
+            transformer.set_adapters(["default", *base], [1.0, *base.values()])
+            for name, p in transformer.named_parameters(): # peft lets all that are active learn
+                p.requires_grad_(name in lora)
+        after = draw_held_out()
+    measured, sheets = measure_held_out(before, after), {}
+    if args.use_cache:
+        pipe.vae.to("cpu")
+    if not master:
+        return
+    for job, b, a in zip(held_out, before, after):
+        sheets.setdefault(job.sheet, []).append([*predict.sheet_row(job), b, a, job.target])
+    for name, rows in sheets.items():
+        sheets[name] = predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"])
+        predict.save_png(sheets[name], out_dir / "samples" / f"step_{step:06d}_{name}.png")
+    write_file(out_dir / "samples" / f"step_{step:06d}.json", json.dumps(measured, indent=1).encode())
+    say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
+    say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
+    for group, m in measured.items():
+        kept = "{kept_psnr:7.1f} {kept_shift:9.2f} {kept_zoom:7.2f} {kept_colour:7.1f}" if "kept_psnr" in m else ""
+        say(("{:16} {pictures:8} {input:6.1f} {before:7.1f} {after:7.1f} {vae:5.1f} |" + kept).format(group, **m))
+    say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, before, after, target")
+
+before = []
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 warned, first_step, stopped, stop = set(), step + 1, [], False
@@ -689,14 +788,16 @@ while step < args.max_steps:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - t0
 
-    # log and save: nothing below changes the training
+    # look, log and save: nothing below changes the training
+    looks = held_out and (step == args.max_steps or args.sample_every and step % args.sample_every == 0)
+    val_loss = dict(val_loss=validation_loss()) if looks else {}
     if master:
         memory = torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(
             resource.RUSAGE_SELF).ru_maxrss * 1024
         tokens, copied = sum(lengths), 2 * len(packs) * transformer.bytes_away # forward and backward pass
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory,
-                      copied_from_host=copied)
+                      copied_from_host=copied, **val_loss)
         saving = stop or step % args.save_every == 0 or step == args.max_steps
         try:
             with open(log, "a") as f:
@@ -709,13 +810,16 @@ while step < args.max_steps:
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
             f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory / 2**30:.1f} GiB"
             + (f" | {tokens / computed:.0%} of computed tokens valid" if args.batching == "padded" else "")
-            + (f" | {copied / len(mine) / 1e9:.3f} GB/img from host" if args.offload else ""))
+            + (f" | {copied / len(mine) / 1e9:.3f} GB/img from host" if args.offload else "")
+            + "".join(f" | val loss {x:.4f}" for x in val_loss.values()))
         bar.set_postfix(loss=f"{loss:.4f}", tok_s=int(tokens / seconds))
         bar.update()
         if saving:
             save_checkpoint(step)
         if step == first_step and args.gradient_checkpointing != 0 and not (args.compile or args.fsdp or args.offload):
             advise_on_memory([positions[i] for i in packs[0]])
+    if looks and step < args.max_steps: # at the end the LoRA is written first
+        show_held_out()
     if stop:
         break
 bar.close()
@@ -730,58 +834,8 @@ if master: # first of all, for drawing takes minutes
     if args.lora_format == "comfyui":
         predict.save_comfyui(out_dir / f"{out_dir.resolve().name}_comfyui.safetensors", transformer, about(step))
 
-# ---- before and after ------------------------------------------------------------------------------------------------
-
-def draw_held_out():
-    """Every held-out picture, sizes mixed -> PIL images."""
-    for pack in plan_packs([j.tokens for j in held_out], args.max_tokens):
-        predict.denoise(transformer, pipe.scheduler.config, [held_out[i] for i in pack], args.max_tokens)
-    return [predict.decode(pipe, j.latents, j.height, j.width) for j in held_out]
-
-def measure_held_out(before, after):
-    """-> {group: measures}: mean PSNR to the target of the input, without and with the LoRA, and of the VAE alone, the
-    ceiling; and, where the target equals the input, the LoRA's mean PSNR and median shift, zoom and colour. Those are
-    against the target as the VAE draws it, whose own soft edges would pass for a zoom of half a percent."""
-    groups = {}
-    for job, b, a in zip(held_out, before, after):
-        given = cache.read_image(job.image[0]).resize(job.target.size, Image.Resampling.LANCZOS)
-        ceiling = predict.decode(pipe, job.target_latent.to(args.device), job.height, job.width)
-        record = dict(input=predict.psnr(given, job.target), before=predict.psnr(b, job.target),
-                      after=predict.psnr(a, job.target), vae=predict.psnr(ceiling, job.target))
-        keep = np.abs(np.asarray(given, int) - np.asarray(job.target, int)).max(-1) <= 8
-        if keep.mean() > 0.1:
-            record.update({f"kept_{k}": v for k, v in predict.drift(a, ceiling, keep).items()})
-            record["kept_psnr"] = predict.psnr(np.asarray(a)[keep], np.asarray(job.target)[keep])
-        groups.setdefault(job.group, []).append(record)
-    average = lambda key: np.median if key in ("kept_shift", "kept_zoom", "kept_colour") else np.mean
-    keys = lambda records: dict.fromkeys(k for r in records for k in r)
-    return {group: {"pictures": len(records), **{k: float(average(k)([r[k] for r in records if k in r]))
-                                                 for k in keys(records)}} for group, records in groups.items()}
-
 if held_out: # on the master alone; with --fsdp on all, as no forward pass is possible alone
-    transformer.eval()
-    pipe.vae.to(args.vae_encoder_device)
-    with torch.compiler.set_stance("force_eager"): # compiling once more, without gradients, would take longer
-        transformer.set_adapters([*base], [*base.values()]) if base else transformer.disable_adapters()
-        before = draw_held_out()
-        transformer.enable_adapters()
-        transformer.set_adapters(["default", *base], [1.0, *base.values()])
-        after = draw_held_out()
-if held_out and master:
-    measured = measure_held_out(before, after)
-    sheets = {}
-    for job, b, a in zip(held_out, before, after):
-        sheets.setdefault(job.sheet, []).append([*predict.sheet_row(job), b, a, job.target])
-    for name, rows in sheets.items():
-        predict.save_png(predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"]),
-                         out_dir / "samples" / f"step_{step:06d}_{name}.png")
-    write_file(out_dir / "samples" / f"step_{step:06d}.json", json.dumps(measured, indent=1).encode())
-    say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
-    say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
-    for group, m in measured.items():
-        kept = "{kept_psnr:7.1f} {kept_shift:9.2f} {kept_zoom:7.2f} {kept_colour:7.1f}" if "kept_psnr" in m else ""
-        say(("{:16} {pictures:8} {input:6.1f} {before:7.1f} {after:7.1f} {vae:5.1f} |" + kept).format(group, **m))
-    say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, before, after, target")
+    show_held_out()
 
 # ---- goodbye ---------------------------------------------------------------------------------------------------------
 
