@@ -19,6 +19,7 @@ import argparse
 import fcntl
 import gc
 import hashlib
+import io
 import json
 import math
 import os
@@ -33,6 +34,7 @@ import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import diffusers
@@ -132,6 +134,9 @@ parser.add_argument("--sample_every", type=number(int, 0), default=0,
                          "samples/; raise it if drawing takes long; 0: only at the end")
 parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
 parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
+parser.add_argument("--tracker", choices=["none", "tensorboard", "wandb"], default="none",
+                    help="log losses, learning rate, gradient norm and pictures there too (pip install its name): "
+                         "tensorboard --logdir RUN_FOLDER; wandb: WANDB_MODE=offline needs no network")
 parser.add_argument("--plan", action="store_true",
                     help="only say what this training would take: tokens, steps, memory with these and other flags; "
                          "needs no weights")
@@ -171,6 +176,9 @@ if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) == 1:
     parser.error("argument --fsdp: there is one process only; start it with torchrun --nproc_per_node=N")
 if args.dora and args.lora_format == "comfyui":
     parser.error("argument --lora_format: ComfyUI divides a DoRA by another norm than peft; give diffusers")
+for flag, value, package in (("tracker", args.tracker, args.tracker),):
+    if value not in ("none", "adamw") and not find_spec(package):
+        parser.error(f"argument --{flag}: {value} needs a package that is not here; pip install {package}")
 if args.sample_every and not args.val_data:
     parser.error("argument --sample_every: there is nothing to look at; give --val_data")
 for path in args.val_data:
@@ -219,8 +227,8 @@ if master and not args.plan:
 
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "repeats", "reg_data", "cache_dir", "out_dir", "device", "vae_encoder_device",
-    "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload", "compile",
-    "val_data", "sample_every", "save_every", "keep", "resume", "plan", "lora_format")}
+    "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload",
+    "compile", "val_data", "sample_every", "save_every", "keep", "tracker", "resume", "plan", "lora_format")}
 for name in ("pretrained_lora", "base_lora"): # wherever it lies
     config[name] = config[name] and predict.lora_digest(config[name])
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
@@ -377,10 +385,13 @@ def generator(*what, seed=args.seed):
 def epoch_order(epoch):
     return torch.randperm(len(samples), generator=generator("order", epoch)).tolist()
 
+def sample_at(position):
+    epoch, i = divmod(position, len(samples))
+    return samples[epoch_order(epoch)[i]]
+
 def draw(position):
     """-> (sample, scale, text): one of its captions, or the empty one if that is dropped."""
-    epoch, i = divmod(position, len(samples))
-    sample, g = samples[epoch_order(epoch)[i]], generator("draw", position)
+    sample, g = sample_at(position), generator("draw", position)
     scale = sample["scales"][torch.randint(len(sample["scales"]), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
     which = torch.randint(len(sample["text"]), (), generator=generator("wording", position))
@@ -446,15 +457,17 @@ def make_batch(entries):
 
 def batch_loss(batch, transformer=transformer):
     """-> (numerator with gradient, denominator): the step's loss is the quotient of their sums over all its batches and
-    processes. Per sample a mean weighted by the edit mask, so that an all-white mask changes nothing."""
+    processes. Per sample a mean weighted by the edit mask, so that an all-white mask changes nothing; those means go
+    into batch["losses"]."""
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(transformer, batch["latents"], batch["prompt_embeds"], torch.stack(batch["timesteps"]).to(
         batch["latents"][0].device), batch["img_shapes"])
-    top = bottom = 0.0
+    top, bottom, batch["losses"] = 0.0, 0.0, []
     for pred, target, weight in zip(preds, batch["targets"], batch["weights"]):
         per_token = (pred[:len(target)].float() - target).square().mean(dim=-1)
         # fp32: bf16 cannot count to 257. clamped: a mask may be black all over, and weigh nothing
         total, count = (per_token * weight).sum(), weight.sum().clamp_min(1e-12)
+        batch["losses"].append((total / count).detach())
         top, bottom = (top + total / count, bottom + 1) if args.loss_norm == "sample" else (top + total, bottom + count)
     return top, bottom
 
@@ -630,8 +643,72 @@ if master:
     for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # of a killed process, as the lock is ours; and of a
         shutil.rmtree(left) if left.is_dir() else left.unlink()    # finished one that now goes on
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else [json.dumps(dict(
-        flags=vars(args), **versions), default=str)]
+        flags=vars(args), **versions, started=time.time()), default=str)]
     write_file(log, ("\n".join(lines[:1] + [line for line in lines[1:] if is_taken(line)]) + "\n").encode())
+
+# ---- what the log tells ----------------------------------------------------------------------------------------------
+
+if master and args.tracker == "tensorboard":
+    from torch.utils.tensorboard import SummaryWriter
+    tracker = SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
+if master and args.tracker == "wandb":
+    import wandb
+    try: # the log's first line says when the run began: resumed, it goes on with its curve
+        tracker = wandb.init(project="qwen-image-edit", name=out_dir.resolve().name, dir=out_dir, config=config,
+                             id=cache.content_key(run=lines[0]), resume="allow")
+    except wandb.Error as e:
+        raise InputError(f"--tracker wandb: {str(e).splitlines()[0]}; run `wandb login`, or set WANDB_MODE=offline, "
+                         "then --resume") from None
+
+def track(values, pictures={}):
+    """This step's numbers and PIL images, for the tracker."""
+    if args.tracker == "tensorboard":
+        for name, x in values.items():
+            tracker.add_scalar(name, x, step)
+        for name, image in pictures.items():
+            tracker.add_image(name, np.asarray(image), step, dataformats="HWC")
+        tracker.flush()
+    if args.tracker == "wandb":
+        tracker.log({**values, **{name: wandb.Image(image) for name, image in pictures.items()}}, step=step)
+
+def read_log():
+    records = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+    return [r for r in records if "losses" in r] # older versions had none
+
+def by_timestep(records):
+    """-> of each sample in these records its loss and the tenth of (0, 1) its timestep is in; mean loss of each."""
+    s, losses = [np.array([x for r in records for x in r[key]]) for key in ("timesteps", "losses")]
+    tenths = np.minimum(s * 10, 9).astype(int)
+    return losses, tenths, np.bincount(tenths, losses, 10) / np.maximum(np.bincount(tenths, minlength=10), 1)
+
+def draw_curves():
+    """loss.png: the losses, and the last 100 steps' by timestep."""
+    from matplotlib.figure import Figure
+    records, figure = read_log(), Figure((12, 4), layout="constrained")
+    looks, losses, n = [r for r in records if "val_loss" in r], [r["loss"] for r in records], max(1, len(records) // 20)
+    left, right = figure.subplots(1, 2)
+    left.plot([r["step"] for r in records], losses, color="lightgray", label="training")
+    left.plot([r["step"] for r in records[n - 1:]], np.convolve(losses, np.ones(n) / n, "valid"), label=f"mean of {n}")
+    left.plot([r["step"] for r in looks], [r["val_loss"] for r in looks], "o-", label="held-out pictures")
+    left.set(xlabel="step", ylabel="loss")
+    left.legend()
+    right.bar(np.arange(10) / 10, by_timestep(records[-100:])[2], 0.09, align="edge")
+    right.set(xlabel="timestep (1: noise)", ylabel="loss, last 100 steps")
+    figure.savefig(png := io.BytesIO())
+    write_file(out_dir / "loss.png", png.getvalue())
+
+def find_hardest():
+    """The five samples with the greatest loss, each time divided by the mean at that timestep, in the second half of
+    the run."""
+    records = read_log()
+    records = records[len(records) // 2:]
+    losses, tenths, means = by_timestep(records)
+    positions = [(r["step"] - 1) * args.batch_size + i for r in records for i in range(args.batch_size)]
+    ratios = {}
+    for p, ratio in zip(positions, losses / np.maximum(means[tenths], 1e-12)):
+        ratios.setdefault(sample_at(p)["name"], []).append(ratio)
+    worst = sorted(ratios, key=lambda name: -np.mean(ratios[name]))[:5]
+    return [dict(name=name, ratio=float(np.mean(ratios[name])), times=len(ratios[name])) for name in worst]
 
 # ---- held-out pictures: on the master alone; with --fsdp on all, as no forward pass is possible alone ----------------
 
@@ -709,6 +786,7 @@ def show_held_out():
     for name, rows in sheets.items():
         sheets[name] = predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"])
         predict.save_png(sheets[name], out_dir / "samples" / f"step_{step:06d}_{name}.png")
+    track({}, sheets)
     write_file(out_dir / "samples" / f"step_{step:06d}.json", json.dumps(measured, indent=1).encode())
     say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
     say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
@@ -747,6 +825,7 @@ while step < args.max_steps:
 
     # gradients of the sum; LoRA dropout is the only user of the global random state
     top = bottom = computed = 0.0
+    seen = torch.zeros(args.batch_size, 2, device=args.device) # timestep and loss of each sample
     for pack in packs:
         torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed())
         batch = load_batch([positions[i] for i in pack or [lengths.index(min(lengths))]])
@@ -760,18 +839,21 @@ while step < args.max_steps:
         top, bottom = top + numerator.detach(), bottom + denominator
         computed += sum(lengths[i] for i in pack) if args.batching == "packed" else len(pack) * (
             max(map(len, batch["latents"])) + max(map(len, batch["prompt_embeds"])))
+        if pack:
+            seen[pack] = torch.stack([torch.stack(batch["timesteps"]).to(args.device), torch.stack(batch["losses"])], 1)
 
-    # one all-reduce: gradients, numerator, denominator, computed tokens, and whether any process was told to stop, for
-    # all must do so after the same step; then divide by what all processes saw together
+    # one all-reduce: gradients, numerator, denominator, computed tokens, whether any process was told to stop, for all
+    # must do so after the same step, and each sample's loss; then divide by what all processes saw together
     for p in lora.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     sums = torch.tensor([top, bottom, computed, len(stopped)], device=args.device)
-    flat = torch.cat([*[p.grad.flatten() for p in lora.values()], sums])
+    flat = torch.cat([*[p.grad.flatten() for p in lora.values()], sums, seen.flatten()])
     if world_size > 1:
         dist.all_reduce(flat)
-    top, bottom, computed, stop = flat[-4:].tolist()
-    for p, grad in zip(lora.values(), (flat[:-4] / bottom).split([p.numel() for p in lora.values()])):
-        p.grad = grad.view_as(p)
+    *grads, sums, seen = flat.split([*[p.numel() for p in lora.values()], 4, seen.numel()])
+    top, bottom, computed, stop = sums.tolist()
+    for p, grad in zip(lora.values(), grads):
+        p.grad = (grad / bottom).view_as(p)
     loss = top / bottom
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every rank; the step is not taken
@@ -797,7 +879,8 @@ while step < args.max_steps:
         tokens, copied = sum(lengths), 2 * len(packs) * transformer.bytes_away # forward and backward pass
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory,
-                      copied_from_host=copied, **val_loss)
+                      copied_from_host=copied, **val_loss, timesteps=[round(s, 4) for s in seen[::2].tolist()],
+                      losses=[round(x, 5) for x in seen[1::2].tolist()])
         saving = stop or step % args.save_every == 0 or step == args.max_steps
         try:
             with open(log, "a") as f:
@@ -814,8 +897,11 @@ while step < args.max_steps:
             + "".join(f" | val loss {x:.4f}" for x in val_loss.values()))
         bar.set_postfix(loss=f"{loss:.4f}", tok_s=int(tokens / seconds))
         bar.update()
+        track(dict(loss=loss, lr=lr, grad_norm=grad_norm, **val_loss))
         if saving:
             save_checkpoint(step)
+            if find_spec("matplotlib"):
+                draw_curves()
         if step == first_step and args.gradient_checkpointing != 0 and not (args.compile or args.fsdp or args.offload):
             advise_on_memory([positions[i] for i in packs[0]])
     if looks and step < args.max_steps: # at the end the LoRA is written first
@@ -840,6 +926,11 @@ if held_out: # on the master alone; with --fsdp on all, as no forward pass is po
 # ---- goodbye ---------------------------------------------------------------------------------------------------------
 
 if master:
+    hardest = find_hardest()
+    write_file(out_dir / "samples" / "hardest.json", json.dumps(hardest, indent=1).encode())
+    say("hardest samples, by their loss over the mean at the same timesteps (look at them: samples/hardest.json): "
+        + ", ".join("{name} {ratio:.1f}".format(**h) for h in hardest))
+    say(f"{out_dir}/loss.png: curves" if find_spec("matplotlib") else "for curves in loss.png: pip install matplotlib")
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(index['samples'])} samples. next:\n"
         f"  python predict.py --model {args.model} --lora {' '.join(filter(None, [str(out_dir), args.base_lora]))} "
