@@ -836,8 +836,9 @@ def encode_latents(pipe, sample, scale):
 
 def encode_text(pipe, sample, text):
     """-> prompt_embed (T, 3584), prompt_embeds_mask (T,): the text's prompt with the sample's pictures, since the
-    encoder sees both. For the prompt "" the names begin with empty_."""
-    embed = encode_prompt(pipe, text["prompt"], [read_image(c) for c in sample["control"]], sample["prompt_sizes"])
+    encoder sees both; a plain text's without. For the prompt "" the names begin with empty_."""
+    pictures = [] if text.get("plain") else [read_image(c) for c in sample["control"]]
+    embed = encode_prompt(pipe, text["prompt"], pictures, sample["prompt_sizes"])
     name = "prompt_embed" if text["prompt"] else "empty_prompt_embed"
     return finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample["target"])
 
@@ -865,10 +866,14 @@ def run_name(model, roots):
     """<model>-<data>+<more data>, for the default folders of caches and runs."""
     return f"{Path(model).name}-{'+'.join(map(root_name, roots))}"
 
-def build_index(pipe, folder, args, empty_prompt, quiet=False):
+def build_index(pipe, folder, args, empty_prompt, quiet=False, plain_prompt=False):
     """Reads every picture's header and hash -> (index, problems). index["samples"]: name, sources, how often an epoch
     `repeats` it; `text`, its wordings, and `empty_text`: each a prompt and a key with its number of tokens; `scales`,
-    one per --target_pixels: key and img_shapes."""
+    one per --target_pixels: key and img_shapes. With plain_prompt also `plain_text`: `text` and `empty_text` as they
+    are without the pictures."""
+    if plain_prompt and not is_plus(pipe):
+        raise InputError("--prompt_image_dropout_rate, --plain_prompt: Qwen-Image-Edit v1 has a picture in every "
+                         "prompt; leave it out, or train 2509 or 2511")
     items, problems = read_datasets(args)
     models = model_fingerprints(folder)
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=type(pipe).__name__, dtype=args.dtype)
@@ -908,6 +913,11 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
                                 mask=item["mask"] and str(item["mask"]), repeats=item["repeats"], sizes=sizes,
                                 prompt_sizes=seen, scales=scales, text=text[:-1],
                                 empty_text=text[-1] if empty_prompt else None))
+            if plain_prompt:
+                samples[-1]["plain_text"] = [dict(
+                    prompt=p, plain=True, tokens=prompt_length(pipe, p, []),
+                    key=content_key(**common, text=models["text"], prompt=p, pictures=[], sizes=[]))
+                    for p in [*item["prompts"], *[""] * empty_prompt]]
         except InputError as e:
             problems.append(str(e))
         except OSError as e:
@@ -922,9 +932,11 @@ def text_file(cache_dir, text):
     return Path(cache_dir, "text", text["key"] + ".safetensors")
 
 def sample_files(cache_dir, sample):
-    """{file: (encode function, its arguments)} of one sample: latents at every scale, prompts, empty prompt."""
+    """{file: (encode function, its arguments)} of one sample: latents at every scale, prompts, empty prompt, and these
+    without pictures."""
     files = {latents_file(cache_dir, s): (encode_latents, s) for s in sample["scales"]}
-    return files | {text_file(cache_dir, t): (encode_text, t) for t in [*sample["text"], sample["empty_text"]] if t}
+    texts = [*sample["text"], sample["empty_text"], *sample.get("plain_text", [])]
+    return files | {text_file(cache_dir, t): (encode_text, t) for t in texts if t}
 
 def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, verify=False):
     """Encodes this rank's share of what the cache lacks -> problems; a bad sample stops no others. The encoders
@@ -984,10 +996,11 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
         signal.signal(s, handler)
     return problems
 
-def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1, verify=False):
+def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1, verify=False,
+               plain_prompt=False):
     """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe`
     is load_pipeline's; it has its encoders afterwards if there was something to encode."""
-    index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
+    index, problems = build_index(pipe, folder, args, empty_prompt, rank > 0, plain_prompt)
     try:
         for kind in ("latents", "text"):
             Path(cache_dir, kind).mkdir(parents=True, exist_ok=True)
@@ -1305,6 +1318,8 @@ def main():
     add_data_flags(parser)
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
                         help="encode the empty prompt too, for train.py --caption_dropout_rate")
+    parser.add_argument("--plain_prompt", action=argparse.BooleanOptionalAction, default=False,
+                        help="encode prompts without their pictures too, for train.py --prompt_image_dropout_rate")
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
     parser.add_argument("--report", action="store_true",
                         help="encode nothing: tell what the dataset holds, and look for bad pairs (shifted, "
@@ -1326,7 +1341,7 @@ def main():
             write_report(index["samples"], cache_dir / "report")
         sys.exit(1 if problems and not args.skip_bad or not index["samples"] else 0)
     index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size,
-                                 args.verify)
+                                 args.verify, args.plain_prompt)
     if rank == 0:
         if args.prune and problems:
             raise InputError("--prune: would delete what the samples above need once they are mended; mend them first")

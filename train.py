@@ -68,6 +68,9 @@ parser.add_argument("--use_cache", action=argparse.BooleanOptionalAction, defaul
                          "batch anew and keeps all models there")
 parser.add_argument("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
                     help="share of samples trained with the empty prompt")
+parser.add_argument("--prompt_image_dropout_rate", type=number(float, 0, 1), default=0.0,
+                    help="share of samples trained without their control pictures, in the latents and in the prompt, "
+                         "as text-to-image; not with Qwen-Image-Edit v1")
 parser.add_argument("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 # LoRA
 parser.add_argument("--lora_rank", type=number(int, 1), default=16,
@@ -270,7 +273,7 @@ if args.resume:
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
-drop_captions = args.caption_dropout_rate > 0
+drop_captions, drop_pictures = args.caption_dropout_rate > 0, args.prompt_image_dropout_rate > 0
 folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if args.data else []), not args.plan)
 pipe = cache.load_pipeline(folder) if args.data else None
 cache_dir = Path(args.cache_dir or Path("cache", run_name))
@@ -290,10 +293,15 @@ if not args.data: # a cache that was made elsewhere
         setattr(args, name, index.get(name, getattr(args, name)))
     if drop_captions and not all(s["empty_text"] for s in index["samples"]):
         raise InputError(f"{cache_dir}: no empty prompt for --caption_dropout_rate; run cache.py --empty_prompt")
+    if drop_pictures and not all(len(s.get("plain_text", [])) >= len(s["text"]) + drop_captions
+                                 for s in index["samples"]):
+        raise InputError(f"{cache_dir}: no prompts without pictures for --prompt_image_dropout_rate; run cache.py "
+                         "--plain_prompt" + " --empty_prompt" * drop_captions)
 elif args.use_cache and not args.plan:
-    index, problems = cache.make_cache(pipe, folder, args, cache_dir, drop_captions, rank, world_size)
+    index, problems = cache.make_cache(pipe, folder, args, cache_dir, drop_captions, rank, world_size,
+                                       plain_prompt=drop_pictures)
 else:
-    index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
+    index, problems = cache.build_index(pipe, folder, args, drop_captions, not master, drop_pictures)
     if master:
         cache.report(index, problems)
     if not args.plan:
@@ -390,11 +398,14 @@ def sample_at(position):
     return samples[epoch_order(epoch)[i]]
 
 def draw(position):
-    """-> (sample, scale, text): one of its captions, or the empty one if that is dropped."""
+    """-> (sample, scale, text): one of its captions, or the empty one if that is dropped; the target alone and a text
+    without pictures if these are."""
     sample, g = sample_at(position), generator("draw", position)
     scale = sample["scales"][torch.randint(len(sample["scales"]), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
     which = torch.randint(len(sample["text"]), (), generator=generator("wording", position))
+    if drop_pictures and torch.rand((), generator=generator("pictures", position)) < args.prompt_image_dropout_rate:
+        return sample, {**scale, "img_shapes": scale["img_shapes"][:1]}, sample["plain_text"][-1 if dropped else which]
     return sample, scale, sample["empty_text"] if dropped else sample["text"][which]
 
 def tokens_of(sample, scale, text):
@@ -426,7 +437,7 @@ def load_batch(positions):
     entries = []
     for p in positions:
         sample, scale, text = draw(p)
-        embed = "empty_prompt_embed" if text is sample["empty_text"] else "prompt_embed"
+        empty = text is sample["empty_text"] or text.get("prompt") == ""
         if args.use_cache:
             t = load_sample(cache_dir, sample, scale, text)
         else:
@@ -436,8 +447,10 @@ def load_batch(positions):
         if "edit_mask" in t:
             mask = t["edit_mask"].to(args.device)
             weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
-        shapes = [tuple(shape) for shape in t["img_shapes"].tolist()]
-        entries.append((x0, *draw_noise(p, *x0.shape), t["control_latent"], t[embed], shapes, weight))
+        shapes = [tuple(shape) for shape in scale["img_shapes"]]
+        embed = t["empty_prompt_embed" if empty else "prompt_embed"]
+        controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])] # none if they are dropped
+        entries.append((x0, *draw_noise(p, *x0.shape), controls, embed, shapes, weight))
     return make_batch(entries)
 
 def make_batch(entries):
