@@ -5161,7 +5161,9 @@ def test_wandb_works_offline(small, tmp_path, monkeypatch):
     result.globals["tracker"].finish()
 
 
-@pytest.mark.parametrize("flag, package", [("--tracker tensorboard", "tensorboard"), ("--tracker wandb", "wandb")])
+@pytest.mark.parametrize("flag, package", [
+    ("--tracker tensorboard", "tensorboard"), ("--tracker wandb", "wandb"),
+    ("--optimizer adamw8bit", "bitsandbytes"), ("--optimizer prodigy", "prodigyopt")])
 def test_a_package_that_is_missing_is_named_before_anything_slow(small, tmp_path, monkeypatch, flag, package):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != package and find_spec(name) or None)
@@ -5222,3 +5224,63 @@ def test_v1_cannot_go_without_pictures(tmp_path, data, monkeypatch):
     for result in (train(data, tmp_path, "--model", model, "--prompt_image_dropout_rate", 0.1),
                    make_cache(data, tmp_path / "c", "--model", model, "--plain_prompt")):
         assert result.status == 1 and is_one_line(result.errors[0], "--prompt_image_dropout_rate", "v1")
+
+
+# ---- mean weights, other optimizers ----
+
+def test_the_final_lora_is_the_running_mean(small, tmp_path):
+    """By its definition, from the checkpoints' own weights; the raw one lies beside it, and the run is as without."""
+    flags = [*small.flags, "--max_steps", 4, "--save_every", 1, "--keep", 4]
+    for name, decay in (("a", 0), ("b", 0.3)):
+        result = run_script("train.py", *flags, "--out_dir", tmp_path / name, "--ema_decay", decay)
+        assert result.status == 0, result.err
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert curve(log_of(a)) == curve(log_of(b)) and not (a / "pytorch_lora_weights_raw.safetensors").exists()
+    raw, final = lora_of(b / "pytorch_lora_weights_raw.safetensors"), lora_of(b)
+    assert all(torch.equal(x, raw[k]) for k, x in lora_of(a).items())
+    mean = {k: torch.zeros_like(x) for k, x in final.items() if "lora_B" in k}  # where it starts
+    for step in range(4):
+        decay = min(0.3, (1 + step) / (10 + step))
+        weights = lora_of(b / f"checkpoint-{step + 1:06d}")
+        mean = {k: decay * x + (1 - decay) * weights[k] for k, x in mean.items()}
+    assert all(torch.allclose(final[k], x, rtol=1e-5) for k, x in mean.items())
+    assert any(rel(raw[k], x) > 1e-2 for k, x in mean.items())
+
+
+def test_pictures_and_validation_loss_are_of_the_mean(tmp_path, data, monkeypatch):
+    """Raw weights that are thrown far away after each look change neither; the training has them back afterwards."""
+    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [  # the weights, as a picture
+        setattr(job, "latents", job.noise) for job in jobs] and seen.append(weight(model)))
+    weight = lambda model: next(p for n, p in model.named_parameters() if "lora_B.default" in n).detach().clone()
+    seen = []
+    log, out_dir, result = log_of_two_steps(data, tmp_path, "--ema_decay", 0.9, "--lr", 1, "--val_data", data)
+    ns = result.globals
+    name = next(n for n in ns["lora"] if "lora_B" in n)
+    assert torch.equal(seen[-1], ns["ema"][name]) and not torch.equal(seen[-1], ns["lora"][name])
+    final = log[-1]["val_loss"]
+    for p in ns["lora"].values():
+        p.data += 1
+    assert ns["validation_loss"]() == final
+
+
+@pytest.mark.parametrize("optimizer, ema", [("adamw", 0.9), ("prodigy", 0), ("adamw8bit", 0)])
+def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer, ema):
+    packages = dict(prodigy="prodigyopt", adamw8bit="bitsandbytes")
+    if optimizer in packages:
+        pytest.importorskip(packages[optimizer])
+    flags = [*small.flags, "--optimizer", optimizer, "--ema_decay", ema, "--lora_rank", 64]
+    for name, steps, more in (("a", 4, []), ("b", 2, []), ("b", 4, ["--resume"])):
+        result = run_script("train.py", *flags, "--out_dir", tmp_path / name, "--max_steps", steps, *more)
+        assert result.status == 0, result.err
+    assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
+    for file in {predict.LORA_FILE, "pytorch_lora_weights_raw.safetensors"} & set(os.listdir(tmp_path / "a")):
+        a, b = lora_of(tmp_path / "a" / file), lora_of(tmp_path / "b" / file)
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_prodigy_finds_its_learning_rate(small, tmp_path):
+    """With no --lr its factor is 1, not AdamW's rate of this model; the log has the rate that was applied."""
+    pytest.importorskip("prodigyopt")
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "a", "--optimizer", "prodigy")
+    rates = [r["lr"] for r in log_of(tmp_path / "a")]
+    assert result.globals["args"].lr == 1 and 0 < rates[0] < rates[-1] < 0.1

@@ -101,12 +101,20 @@ parser.add_argument("--batch_size", type=number(int, 1), default=4,
 parser.add_argument("--max_tokens", type=number(int, 1), default=16_384,
                     help="image + text tokens per forward pass; lower this first if you run out of memory")
 parser.add_argument("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
-parser.add_argument("--lr", type=number(float, 0), default=1e-4, help="learning rate; lower it if the loss jumps")
+parser.add_argument("--optimizer", choices=["adamw", "adamw8bit", "prodigy"], default="adamw",
+                    help="adamw8bit: moments of a quarter the memory (pip install bitsandbytes); prodigy finds the "
+                         "learning rate itself, and takes twice the memory (pip install prodigyopt)")
+parser.add_argument("--lr", type=number(float, 0), default=1e-4,
+                    help="learning rate; lower it if the loss jumps; of prodigy a factor, 1 if it is not given")
 parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant",
                     help="after the warm-up")
 parser.add_argument("--warmup_steps", type=number(int, 0), default=0,
                     help="steps over which the learning rate rises from 0")
-parser.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="of AdamW, on the LoRA's weights")
+parser.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
+parser.add_argument("--ema_decay", type=number(float, 0, 1), default=0.0,
+                    help="above 0, such as 0.99: the LoRA that is drawn, and written at the end, is a running mean "
+                         "over about 1 / (1 - decay) steps, less noisy than the last one's, which is then "
+                         f"{LORA_FILE.replace('.', '_raw.')}; checkpoints have the latter. 0: off")
 parser.add_argument("--max_grad_norm", type=number(float, 1e-12), default=1.0,
                     help="a longer gradient is cut to this length")
 # loss
@@ -158,11 +166,11 @@ if not args.data and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
 if args.dtype == "float16":
     parser.error("argument --dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16")
+given = {a.split("=")[0].replace("--no-", "--") for a in sys.argv}
 lora_config = dict(r=args.lora_rank, lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha,
                    use_rslora=args.rslora, use_dora=args.dora)
 if args.pretrained_lora: # what it is, no flag can change
     found = predict.lora_config(args.pretrained_lora)
-    given = {a.split("=")[0].replace("--no-", "--") for a in sys.argv}
     for flag, name in (("--lora_rank", "r"), ("--lora_alpha", "lora_alpha"), ("--rslora", "use_rslora"),
                        ("--dora", "use_dora"), ("--lora_targets", None), ("--lora_init", None)):
         if flag in given and (name is None or found.get(name, False) != lora_config[name]):
@@ -179,9 +187,12 @@ if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) == 1:
     parser.error("argument --fsdp: there is one process only; start it with torchrun --nproc_per_node=N")
 if args.dora and args.lora_format == "comfyui":
     parser.error("argument --lora_format: ComfyUI divides a DoRA by another norm than peft; give diffusers")
-for flag, value, package in (("tracker", args.tracker, args.tracker),):
-    if value not in ("none", "adamw") and not find_spec(package):
-        parser.error(f"argument --{flag}: {value} needs a package that is not here; pip install {package}")
+packages = dict(adamw8bit="bitsandbytes", prodigy="prodigyopt", tensorboard="tensorboard", wandb="wandb")
+for flag, value in (("--optimizer", args.optimizer), ("--tracker", args.tracker)):
+    if value in packages and not find_spec(packages[value]):
+        parser.error(f"argument {flag}: {value} needs a package that is not here; pip install {packages[value]}")
+if args.optimizer == "prodigy" and "--lr" not in given:
+    args.lr = 1.0
 if args.sample_every and not args.val_data:
     parser.error("argument --sample_every: there is nothing to look at; give --val_data")
 for path in args.val_data:
@@ -378,7 +389,17 @@ if args.gradient_checkpointing != 0:
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
-optimizer = torch.optim.AdamW(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
+ema = {name: p.detach().clone() for name, p in lora.items()} if args.ema_decay else {}
+if args.optimizer == "adamw":
+    optimizer = torch.optim.AdamW(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
+elif args.optimizer == "adamw8bit":
+    import bitsandbytes
+    optimizer = bitsandbytes.optim.AdamW8bit(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
+else: # with what its authors advise for diffusion models
+    import prodigyopt
+    optimizer = prodigyopt.Prodigy(lora.values(), lr=args.lr, weight_decay=args.weight_decay, use_bias_correction=True,
+                                   safeguard_warmup=True)
+copies = 3 + 2 * (args.optimizer == "prodigy") + bool(ema) # of the LoRA in fp32: itself, moments, ...
 say(f"{args.model}: LoRA on {sum('.lora_A.' in n for n in lora)} layers, "
     f"{sum(p.numel() for p in lora.values()):,} parameters, "
     f"{args.dtype} base on {args.device}, {world_size} process{'es' if world_size > 1 else ''}")
@@ -591,7 +612,7 @@ if args.plan:
     for checkpointed, quantize, offload in rows:
         base, host = predict.transformer_bytes(transformer, quantize, offload, parts)
         # weights and moments; then activations and gradients
-        takes = base, 3 * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes)
+        takes = base, copies * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes)
         card = next((f"{c} GB" for c in (8, 12, 16, 24, 32, 48, 80, 141) if sum(takes) / GB + 1 <= c), "none")
         flags = f"--gradient_checkpointing {checkpointed} --quantize {quantize} --offload {min(offload, blocks)}"
         say(" ".join(f"{n / GB:7.2f}" for n in (*takes, sum(takes), host)) + f"  {card:>6}  {flags}"
@@ -615,13 +636,17 @@ def about(step):
     return dict(geometry=geometry, model=args.model, step=step, config=config, versions=versions)
 
 def save_checkpoint(step):
-    """A folder that appears whole: LoRA, optimizer moments, step and configuration. Older ones beyond --keep go."""
+    """A folder that appears whole: LoRA, the optimizer's tensors and numbers, step and configuration. Older ones beyond
+    --keep go."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
     predict.save_lora(tmp / LORA_FILE, transformer, about(step))
-    moments = {f"{key}.{name}": optimizer.state[p][key]
-               for name, p in lora.items() for key in ("exp_avg", "exp_avg_sq")}
-    write_tensors(tmp / "optimizer.safetensors", moments, dict(step=step, config=config))
+    state = {f"{key}.{name}": value for name, p in lora.items() for key, value in optimizer.state[p].items()}
+    moments = {key: value.cpu().clone() for key, value in state.items() if torch.is_tensor(value)} # some are the same
+    moments |= {f"ema.{name}": value for name, value in ema.items()}
+    write_tensors(tmp / "optimizer.safetensors", moments, dict(
+        step=step, config=config, numbers={key: value for key, value in state.items() if key not in moments},
+        group={key: value for key, value in optimizer.param_groups[0].items() if isinstance(value, (int, float))}))
     shutil.rmtree(path, ignore_errors=True) # a damaged one
     os.replace(tmp, path)
     sync_folder(out_dir)
@@ -631,9 +656,16 @@ def save_checkpoint(step):
 def load_checkpoint(weights, moments, state):
     """Puts LoRA and optimizer back, bit for bit."""
     predict.load_weights(transformer, None, weights)
-    for name, p in lora.items():
-        optimizer.state[p] = {key: moments[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.param_groups[0].update(state.get("group", {}))
+    for name, p in lora.items(): # older checkpoints had it in `state` alone; AdamW wants it on the CPU
         optimizer.state[p]["step"] = torch.tensor(float(state["step"]))
+    for key, value in {**moments, **state.get("numbers", {})}.items():
+        key, name = key.split(".", 1)
+        if key == "ema":
+            ema[name].copy_(value)
+        else:
+            optimizer.state[lora[name]][key] = (
+                value.to(args.device) if torch.is_tensor(value) and key != "step" else value)
 
 def is_taken(line):
     """Whether a line of the log is a step up to the checkpoint: a killed run has logged steps after it, which are about
@@ -648,7 +680,7 @@ if checkpoint:
     load_checkpoint(*checkpoint)
     checkpoint = None # its tensors would stay in memory
 if master:
-    need = 12 * sum(p.numel() for p in lora.values()) * (args.keep + 1) # LoRA and two moments, in fp32
+    need = 4 * copies * sum(p.numel() for p in lora.values()) * (args.keep + 1)
     free = shutil.disk_usage(out_dir).free
     if need > free:
         raise InputError(f"--out_dir {out_dir}: checkpoints need {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; "
@@ -727,10 +759,16 @@ def find_hardest():
 
 @contextmanager
 def evaluating():
-    """Inside `with`: no gradients, no dropout, and nothing compiled once more, which would take longer."""
+    """Inside `with`: the weights' running mean, if there is one, no gradients, no dropout, and nothing compiled once
+    more, which would take longer."""
     transformer.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        raw = {name: lora[name].clone() for name in ema}
+        for name in ema:
+            lora[name].copy_(ema[name])
         yield
+        for name in ema:
+            lora[name].copy_(raw[name])
     transformer.train()
 
 def validation_loss():
@@ -878,6 +916,9 @@ while step < args.max_steps:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    for name in ema: # shorter at first, so that it forgets the start
+        ema[name].lerp_(lora[name].detach(), 1 - min(args.ema_decay, (1 + step) / (10 + step)))
+    lr *= optimizer.param_groups[0].get("d", 1) # Prodigy's own factor
     step += 1
     if args.device.startswith("cuda"):
         torch.cuda.synchronize()
@@ -929,9 +970,12 @@ if stop:
     sys.exit(0)
 
 if master: # first of all, for drawing takes minutes
-    predict.save_lora(out_dir / LORA_FILE, transformer, about(step))
-    if args.lora_format == "comfyui":
-        predict.save_comfyui(out_dir / f"{out_dir.resolve().name}_comfyui.safetensors", transformer, about(step))
+    with evaluating():
+        predict.save_lora(out_dir / LORA_FILE, transformer, about(step))
+        if args.lora_format == "comfyui":
+            predict.save_comfyui(out_dir / f"{out_dir.resolve().name}_comfyui.safetensors", transformer, about(step))
+    if ema:
+        predict.save_lora(out_dir / LORA_FILE.replace(".", "_raw."), transformer, about(step))
 
 if held_out: # on the master alone; with --fsdp on all, as no forward pass is possible alone
     show_held_out()
