@@ -762,8 +762,8 @@ def evaluating():
     """Inside `with`: the weights' running mean, if there is one, no gradients, no dropout, and nothing compiled once
     more, which would take longer."""
     transformer.eval()
+    raw = {name: lora[name].detach().clone() for name in ema}
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        raw = {name: lora[name].clone() for name in ema}
         for name in ema:
             lora[name].copy_(ema[name])
         yield
@@ -958,7 +958,7 @@ while step < args.max_steps:
                 draw_curves()
         if step == first_step and args.gradient_checkpointing != 0 and not (args.compile or args.fsdp or args.offload):
             advise_on_memory([positions[i] for i in packs[0]])
-    if looks and step < args.max_steps: # at the end the LoRA is written first
+    if looks and step < args.max_steps and not stop: # at the end the LoRA is written first
         show_held_out()
     if stop:
         break
