@@ -5069,14 +5069,16 @@ def log_of_two_steps(data, tmp_path, *flags):
 
 def test_looking_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
-    dropout and a frozen LoRA below. Pictures without the LoRA are drawn once."""
+    dropout and a frozen LoRA below, which stays frozen. Pictures without the LoRA are drawn once."""
     flags = ["--lora_dropout", 0.5, "--max_steps", 3, "--val_data"]
     _, base, _ = log_of_two_steps(data, tmp_path, *flags, "--seed", 5)
     flags[:0] = ["--base_lora", base]
     unseen, a, _ = log_of_two_steps(data, tmp_path, *flags)
     drawn, denoise = [], predict.denoise
     monkeypatch.setattr(predict, "denoise", lambda *args: drawn.append(1) or denoise(*args))
-    seen, b, _ = log_of_two_steps(data, tmp_path, *flags, data, "--sample_every", 1)
+    seen, b, result = log_of_two_steps(data, tmp_path, *flags, data, "--sample_every", 1)
+    ns = result.globals
+    assert {n for n, p in ns["transformer"].named_parameters() if p.requires_grad} == set(ns["lora"])
     assert curve(seen) == curve(unseen) and len(drawn) == 1 + 3
     assert all(torch.equal(x, lora_of(b)[k]) for k, x in lora_of(a).items())
     assert [p.name for p in sorted((b / "samples").glob("*.png"))] == [f"step_{n:06d}_data.png" for n in (1, 2, 3)]
