@@ -854,8 +854,9 @@ def encode_latents(pipe, sample, scale):
 
 def encode_text(pipe, sample, text):
     """-> prompt_embed (T, 3584), prompt_embeds_mask (T,): the text's prompt with the sample's pictures, since the
-    encoder sees both. For the prompt "" the names begin with empty_."""
-    embed = encode_prompt(pipe, text["prompt"], [read_image(c) for c in sample["control"]], sample["prompt_sizes"])
+    encoder sees both; a plain text's without. For the prompt "" the names begin with empty_."""
+    pictures = [] if text.get("plain") else [read_image(c) for c in sample["control"]]
+    embed = encode_prompt(pipe, text["prompt"], pictures, sample["prompt_sizes"])
     name = "prompt_embed" if text["prompt"] else "empty_prompt_embed"
     return finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample["target"])
 
@@ -886,10 +887,14 @@ def run_name(model, roots):
     """<model>-<data>+<more data>, for the default folders of caches and runs."""
     return f"{Path(model).name}-{'+'.join(map(root_name, roots))}"
 
-def build_index(pipe, folder, args, empty_prompt, quiet=False):
+def build_index(pipe, folder, args, empty_prompt, quiet=False, plain_prompt=False):
     """Reads every picture's header and hash -> (index, problems). index["samples"]: name, sources, how often an epoch
     `repeats` it; `text`, its wordings, and `empty_text`: each a prompt and a key with its number of tokens; `scales`,
-    one per --target_pixels: key and img_shapes."""
+    one per --target_pixels: key and img_shapes. With plain_prompt also `plain_text`: `text` and `empty_text` as they
+    are without the pictures."""
+    if plain_prompt and not is_plus(pipe):
+        raise InputError("--prompt_image_dropout_rate, --plain_prompt: Qwen-Image-Edit v1 has a picture in every "
+                         "prompt; leave it out, or train 2509 or 2511")
     items, problems = read_datasets(args)
     models = model_fingerprints(folder)
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=type(pipe).__name__, dtype=args.dtype)
@@ -899,7 +904,7 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
     # disable=None here and elsewhere: tqdm hides itself where there is no terminal
     for item in tqdm(items, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
         try:
-            samples.append(index_sample(pipe, item, args, empty_prompt, models, common))
+            samples.append(index_sample(pipe, item, args, empty_prompt, plain_prompt, models, common))
         except InputError as e:
             problems.append(str(e))
         except OSError as e:
@@ -907,7 +912,7 @@ def build_index(pipe, folder, args, empty_prompt, quiet=False):
     return dict(**common, models=models, target_pixels=args.target_pixels, control_pixels=args.control_pixels,
                 upscale=args.upscale, samples=samples), problems
 
-def index_sample(pipe, item, args, empty_prompt, models, common):
+def index_sample(pipe, item, args, empty_prompt, plain_prompt, models, common):
     """One of read_dataset's items -> its entry in the index. models, common: what its keys depend on beside it."""
     target, controls, mask = item["target"], item["controls"], item["mask"]
     sizes = [image_size(path) for path in [target, *controls]]
@@ -925,18 +930,25 @@ def index_sample(pipe, item, args, empty_prompt, models, common):
                          f"{args.max_sequence_length}; shorten it")
     prompt_sizes = [prompt_size(pipe, size, args.control_pixels, args.upscale) for size in sizes[1:]]
     control_sizes = [fit_size(size, args.control_pixels, args.upscale) for size in sizes[1:]]
-    scales, texts = [], []
+    scales = []
     for area in args.target_pixels:
         used = [fit_size(sizes[0], area, args.upscale), *control_sizes]
         key = content_key(**common, vae=models["vae"], pictures=pictures, sizes=used, mask=file_hash(mask) if mask else
                           None)
         scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], key=key))
-    for prompt in [*item["prompts"], ""]:
-        key = content_key(**common, text=models["text"], prompt=prompt, pictures=pictures[1:], sizes=prompt_sizes)
-        texts.append(dict(prompt=prompt, tokens=prompt_length(pipe, prompt, prompt_sizes), key=key))
-    return dict(name=item["name"], target=str(target), control=list(map(str, controls)), mask=mask and str(mask),
-                repeats=item["repeats"], sizes=sizes, prompt_sizes=prompt_sizes, scales=scales, text=texts[:-1],
-                empty_text=texts[-1] if empty_prompt else None)
+
+    def text(prompt, pictures, sizes):
+        key = content_key(**common, text=models["text"], prompt=prompt, pictures=pictures, sizes=sizes)
+        return dict(prompt=prompt, tokens=prompt_length(pipe, prompt, sizes), key=key)
+
+    entry = dict(name=item["name"], target=str(target), control=list(map(str, controls)), mask=mask and str(mask),
+                 repeats=item["repeats"], sizes=sizes, prompt_sizes=prompt_sizes, scales=scales,
+                 text=[text(prompt, pictures[1:], prompt_sizes) for prompt in item["prompts"]],
+                 empty_text=text("", pictures[1:], prompt_sizes) if empty_prompt else None)
+    if plain_prompt: # the wordings, and then the empty prompt, without pictures
+        entry["plain_text"] = [dict(text(prompt, [], []), plain=True)
+                               for prompt in [*item["prompts"], *[""] * empty_prompt]]
+    return entry
 
 def latents_file(cache_dir, scale):
     return Path(cache_dir, "latents", scale["key"] + ".safetensors")
@@ -945,9 +957,11 @@ def text_file(cache_dir, text):
     return Path(cache_dir, "text", text["key"] + ".safetensors")
 
 def sample_files(cache_dir, sample):
-    """{file: (encode function, its arguments)} of one sample: latents at every scale, prompts, empty prompt."""
+    """{file: (encode function, its arguments)} of one sample: latents at every scale, prompts, empty prompt, and these
+    without pictures."""
     files = {latents_file(cache_dir, s): (encode_latents, s) for s in sample["scales"]}
-    return files | {text_file(cache_dir, t): (encode_text, t) for t in [*sample["text"], sample["empty_text"]] if t}
+    texts = [*sample["text"], sample["empty_text"], *sample.get("plain_text", [])]
+    return files | {text_file(cache_dir, t): (encode_text, t) for t in texts if t}
 
 def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, verify=False):
     """Encodes this rank's share of what the cache lacks -> problems; a bad sample stops no others. The encoders
@@ -1007,10 +1021,11 @@ def encode_missing(pipe, folder, index, cache_dir, args, rank=0, world_size=1, v
         signal.signal(s, handler)
     return problems
 
-def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1, verify=False):
+def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_size=1, verify=False,
+               plain_prompt=False):
     """Dataset -> encoded files and index.json -> (index of the good samples, problems), the same on every rank. `pipe`
     is load_pipeline's; it has its encoders afterwards if there was something to encode."""
-    index, problems = build_index(pipe, folder, args, empty_prompt, quiet=rank > 0)
+    index, problems = build_index(pipe, folder, args, empty_prompt, rank > 0, plain_prompt)
     for place in (Path(cache_dir, "latents"), Path(cache_dir, "text"), Path(cache_dir)):
         check_writable(place, "choose another --cache_dir")
         sweep(place)
@@ -1326,6 +1341,8 @@ def main():
     add_data_flags(parser)
     parser.add_argument("--empty_prompt", action=argparse.BooleanOptionalAction, default=False,
                         help="encode the empty prompt too, for train.py --caption_dropout_rate")
+    parser.add_argument("--plain_prompt", action=argparse.BooleanOptionalAction, default=False,
+                        help="encode prompts without their pictures too, for train.py --prompt_image_dropout_rate")
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
     parser.add_argument("--report", action="store_true",
                         help="encode nothing: tell what the dataset holds, and look for bad pairs (shifted, "
@@ -1347,7 +1364,7 @@ def main():
             write_report(index["samples"], cache_dir / "report")
         sys.exit(1 if problems and not args.skip_bad or not index["samples"] else 0)
     index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size,
-                                 args.verify)
+                                 args.verify, args.plain_prompt)
     if rank == 0:
         if args.prune and problems:
             raise InputError("--prune: would delete what the samples above need once they are mended; mend them first")

@@ -15,6 +15,7 @@ import copy
 import csv
 import functools
 import gc
+import importlib.util
 import inspect
 import io
 import itertools
@@ -5141,3 +5142,235 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
         show(f"{family}, {sample['name']}: velocity at {s:.3f}", rel(got[:len(noise)], (noisy - after)[0] / s), 1e-5)
         assert rel(got[:len(noise)], (noisy - after)[0] / s) <= 1e-5
         assert rel(noisy[0] - s * velocity, x0[0]) <= 1e-5
+
+
+# ---- chapter 12: watching and steering a training --------------------------------------------------------------------
+
+
+def log_of_two_steps(data, tmp_path, *flags):
+    """train() on EXACT numbers -> its records, its folder."""
+    result = train(data, tmp_path, "--cache_dir", tmp_path / "c", *NATIVE, *EXACT, *flags)
+    assert result.status == 0, result.err
+    out_dir = max(tmp_path.glob("run-*"), key=lambda p: int(p.name[4:]))
+    return log_of(out_dir), out_dir, result
+
+
+def test_looking_changes_no_number(tmp_path, data, monkeypatch):
+    """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
+    dropout and a frozen LoRA below, which stays frozen. Pictures without the LoRA are drawn once."""
+    flags = ["--lora_dropout", 0.5, "--max_steps", 3, "--val_data"]
+    _, base, _ = log_of_two_steps(data, tmp_path, *flags, "--seed", 5)
+    flags[:0] = ["--base_lora", base]
+    unseen, a, _ = log_of_two_steps(data, tmp_path, *flags)
+    drawn, denoise = [], predict.denoise
+    monkeypatch.setattr(predict, "denoise", lambda *args: drawn.append(1) or denoise(*args))
+    seen, b, result = log_of_two_steps(data, tmp_path, *flags, data, "--sample_every", 1)
+    ns = result.globals
+    assert {n for n, p in ns["transformer"].named_parameters() if p.requires_grad} == set(ns["lora"])
+    assert curve(seen) == curve(unseen) and len(drawn) == 1 + 3
+    assert all(torch.equal(x, lora_of(b)[k]) for k, x in lora_of(a).items())
+    assert [p.name for p in sorted((b / "samples").glob("*.png"))] == [f"step_{n:06d}_data.png" for n in (1, 2, 3)]
+    assert all("val_loss" in r for r in seen) and not any("val_loss" in r for r in unseen)
+
+
+def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
+    """While the LoRA does nothing they are one number in every step and for every --seed, whatever is dropped; it falls
+    when the pictures themselves are learned."""
+    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [  # nobody looks at these pictures
+        setattr(job, "latents", job.noise) for job in jobs])
+    flags = ["--val_data", data, "--sample_every", 1]
+    still = ["--lr", 0, "--lora_dropout", 0.9, *flags]
+    runs = [log_of_two_steps(data, tmp_path, *still, "--seed", seed)[0] for seed in (0, 1)]
+    assert len({r["val_loss"] for log in runs for r in log}) == 1
+    learned = log_of_two_steps(data, tmp_path, *flags, "--max_steps", 8, "--sample_every", 8, "--warmup_steps", 0)[0]
+    assert ["val_loss" in r for r in learned] == [False] * 7 + [True]
+    assert learned[-1]["val_loss"] < 0.98 * runs[0][0]["val_loss"]
+
+
+def test_nothing_to_look_at_is_refused(tmp_path, data):
+    result = train(data, tmp_path, "--val_data", "--sample_every", 1)
+    assert result.status == 2 and is_one_line(result.errors[0], "--sample_every", "--val_data")
+
+
+def test_the_log_has_every_samples_loss_whoever_computed_it(tmp_path, small, start):
+    """One process or two: the same timesteps, those that the stream says, and the same losses, whose mean is the
+    step's."""
+    flags = [*small.flags, "--max_steps", 2, "--batch_size", 3]
+    one = run_script("train.py", *flags, "--out_dir", tmp_path / "one")
+    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two")
+    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
+    for a, b in zip(log_of(tmp_path / "one"), log_of(tmp_path / "two"), strict=True):
+        assert a["timesteps"] == b["timesteps"] and b["losses"] == pytest.approx(a["losses"], abs=2e-5)
+        assert np.mean(a["losses"]) == pytest.approx(a["loss"], abs=2e-5)
+        position = 3 * (a["step"] - 1) + 1
+        size = one.globals["draw"](position)[1]["img_shapes"][0]
+        s, _ = one.globals["draw_noise"](position, prod(size), 64)
+        assert a["timesteps"][1] == pytest.approx(float(s), abs=1e-4)
+
+
+def test_the_hardest_sample_is_found_whatever_its_timesteps(small, tmp_path):
+    """A log in which every loss grows with the timestep, and one sample's is three times the others'."""
+    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a")
+    ns, rng, records = result.globals, np.random.default_rng(0), []
+    for step in range(1, 201):
+        s = rng.random(2)
+        names = [ns["draw"](2 * (step - 1) + i)[0]["name"] for i in range(2)]
+        slow = [0.4 if name == "3" else 1 for name in names]  # the hard one is seen where all is easy
+        losses = [(3 if name == "3" else 1) * 10 ** (x * y) for name, x, y in zip(names, s, slow)]
+        records.append(dict(step=step, loss=1, timesteps=list(s * slow), losses=losses))
+    (tmp_path / "a/log.jsonl").write_text("\n".join(map(json.dumps, [{}, *records])))
+    found = ns["find_hardest"]()
+    assert found[0]["name"] == "3" and found[0]["ratio"] > 1.3 * found[1]["ratio"] and len(found) == 5
+    assert sum(f["times"] for f in found) == 200
+    written = json.loads((tmp_path / "a/samples/hardest.json").read_text())
+    assert all(set(w) == {"name", "ratio", "times"} for w in written)
+    assert ("pip install matplotlib" in result.out) != (tmp_path / "a/loss.png").exists()
+
+
+def test_curves_are_drawn(small, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run_script("train.py", *small.flags, "--max_steps", 2, "--out_dir", tmp_path / "a").status == 0
+    assert Image.open(tmp_path / "a/loss.png").size == (1200, 400)
+
+
+def test_tensorboard_has_the_curves_and_the_pictures(tmp_path, data):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    log, out_dir, _ = log_of_two_steps(data, tmp_path, "--tracker", "tensorboard", "--val_data", data)
+    events = EventAccumulator(str(out_dir / "tensorboard")).Reload()
+    for name in ("loss", "lr", "grad_norm", "val_loss"):
+        assert [e.value for e in events.Scalars(name)] == pytest.approx([r[name] for r in log if name in r])
+    assert [e.step for e in events.Images("data")] == [2]
+
+
+def test_wandb_works_offline(small, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a", "--tracker", "wandb")
+    assert result.status == 0 and list((tmp_path / "a/wandb").glob("offline-run-*/*.wandb"))
+    result.globals["tracker"].finish()
+
+
+@pytest.mark.parametrize("flag, package", [
+    ("--tracker tensorboard", "tensorboard"), ("--tracker wandb", "wandb"),
+    ("--optimizer adamw8bit", "bitsandbytes"), ("--optimizer prodigy", "prodigyopt")])
+def test_a_package_that_is_missing_is_named_before_anything_slow(small, tmp_path, monkeypatch, flag, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != package and find_spec(name) or None)
+    monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
+    result = run_script("train.py", *small.flags, *flag.split(), "--out_dir", tmp_path / "a")
+    assert result.status == 2 and is_one_line(result.errors[0], flag.split()[0], f"pip install {package}")
+
+
+# ---- pictures left out ----
+
+def test_dropped_pictures_leave_latents_and_prompt(tmp_path, data, plus):
+    """The share that was asked for, in a stream of its own: all else of a position is as without the flag. Such a
+    sample is the target alone with the caption as stock encodes it without pictures, or the empty prompt likewise."""
+    rates = ["--caption_dropout_rate", 0.5, "--cache_dir", tmp_path / "c", *NATIVE, *EXACT]
+    without = train(data, tmp_path, *rates)
+    files = cached_files(tmp_path / "c")
+    result = train(data, tmp_path, *rates, "--prompt_image_dropout_rate", 0.5)
+    assert result.status == 0, result.err
+    ns, before = result.globals, without.globals
+    draws = [ns["draw"](p) for p in range(400)]
+    for p, (sample, scale, text) in enumerate(draws):
+        want = before["draw"](p)
+        assert (sample["name"], text["prompt"]) == (want[0]["name"], want[2]["prompt"])
+        assert scale["img_shapes"] == (want[1]["img_shapes"][:1] if text.get("plain") else want[1]["img_shapes"])
+    kinds = Counter((bool(text.get("plain")), text["prompt"] == "") for _, _, text in draws)
+    assert len(kinds) == 4 and all(75 < n < 125 for n in kinds.values()), kinds
+    for prompt in ("add a red border", ""):
+        p = next(p for p, (_, _, text) in enumerate(draws) if text.get("plain") and text["prompt"] == prompt)
+        batch, full = ns["load_batch"]([p]), before["load_batch"]([p])
+        want = cache.encode_prompt(plus, prompt, [], [])
+        assert len(want) == draws[p][2]["tokens"] and rel(batch["prompt_embeds"][0], want) < 1e-6
+        n = prod(batch["img_shapes"][0][0])
+        assert len(batch["img_shapes"][0]) == 1 and torch.equal(batch["latents"][0], full["latents"][0][:n])
+    kept = cached_files(tmp_path / "c")
+    assert files.items() <= kept.items() and len(kept) == len(files) + 2  # two items of one caption
+    live = train(data, tmp_path, *rates, "--prompt_image_dropout_rate", 0.5, "--no-use_cache")
+    assert live.losses == pytest.approx(result.losses, rel=1e-5) and without.losses != result.losses
+
+
+def test_prompts_without_pictures_can_be_prepared(tmp_path, data):
+    """cache.py --plain_prompt makes all that a training from the cache alone needs; without it the flag is named."""
+    flags = ["--cache_dir", tmp_path / "c", *NATIVE]
+    training = [*flags, "--data", "none", "--prompt_image_dropout_rate", 1, "--val_data"]
+    assert make_cache(data, *flags[1:]).status == 0
+    refused = train(None, tmp_path, *training)
+    assert refused.status == 1 and is_one_line(refused.errors[0], tmp_path / "c", "--plain_prompt")
+    assert make_cache(data, *flags[1:], "--plain_prompt").status == 0
+    assert train(None, tmp_path, *training).status == 0
+    refused = train(None, tmp_path, *training, "--caption_dropout_rate", 1)
+    assert refused.status == 1 and is_one_line(refused.errors[0], "empty prompt")
+    assert make_cache(data, *flags[1:], "--plain_prompt", "--empty_prompt").status == 0
+    assert train(None, tmp_path, *training, "--caption_dropout_rate", 1).status == 0
+
+
+def test_v1_cannot_go_without_pictures(tmp_path, data, monkeypatch):
+    model = as_v1(copy_model(tmp_path / "model"))
+    monkeypatch.setattr(cache, "load_encoders", lambda *_: pytest.fail("model loaded"))
+    for result in (train(data, tmp_path, "--model", model, "--prompt_image_dropout_rate", 0.1),
+                   make_cache(data, tmp_path / "c", "--model", model, "--plain_prompt")):
+        assert result.status == 1 and is_one_line(result.errors[0], "--prompt_image_dropout_rate", "v1")
+
+
+# ---- mean weights, other optimizers ----
+
+def test_the_final_lora_is_the_running_mean(small, tmp_path):
+    """By its definition, from the checkpoints' own weights; the raw one lies beside it, and the run is as without."""
+    flags = [*small.flags, "--max_steps", 4, "--save_every", 1, "--keep", 4]
+    for name, decay in (("a", 0), ("b", 0.3)):
+        result = run_script("train.py", *flags, "--out_dir", tmp_path / name, "--ema_decay", decay)
+        assert result.status == 0, result.err
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert curve(log_of(a)) == curve(log_of(b)) and not (a / "pytorch_lora_weights_raw.safetensors").exists()
+    raw, final = lora_of(b / "pytorch_lora_weights_raw.safetensors"), lora_of(b)
+    assert all(torch.equal(x, raw[k]) for k, x in lora_of(a).items())
+    mean = {k: torch.zeros_like(x) for k, x in final.items() if "lora_B" in k}  # where it starts
+    for step in range(4):
+        decay = min(0.3, (1 + step) / (10 + step))
+        weights = lora_of(b / f"checkpoint-{step + 1:06d}")
+        mean = {k: decay * x + (1 - decay) * weights[k] for k, x in mean.items()}
+    assert all(torch.allclose(final[k], x, rtol=1e-5) for k, x in mean.items())
+    assert any(rel(raw[k], x) > 1e-2 for k, x in mean.items())
+
+
+def test_pictures_and_validation_loss_are_of_the_mean(tmp_path, data, monkeypatch):
+    """Raw weights that are thrown far away after each look change neither; the training has them back afterwards."""
+    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [  # the weights, as a picture
+        setattr(job, "latents", job.noise) for job in jobs] and seen.append(weight(model)))
+    weight = lambda model: next(p for n, p in model.named_parameters() if "lora_B.default" in n).detach().clone()
+    seen = []
+    log, out_dir, result = log_of_two_steps(data, tmp_path, "--ema_decay", 0.9, "--lr", 1, "--val_data", data)
+    ns = result.globals
+    name = next(n for n in ns["lora"] if "lora_B" in n)
+    assert torch.equal(seen[-1], ns["ema"][name]) and not torch.equal(seen[-1], ns["lora"][name])
+    final = log[-1]["val_loss"]
+    for p in ns["lora"].values():
+        p.data += 1
+    assert ns["validation_loss"]() == final
+
+
+@pytest.mark.parametrize("optimizer, ema", [("adamw", 0.9), ("prodigy", 0), ("adamw8bit", 0)])
+def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer, ema):
+    packages = dict(prodigy="prodigyopt", adamw8bit="bitsandbytes")
+    if optimizer in packages:
+        pytest.importorskip(packages[optimizer])
+    flags = [*small.flags, "--optimizer", optimizer, "--ema_decay", ema, "--lora_rank", 64]
+    for name, steps, more in (("a", 4, []), ("b", 2, []), ("b", 4, ["--resume"])):
+        result = run_script("train.py", *flags, "--out_dir", tmp_path / name, "--max_steps", steps, *more)
+        assert result.status == 0, result.err
+    assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
+    for file in {predict.LORA_FILE, "pytorch_lora_weights_raw.safetensors"} & set(os.listdir(tmp_path / "a")):
+        a, b = lora_of(tmp_path / "a" / file), lora_of(tmp_path / "b" / file)
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_prodigy_finds_its_learning_rate(small, tmp_path):
+    """With no --lr its factor is 1, not AdamW's rate of this model; the log has the rate that was applied."""
+    pytest.importorskip("prodigyopt")
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "a", "--optimizer", "prodigy")
+    rates = [r["lr"] for r in log_of(tmp_path / "a")]
+    assert result.globals["args"].lr == 1 and 0 < rates[0] < rates[-1] < 0.1

@@ -19,6 +19,7 @@ import argparse
 import fcntl
 import gc
 import hashlib
+import io
 import json
 import math
 import os
@@ -30,8 +31,10 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import diffusers
@@ -65,6 +68,9 @@ parser.add_argument("--use_cache", action=argparse.BooleanOptionalAction, defaul
                          "batch anew and keeps all models there")
 parser.add_argument("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
                     help="share of samples trained with the empty prompt")
+parser.add_argument("--prompt_image_dropout_rate", type=number(float, 0, 1), default=0.0,
+                    help="share of samples trained without their control pictures, in the latents and in the prompt, "
+                         "as text-to-image; not with Qwen-Image-Edit v1")
 parser.add_argument("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 # LoRA
 parser.add_argument("--lora_rank", type=number(int, 1), default=16,
@@ -95,12 +101,20 @@ parser.add_argument("--batch_size", type=number(int, 1), default=4,
 parser.add_argument("--max_tokens", type=number(int, 1), default=16_384,
                     help="image + text tokens per forward pass; lower this first if you run out of memory")
 parser.add_argument("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
-parser.add_argument("--lr", type=number(float, 0), default=1e-4, help="learning rate; lower it if the loss jumps")
+parser.add_argument("--optimizer", choices=["adamw", "adamw8bit", "prodigy"], default="adamw",
+                    help="adamw8bit: moments of a quarter the memory (pip install bitsandbytes); prodigy finds the "
+                         "learning rate itself, and takes twice the memory (pip install prodigyopt)")
+parser.add_argument("--lr", type=number(float, 0), default=1e-4,
+                    help="learning rate; lower it if the loss jumps; of prodigy a factor, 1 if it is not given")
 parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant",
                     help="after the warm-up")
 parser.add_argument("--warmup_steps", type=number(int, 0), default=0,
                     help="steps over which the learning rate rises from 0")
-parser.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="of AdamW, on the LoRA's weights")
+parser.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
+parser.add_argument("--ema_decay", type=number(float, 0, 1), default=0.0,
+                    help="above 0, such as 0.99: the LoRA that is drawn, and written at the end, is a running mean "
+                         "over about 1 / (1 - decay) steps, less noisy than the last one's, which is then "
+                         f"{LORA_FILE.replace('.', '_raw.')}; checkpoints have the latter. 0: off")
 parser.add_argument("--max_grad_norm", type=number(float, 1e-12), default=1.0,
                     help="a longer gradient is cut to this length")
 # loss
@@ -126,8 +140,14 @@ parser.add_argument("--compile", action="store_true",
 parser.add_argument("--val_data", nargs="*", metavar="DATA",
                     help="datasets that are not trained on: drawn and measured at the end, without and with the LoRA "
                          "(default: none; the toy dataset has its own)")
+parser.add_argument("--sample_every", type=number(int, 0), default=0,
+                    help="steps between looks at --val_data: its loss goes into the log as val_loss, its pictures into "
+                         "samples/; raise it if drawing takes long; 0: only at the end")
 parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
 parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
+parser.add_argument("--tracker", choices=["none", "tensorboard", "wandb"], default="none",
+                    help="log losses, learning rate, gradient norm and pictures there too (pip install its name): "
+                         "tensorboard --logdir RUN_FOLDER; wandb: WANDB_MODE=offline needs no network")
 parser.add_argument("--plan", action="store_true",
                     help="only say what this training would take: tokens, steps, memory with these and other flags; "
                          "needs no weights")
@@ -146,11 +166,11 @@ if not args.data and not (args.cache_dir and args.use_cache):
     parser.error("argument --data: missing; give a dataset, or --data none and a --cache_dir that was made elsewhere")
 if args.dtype == "float16":
     parser.error("argument --dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16")
+given = {a.split("=")[0].replace("--no-", "--") for a in sys.argv}
 lora_config = dict(r=args.lora_rank, lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha,
                    use_rslora=args.rslora, use_dora=args.dora)
 if args.pretrained_lora: # what it is, no flag can change
     found = predict.lora_config(args.pretrained_lora)
-    given = {a.split("=")[0].replace("--no-", "--") for a in sys.argv}
     for flag, name in (("--lora_rank", "r"), ("--lora_alpha", "lora_alpha"), ("--rslora", "use_rslora"),
                        ("--dora", "use_dora"), ("--lora_targets", None), ("--lora_init", None)):
         if flag in given and (name is None or found.get(name, False) != lora_config[name]):
@@ -167,6 +187,14 @@ if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) == 1:
     parser.error("argument --fsdp: there is one process only; start it with torchrun --nproc_per_node=N")
 if args.dora and args.lora_format == "comfyui":
     parser.error("argument --lora_format: ComfyUI divides a DoRA by another norm than peft; give diffusers")
+packages = dict(adamw8bit="bitsandbytes", prodigy="prodigyopt", tensorboard="tensorboard", wandb="wandb")
+for flag, value in (("--optimizer", args.optimizer), ("--tracker", args.tracker)):
+    if value in packages and not find_spec(packages[value]):
+        parser.error(f"argument {flag}: {value} needs a package that is not here; pip install {packages[value]}")
+if args.optimizer == "prodigy" and "--lr" not in given:
+    args.lr = 1.0
+if args.sample_every and not args.val_data:
+    parser.error("argument --sample_every: there is nothing to look at; give --val_data")
 for path in args.val_data:
     if not args.data or not cache.find_folder(Path(path), "target"):
         parser.error(f"argument --val_data: {path} has no folder 'target', or there is no --data; give both")
@@ -214,7 +242,7 @@ if master and not args.plan:
 config = {k: v for k, v in vars(args).items() if k not in ( # what decides the numbers: a resumed run must not change it
     "model", "data", "repeats", "reg_data", "cache_dir", "out_dir", "device", "vae_encoder_device",
     "text_encoder_device", "use_cache", "skip_bad", "max_tokens", "gradient_checkpointing", "fsdp", "offload",
-    "compile", "val_data", "save_every", "keep", "resume", "plan", "lora_format")}
+    "compile", "val_data", "sample_every", "save_every", "keep", "tracker", "resume", "plan", "lora_format")}
 for name in ("pretrained_lora", "base_lora"): # wherever it lies
     config[name] = config[name] and predict.lora_digest(config[name])
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
@@ -256,7 +284,7 @@ if args.resume:
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
-drop_captions = args.caption_dropout_rate > 0
+drop_captions, drop_pictures = args.caption_dropout_rate > 0, args.prompt_image_dropout_rate > 0
 folder = find_model(args.model, ["transformer", "scheduler"] + (ENCODER_PARTS if args.data else []), not args.plan)
 pipe = cache.load_pipeline(folder) if args.data else None
 cache_dir = Path(args.cache_dir or Path("cache", run_name))
@@ -276,10 +304,15 @@ if not args.data: # a cache that was made elsewhere
         setattr(args, name, index.get(name, getattr(args, name)))
     if drop_captions and not all(s["empty_text"] for s in index["samples"]):
         raise InputError(f"{cache_dir}: no empty prompt for --caption_dropout_rate; run cache.py --empty_prompt")
+    if drop_pictures and not all(len(s.get("plain_text", [])) >= len(s["text"]) + drop_captions
+                                 for s in index["samples"]):
+        raise InputError(f"{cache_dir}: no prompts without pictures for --prompt_image_dropout_rate; run cache.py "
+                         "--plain_prompt" + " --empty_prompt" * drop_captions)
 elif args.use_cache and not args.plan:
-    index, problems = cache.make_cache(pipe, folder, args, cache_dir, drop_captions, rank, world_size)
+    index, problems = cache.make_cache(pipe, folder, args, cache_dir, drop_captions, rank, world_size,
+                                       plain_prompt=drop_pictures)
 else:
-    index, problems = cache.build_index(pipe, folder, args, drop_captions, quiet=not master)
+    index, problems = cache.build_index(pipe, folder, args, drop_captions, not master, drop_pictures)
     if master:
         cache.report(index, problems)
     if not args.plan:
@@ -291,7 +324,7 @@ if not index["samples"]:
     raise InputError(f"{' '.join(args.data)}: no usable sample; mend those named above")
 samples = [s for s in index["samples"] for _ in range(s.get("repeats", 1))]
 
-# held-out pictures: encoded now, while the encoders are here, and drawn at the end
+# held-out pictures: encoded now, while the encoders are here
 geometry = dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels, upscale=args.upscale)
 held_out = []
 for path in args.val_data if (master or args.fsdp) and not args.plan else []:
@@ -356,28 +389,44 @@ if args.gradient_checkpointing != 0:
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
-optimizer = torch.optim.AdamW(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
+ema = {name: p.detach().clone() for name, p in lora.items()} if args.ema_decay else {}
+if args.optimizer == "adamw":
+    optimizer = torch.optim.AdamW(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
+elif args.optimizer == "adamw8bit":
+    import bitsandbytes
+    optimizer = bitsandbytes.optim.AdamW8bit(lora.values(), lr=args.lr, weight_decay=args.weight_decay)
+else: # with what its authors advise for diffusion models
+    import prodigyopt
+    optimizer = prodigyopt.Prodigy(lora.values(), lr=args.lr, weight_decay=args.weight_decay, use_bias_correction=True,
+                                   safeguard_warmup=True)
+copies = 3 + 2 * (args.optimizer == "prodigy") + bool(ema) # of the LoRA in fp32: itself, moments, ...
 say(f"{args.model}: LoRA on {sum('.lora_A.' in n for n in lora)} layers, "
     f"{sum(p.numel() for p in lora.values()):,} parameters, "
     f"{args.dtype} base on {args.device}, {world_size} process{'es' if world_size > 1 else ''}")
 
 # ---- the stream of samples: functions of (seed, position), of nothing else -------------------------------------------
 
-def generator(*what):
+def generator(*what, seed=args.seed):
     # by hash, because neighbouring seeds must not give related streams; 32 bits are all that a CPU generator uses
-    return torch.Generator().manual_seed(int(hashlib.sha256(repr((args.seed, *what)).encode()).hexdigest()[:8], 16))
+    return torch.Generator().manual_seed(int(hashlib.sha256(repr((seed, *what)).encode()).hexdigest()[:8], 16))
 
 @lru_cache(maxsize=2)
 def epoch_order(epoch):
     return torch.randperm(len(samples), generator=generator("order", epoch)).tolist()
 
-def draw(position):
-    """-> (sample, scale, text): one of its captions, or the empty one if that is dropped."""
+def sample_at(position):
     epoch, i = divmod(position, len(samples))
-    sample, g = samples[epoch_order(epoch)[i]], generator("draw", position)
+    return samples[epoch_order(epoch)[i]]
+
+def draw(position):
+    """-> (sample, scale, text): one of its captions, or the empty one if that is dropped; the target alone and a text
+    without pictures if these are."""
+    sample, g = sample_at(position), generator("draw", position)
     scale = sample["scales"][torch.randint(len(sample["scales"]), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
     which = torch.randint(len(sample["text"]), (), generator=generator("wording", position))
+    if drop_pictures and torch.rand((), generator=generator("pictures", position)) < args.prompt_image_dropout_rate:
+        return sample, {**scale, "img_shapes": scale["img_shapes"][:1]}, sample["plain_text"][-1 if dropped else which]
     return sample, scale, sample["empty_text"] if dropped else sample["text"][which]
 
 def tokens_of(sample, scale, text):
@@ -406,42 +455,53 @@ def learning_rate(step):
 
 def load_batch(positions):
     """Everything that the forward pass over these positions needs, on the device: lists with one entry a sample."""
-    batch = dict(latents=[], prompt_embeds=[], timesteps=[], img_shapes=[], targets=[], weights=[])
+    entries = []
     for p in positions:
         sample, scale, text = draw(p)
-        embed = "empty_prompt_embed" if text is sample["empty_text"] else "prompt_embed"
+        empty = text is sample["empty_text"] or text.get("prompt") == ""
         if args.use_cache:
             t = load_sample(cache_dir, sample, scale, text)
         else:
             t = cache.encode_latents(pipe, sample, scale) | cache.encode_text(pipe, sample, text)
         x0 = t["pixel_latent"].to(args.device, torch.float32)
-        s, noise = draw_noise(p, *x0.shape)
-        noise = noise.to(args.device)
-        # flow matching: data at s = 0, noise at s = 1, velocity noise - data
-        noisy = ((1 - s) * x0 + s * noise).to(dtype)
-        batch["latents"].append(torch.cat([noisy, t["control_latent"].to(args.device, dtype)]))
-        batch["prompt_embeds"].append(t[embed].to(args.device, dtype))
-        batch["timesteps"].append(s)
-        batch["img_shapes"].append([tuple(shape) for shape in t["img_shapes"].tolist()])
-        batch["targets"].append(noise - x0)
         weight = torch.ones(len(x0), device=args.device)
         if "edit_mask" in t:
             mask = t["edit_mask"].to(args.device)
             weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
+        shapes = [tuple(shape) for shape in scale["img_shapes"]]
+        embed = t["empty_prompt_embed" if empty else "prompt_embed"]
+        controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])] # none if they are dropped
+        entries.append((x0, *draw_noise(p, *x0.shape), controls, embed, shapes, weight))
+    return make_batch(entries)
+
+def make_batch(entries):
+    """[(target (I_0, C), timestep, noise (I_0, C), controls, prompt, img_shapes, weights (I_0,))] -> load_batch's."""
+    batch = dict(latents=[], prompt_embeds=[], timesteps=[], img_shapes=[], targets=[], weights=[])
+    for x0, s, noise, controls, prompt, shapes, weight in entries:
+        noise = noise.to(args.device)
+        # flow matching: data at s = 0, noise at s = 1, velocity noise - data
+        noisy = ((1 - s) * x0 + s * noise).to(dtype)
+        batch["latents"].append(torch.cat([noisy, controls.to(args.device, dtype)]))
+        batch["prompt_embeds"].append(prompt.to(args.device, dtype))
+        batch["timesteps"].append(s)
+        batch["img_shapes"].append(shapes)
+        batch["targets"].append(noise - x0)
         batch["weights"].append(weight)
     return batch
 
 def batch_loss(batch, transformer=transformer):
     """-> (numerator with gradient, denominator): the step's loss is the quotient of their sums over all its batches and
-    processes. Per sample a mean weighted by the edit mask, so that an all-white mask changes nothing."""
+    processes. Per sample a mean weighted by the edit mask, so that an all-white mask changes nothing; those means go
+    into batch["losses"]."""
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(transformer, batch["latents"], batch["prompt_embeds"], torch.stack(batch["timesteps"]).to(
         batch["latents"][0].device), batch["img_shapes"])
-    top = bottom = 0.0
+    top, bottom, batch["losses"] = 0.0, 0.0, []
     for pred, target, weight in zip(preds, batch["targets"], batch["weights"]):
         per_token = (pred[:len(target)].float() - target).square().mean(dim=-1)
         # fp32: bf16 cannot count to 257. clamped: a mask may be black all over, and weigh nothing
         total, count = (per_token * weight).sum(), weight.sum().clamp_min(1e-12)
+        batch["losses"].append((total / count).detach())
         top, bottom = (top + total / count, bottom + 1) if args.loss_norm == "sample" else (top + total, bottom + count)
     return top, bottom
 
@@ -552,7 +612,7 @@ if args.plan:
     for checkpointed, quantize, offload in rows:
         base, host = predict.transformer_bytes(transformer, quantize, offload, parts)
         # weights and moments; then activations and gradients
-        takes = base, 3 * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes)
+        takes = base, copies * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes)
         card = next((f"{c} GB" for c in (8, 12, 16, 24, 32, 48, 80, 141) if sum(takes) / GB + 1 <= c), "none")
         flags = f"--gradient_checkpointing {checkpointed} --quantize {quantize} --offload {min(offload, blocks)}"
         say(" ".join(f"{n / GB:7.2f}" for n in (*takes, sum(takes), host)) + f"  {card:>6}  {flags}"
@@ -576,13 +636,17 @@ def about(step):
     return dict(geometry=geometry, model=args.model, step=step, config=config, versions=versions)
 
 def save_checkpoint(step):
-    """A folder that appears whole: LoRA, optimizer moments, step and configuration. Older ones beyond --keep go."""
+    """A folder that appears whole: LoRA, the optimizer's tensors and numbers, step and configuration. Older ones beyond
+    --keep go."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
     predict.save_lora(tmp / LORA_FILE, transformer, about(step))
-    moments = {f"{key}.{name}": optimizer.state[p][key]
-               for name, p in lora.items() for key in ("exp_avg", "exp_avg_sq")}
-    write_tensors(tmp / "optimizer.safetensors", moments, dict(step=step, config=config))
+    state = {f"{key}.{name}": value for name, p in lora.items() for key, value in optimizer.state[p].items()}
+    moments = {key: value.cpu().clone() for key, value in state.items() if torch.is_tensor(value)} # some are the same
+    moments |= {f"ema.{name}": value for name, value in ema.items()}
+    write_tensors(tmp / "optimizer.safetensors", moments, dict(
+        step=step, config=config, numbers={key: value for key, value in state.items() if key not in moments},
+        group={key: value for key, value in optimizer.param_groups[0].items() if isinstance(value, (int, float))}))
     shutil.rmtree(path, ignore_errors=True) # a damaged one
     os.replace(tmp, path)
     sync_folder(out_dir)
@@ -592,9 +656,16 @@ def save_checkpoint(step):
 def load_checkpoint(weights, moments, state):
     """Puts LoRA and optimizer back, bit for bit."""
     predict.load_weights(transformer, None, weights)
-    for name, p in lora.items():
-        optimizer.state[p] = {key: moments[f"{key}.{name}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.param_groups[0].update(state.get("group", {}))
+    for name, p in lora.items(): # older checkpoints had it in `state` alone; AdamW wants it on the CPU
         optimizer.state[p]["step"] = torch.tensor(float(state["step"]))
+    for key, value in {**moments, **state.get("numbers", {})}.items():
+        key, name = key.split(".", 1)
+        if key == "ema":
+            ema[name].copy_(value)
+        else:
+            optimizer.state[lora[name]][key] = (
+                value.to(args.device) if torch.is_tensor(value) and key != "step" else value)
 
 def is_taken(line):
     """Whether a line of the log is a step up to the checkpoint: a killed run has logged steps after it, which are about
@@ -609,7 +680,7 @@ if checkpoint:
     load_checkpoint(*checkpoint)
     checkpoint = None # its tensors would stay in memory
 if master:
-    need = 12 * sum(p.numel() for p in lora.values()) * (args.keep + 1) # LoRA and two moments, in fp32
+    need = 4 * copies * sum(p.numel() for p in lora.values()) * (args.keep + 1)
     free = shutil.disk_usage(out_dir).free
     if need > free:
         raise InputError(f"--out_dir {out_dir}: checkpoints need {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; "
@@ -617,8 +688,165 @@ if master:
     for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # of a killed process, as the lock is ours; and of a
         shutil.rmtree(left) if left.is_dir() else left.unlink()    # finished one that now goes on
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else [json.dumps(dict(
-        flags=vars(args), **versions), default=str)]
+        flags=vars(args), **versions, started=time.time()), default=str)]
     write_file(log, ("\n".join(lines[:1] + [line for line in lines[1:] if is_taken(line)]) + "\n").encode())
+
+# ---- what the log tells ----------------------------------------------------------------------------------------------
+
+if master and args.tracker == "tensorboard":
+    from torch.utils.tensorboard import SummaryWriter
+    tracker = SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
+if master and args.tracker == "wandb":
+    import wandb
+    try: # the log's first line says when the run began: resumed, it goes on with its curve
+        tracker = wandb.init(project="qwen-image-edit", name=out_dir.resolve().name, dir=out_dir, config=config,
+                             id=cache.content_key(run=lines[0]), resume="allow")
+    except wandb.Error as e:
+        raise InputError(f"--tracker wandb: {str(e).splitlines()[0]}; run `wandb login`, or set WANDB_MODE=offline, "
+                         "then --resume") from None
+
+def track(values, pictures={}):
+    """This step's numbers and PIL images, for the tracker."""
+    if args.tracker == "tensorboard":
+        for name, x in values.items():
+            tracker.add_scalar(name, x, step)
+        for name, image in pictures.items():
+            tracker.add_image(name, np.asarray(image), step, dataformats="HWC")
+        tracker.flush()
+    if args.tracker == "wandb":
+        tracker.log({**values, **{name: wandb.Image(image) for name, image in pictures.items()}}, step=step)
+
+def read_log():
+    records = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+    return [r for r in records if "losses" in r] # older versions had none
+
+def by_timestep(records):
+    """-> of each sample in these records its loss and the tenth of (0, 1) its timestep is in; mean loss of each."""
+    s, losses = [np.array([x for r in records for x in r[key]]) for key in ("timesteps", "losses")]
+    tenths = np.minimum(s * 10, 9).astype(int)
+    return losses, tenths, np.bincount(tenths, losses, 10) / np.maximum(np.bincount(tenths, minlength=10), 1)
+
+def draw_curves():
+    """loss.png: the losses, and the last 100 steps' by timestep."""
+    from matplotlib.figure import Figure
+    records, figure = read_log(), Figure((12, 4), layout="constrained")
+    looks, losses, n = [r for r in records if "val_loss" in r], [r["loss"] for r in records], max(1, len(records) // 20)
+    left, right = figure.subplots(1, 2)
+    left.plot([r["step"] for r in records], losses, color="lightgray", label="training")
+    left.plot([r["step"] for r in records[n - 1:]], np.convolve(losses, np.ones(n) / n, "valid"), label=f"mean of {n}")
+    left.plot([r["step"] for r in looks], [r["val_loss"] for r in looks], "o-", label="held-out pictures")
+    left.set(xlabel="step", ylabel="loss")
+    left.legend()
+    right.bar(np.arange(10) / 10, by_timestep(records[-100:])[2], 0.09, align="edge")
+    right.set(xlabel="timestep (1: noise)", ylabel="loss, last 100 steps")
+    figure.savefig(png := io.BytesIO())
+    write_file(out_dir / "loss.png", png.getvalue())
+
+def find_hardest():
+    """The five samples with the greatest loss, each time divided by the mean at that timestep, in the second half of
+    the run."""
+    records = read_log()
+    records = records[len(records) // 2:]
+    losses, tenths, means = by_timestep(records)
+    positions = [(r["step"] - 1) * args.batch_size + i for r in records for i in range(args.batch_size)]
+    ratios = {}
+    for p, ratio in zip(positions, losses / np.maximum(means[tenths], 1e-12)):
+        ratios.setdefault(sample_at(p)["name"], []).append(ratio)
+    worst = sorted(ratios, key=lambda name: -np.mean(ratios[name]))[:5]
+    return [dict(name=name, ratio=float(np.mean(ratios[name])), times=len(ratios[name])) for name in worst]
+
+# ---- held-out pictures: on the master alone; with --fsdp on all, as no forward pass is possible alone ----------------
+
+@contextmanager
+def evaluating():
+    """Inside `with`: the weights' running mean, if there is one, no gradients, no dropout, and nothing compiled once
+    more, which would take longer."""
+    transformer.eval()
+    raw = {name: lora[name].detach().clone() for name in ema}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for name in ema:
+            lora[name].copy_(ema[name])
+        yield
+        for name in ema:
+            lora[name].copy_(raw[name])
+    transformer.train()
+
+def validation_loss():
+    """The training's loss over the held-out pictures, at four noise levels each. Noise depends on a picture's place in
+    --val_data and not on --seed, so that the curves of all runs compare."""
+    top = bottom = 0.0
+    runs = [(i, (k + 0.5) / 4) for i in range(len(held_out)) for k in range(4)]
+    lengths = [sum(h * w for _, h, w in held_out[i].img_shapes) + len(held_out[i].prompt_embeds[0]) for i, _ in runs]
+    with evaluating():
+        for pack in plan_packs(lengths, args.max_tokens):
+            entries = []
+            for (i, s), job in [(runs[r], held_out[runs[r][0]]) for r in pack]:
+                x0 = job.target_latent.to(args.device, torch.float32)
+                noise = torch.randn(x0.shape, generator=generator("validation", i, s, seed=0))
+                entries.append((x0, torch.tensor(s), noise, job.control_latent, job.prompt_embeds[0], job.img_shapes,
+                                torch.ones(len(x0), device=args.device)))
+            numerator, denominator = batch_loss(make_batch(entries))
+            top, bottom = top + numerator, bottom + denominator
+    return float(top / bottom)
+
+def draw_held_out():
+    """Every held-out picture, sizes mixed -> PIL images."""
+    for pack in plan_packs([j.tokens for j in held_out], args.max_tokens):
+        predict.denoise(transformer, pipe.scheduler.config, [held_out[i] for i in pack], args.max_tokens)
+    return [predict.decode(pipe, j.latents, j.height, j.width) for j in held_out]
+
+def measure_held_out(before, after):
+    """-> {group: measures}: mean PSNR to the target of the input, without and with the LoRA, and of the VAE alone, the
+    ceiling; and, where the target equals the input, the LoRA's mean PSNR and median shift, zoom and colour. Those are
+    against the target as the VAE draws it, whose own soft edges would pass for a zoom of half a percent."""
+    groups = {}
+    for job, b, a in zip(held_out, before, after):
+        given = cache.read_image(job.image[0]).resize(job.target.size, Image.Resampling.LANCZOS)
+        ceiling = predict.decode(pipe, job.target_latent.to(args.device), job.height, job.width)
+        record = dict(input=predict.psnr(given, job.target), before=predict.psnr(b, job.target),
+                      after=predict.psnr(a, job.target), vae=predict.psnr(ceiling, job.target))
+        keep = np.abs(np.asarray(given, int) - np.asarray(job.target, int)).max(-1) <= 8
+        if keep.mean() > 0.1:
+            record.update({f"kept_{k}": v for k, v in predict.drift(a, ceiling, keep).items()})
+            record["kept_psnr"] = predict.psnr(np.asarray(a)[keep], np.asarray(job.target)[keep])
+        groups.setdefault(job.group, []).append(record)
+    average = lambda key: np.median if key in ("kept_shift", "kept_zoom", "kept_colour") else np.mean
+    keys = lambda records: dict.fromkeys(k for r in records for k in r)
+    return {group: {"pictures": len(records), **{k: float(average(k)([r[k] for r in records if k in r]))
+                                                 for k in keys(records)}} for group, records in groups.items()}
+
+def show_held_out():
+    """Contact sheets and measures of this step, into samples/ and on the screen; "before" is drawn the first time."""
+    pipe.vae.to(args.vae_encoder_device)
+    with evaluating():
+        if not before:
+            transformer.set_adapters([*base], [*base.values()]) if base else transformer.disable_adapters()
+            before.extend(draw_held_out())
+            transformer.enable_adapters()
+            transformer.set_adapters(["default", *base], [1.0, *base.values()])
+            for name, p in transformer.named_parameters(): # peft lets all that are active learn
+                p.requires_grad_(name in lora)
+        after = draw_held_out()
+    measured, sheets = measure_held_out(before, after), {}
+    if args.use_cache:
+        pipe.vae.to("cpu")
+    if not master:
+        return
+    for job, b, a in zip(held_out, before, after):
+        sheets.setdefault(job.sheet, []).append([*predict.sheet_row(job), b, a, job.target])
+    for name, rows in sheets.items():
+        sheets[name] = predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"])
+        predict.save_png(sheets[name], out_dir / "samples" / f"step_{step:06d}_{name}.png")
+    track({}, sheets)
+    write_file(out_dir / "samples" / f"step_{step:06d}.json", json.dumps(measured, indent=1).encode())
+    say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
+    say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
+    for group, m in measured.items():
+        kept = "{kept_psnr:7.1f} {kept_shift:9.2f} {kept_zoom:7.2f} {kept_colour:7.1f}" if "kept_psnr" in m else ""
+        say(("{:16} {pictures:8} {input:6.1f} {before:7.1f} {after:7.1f} {vae:5.1f} |" + kept).format(group, **m))
+    say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, before, after, target")
+
+before = []
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
@@ -648,6 +876,7 @@ while step < args.max_steps:
 
     # gradients of the sum; LoRA dropout is the only user of the global random state
     top = bottom = computed = 0.0
+    seen = torch.zeros(args.batch_size, 2, device=args.device) # timestep and loss of each sample
     for pack in packs:
         torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed())
         batch = load_batch([positions[i] for i in pack or [lengths.index(min(lengths))]])
@@ -661,18 +890,21 @@ while step < args.max_steps:
         top, bottom = top + numerator.detach(), bottom + denominator
         computed += sum(lengths[i] for i in pack) if args.batching == "packed" else len(pack) * (
             max(map(len, batch["latents"])) + max(map(len, batch["prompt_embeds"])))
+        if pack:
+            seen[pack] = torch.stack([torch.stack(batch["timesteps"]).to(args.device), torch.stack(batch["losses"])], 1)
 
-    # one all-reduce: gradients, numerator, denominator, computed tokens, and whether any process was told to stop, for
-    # all must do so after the same step; then divide by what all processes saw together
+    # one all-reduce: gradients, numerator, denominator, computed tokens, whether any process was told to stop, for all
+    # must do so after the same step, and each sample's loss; then divide by what all processes saw together
     for p in lora.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     sums = torch.tensor([top, bottom, computed, len(stopped)], device=args.device)
-    flat = torch.cat([*[p.grad.flatten() for p in lora.values()], sums])
+    flat = torch.cat([*[p.grad.flatten() for p in lora.values()], sums, seen.flatten()])
     if world_size > 1:
         dist.all_reduce(flat)
-    top, bottom, computed, stop = flat[-4:].tolist()
-    for p, grad in zip(lora.values(), (flat[:-4] / bottom).split([p.numel() for p in lora.values()])):
-        p.grad = grad.view_as(p)
+    *grads, sums, seen = flat.split([*[p.numel() for p in lora.values()], 4, seen.numel()])
+    top, bottom, computed, stop = sums.tolist()
+    for p, grad in zip(lora.values(), grads):
+        p.grad = (grad / bottom).view_as(p)
     loss = top / bottom
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every rank; the step is not taken
@@ -684,19 +916,25 @@ while step < args.max_steps:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    for name in ema: # shorter at first, so that it forgets the start
+        ema[name].lerp_(lora[name].detach(), 1 - min(args.ema_decay, (1 + step) / (10 + step)))
+    lr *= optimizer.param_groups[0].get("d", 1) # Prodigy's own factor
     step += 1
     if args.device.startswith("cuda"):
         torch.cuda.synchronize()
     seconds = time.perf_counter() - t0
 
-    # log and save: nothing below changes the training
+    # look, log and save: nothing below changes the training
+    looks = held_out and (step == args.max_steps or args.sample_every and step % args.sample_every == 0)
+    val_loss = dict(val_loss=validation_loss()) if looks else {}
     if master:
         memory = torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(
             resource.RUSAGE_SELF).ru_maxrss * 1024
         tokens, copied = sum(lengths), 2 * len(packs) * transformer.bytes_away # forward and backward pass
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory,
-                      copied_from_host=copied)
+                      copied_from_host=copied, **val_loss, timesteps=[round(s, 4) for s in seen[::2].tolist()],
+                      losses=[round(x, 5) for x in seen[1::2].tolist()])
         saving = stop or step % args.save_every == 0 or step == args.max_steps
         try:
             with open(log, "a") as f:
@@ -709,13 +947,19 @@ while step < args.max_steps:
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
             f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory / 2**30:.1f} GiB"
             + (f" | {tokens / computed:.0%} of computed tokens valid" if args.batching == "padded" else "")
-            + (f" | {copied / len(mine) / 1e9:.3f} GB/img from host" if args.offload else ""))
+            + (f" | {copied / len(mine) / 1e9:.3f} GB/img from host" if args.offload else "")
+            + "".join(f" | val loss {x:.4f}" for x in val_loss.values()))
         bar.set_postfix(loss=f"{loss:.4f}", tok_s=int(tokens / seconds))
         bar.update()
+        track(dict(loss=loss, lr=lr, grad_norm=grad_norm, **val_loss))
         if saving:
             save_checkpoint(step)
+            if find_spec("matplotlib"):
+                draw_curves()
         if step == first_step and args.gradient_checkpointing != 0 and not (args.compile or args.fsdp or args.offload):
             advise_on_memory([positions[i] for i in packs[0]])
+    if looks and step < args.max_steps and not stop: # at the end the LoRA is written first
+        show_held_out()
     if stop:
         break
 bar.close()
@@ -726,66 +970,24 @@ if stop:
     sys.exit(0)
 
 if master: # first of all, for drawing takes minutes
-    predict.save_lora(out_dir / LORA_FILE, transformer, about(step))
-    if args.lora_format == "comfyui":
-        predict.save_comfyui(out_dir / f"{out_dir.resolve().name}_comfyui.safetensors", transformer, about(step))
-
-# ---- before and after ------------------------------------------------------------------------------------------------
-
-def draw_held_out():
-    """Every held-out picture, sizes mixed -> PIL images."""
-    for pack in plan_packs([j.tokens for j in held_out], args.max_tokens):
-        predict.denoise(transformer, pipe.scheduler.config, [held_out[i] for i in pack], args.max_tokens)
-    return [predict.decode(pipe, j.latents, j.height, j.width) for j in held_out]
-
-def measure_held_out(before, after):
-    """-> {group: measures}: mean PSNR to the target of the input, without and with the LoRA, and of the VAE alone, the
-    ceiling; and, where the target equals the input, the LoRA's mean PSNR and median shift, zoom and colour. Those are
-    against the target as the VAE draws it, whose own soft edges would pass for a zoom of half a percent."""
-    groups = {}
-    for job, b, a in zip(held_out, before, after):
-        given = cache.read_image(job.image[0]).resize(job.target.size, Image.Resampling.LANCZOS)
-        ceiling = predict.decode(pipe, job.target_latent.to(args.device), job.height, job.width)
-        record = dict(input=predict.psnr(given, job.target), before=predict.psnr(b, job.target),
-                      after=predict.psnr(a, job.target), vae=predict.psnr(ceiling, job.target))
-        keep = np.abs(np.asarray(given, int) - np.asarray(job.target, int)).max(-1) <= 8
-        if keep.mean() > 0.1:
-            record.update({f"kept_{k}": v for k, v in predict.drift(a, ceiling, keep).items()})
-            record["kept_psnr"] = predict.psnr(np.asarray(a)[keep], np.asarray(job.target)[keep])
-        groups.setdefault(job.group, []).append(record)
-    average = lambda key: np.median if key in ("kept_shift", "kept_zoom", "kept_colour") else np.mean
-    keys = lambda records: dict.fromkeys(k for r in records for k in r)
-    return {group: {"pictures": len(records), **{k: float(average(k)([r[k] for r in records if k in r]))
-                                                 for k in keys(records)}} for group, records in groups.items()}
+    with evaluating():
+        predict.save_lora(out_dir / LORA_FILE, transformer, about(step))
+        if args.lora_format == "comfyui":
+            predict.save_comfyui(out_dir / f"{out_dir.resolve().name}_comfyui.safetensors", transformer, about(step))
+    if ema:
+        predict.save_lora(out_dir / LORA_FILE.replace(".", "_raw."), transformer, about(step))
 
 if held_out: # on the master alone; with --fsdp on all, as no forward pass is possible alone
-    transformer.eval()
-    pipe.vae.to(args.vae_encoder_device)
-    with torch.compiler.set_stance("force_eager"): # compiling once more, without gradients, would take longer
-        transformer.set_adapters([*base], [*base.values()]) if base else transformer.disable_adapters()
-        before = draw_held_out()
-        transformer.enable_adapters()
-        transformer.set_adapters(["default", *base], [1.0, *base.values()])
-        after = draw_held_out()
-if held_out and master:
-    measured = measure_held_out(before, after)
-    sheets = {}
-    for job, b, a in zip(held_out, before, after):
-        sheets.setdefault(job.sheet, []).append([*predict.sheet_row(job), b, a, job.target])
-    for name, rows in sheets.items():
-        predict.save_png(predict.contact_sheet(rows, ["control", "instruction", "before", "after", "target"]),
-                         out_dir / "samples" / f"step_{step:06d}_{name}.png")
-    write_file(out_dir / "samples" / f"step_{step:06d}.json", json.dumps(measured, indent=1).encode())
-    say("held-out pictures: PSNR to the target in dB, and what happened where nothing should change")
-    say(f"{'':16} pictures  input  before   after   VAE |   PSNR  shift px  zoom %  colour")
-    for group, m in measured.items():
-        kept = "{kept_psnr:7.1f} {kept_shift:9.2f} {kept_zoom:7.2f} {kept_colour:7.1f}" if "kept_psnr" in m else ""
-        say(("{:16} {pictures:8} {input:6.1f} {before:7.1f} {after:7.1f} {vae:5.1f} |" + kept).format(group, **m))
-    say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, before, after, target")
+    show_held_out()
 
 # ---- goodbye ---------------------------------------------------------------------------------------------------------
 
 if master:
+    hardest = find_hardest()
+    write_file(out_dir / "samples" / "hardest.json", json.dumps(hardest, indent=1).encode())
+    say("hardest samples, by their loss over the mean at the same timesteps (look at them: samples/hardest.json): "
+        + ", ".join("{name} {ratio:.1f}".format(**h) for h in hardest))
+    say(f"{out_dir}/loss.png: curves" if find_spec("matplotlib") else "for curves in loss.png: pip install matplotlib")
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(index['samples'])} samples. next:\n"
         f"  python predict.py --model {args.model} --lora {' '.join(filter(None, [str(out_dir), args.base_lora]))} "
