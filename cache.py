@@ -705,7 +705,8 @@ class FrozenProduct(torch.autograd.Function):
         return grad @ ctx.layer.unpacked(grad.dtype), None
 
 def has_fp8_matmul(x):
-    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return (x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(x.device) >= (8, 9))
 
 class LowBitLinear(torch.nn.Linear): # a class, and a Linear, because peft puts LoRAs on such
     """A frozen linear layer. int8 and fp8 (e4m3): a byte a weight and a scale per row, as in torchao's weight-only
@@ -777,18 +778,22 @@ def load_encoders(pipe, folder, dtype, vae_encoder_device, text_encoder_device, 
     if "text" in parts and pipe.text_encoder is None:
         pipe.text_encoder = load_part(Qwen2_5_VLForConditionalGeneration, folder, "text_encoder", dtype)
         if quantize != "none":
-            make_low_bit(pipe.text_encoder.model, quantize, text_encoder_device)
+            make_low_bit(pipe.text_encoder, quantize, text_encoder_device)
     if "text" in parts:
-        pipe.text_encoder.to(text_encoder_device)
+        try:
+            pipe.text_encoder.to(text_encoder_device)
+        except torch.OutOfMemoryError:
+            raise InputError(f"--text_encoder_device {text_encoder_device}: too little memory for the text encoder, "
+                             "16 GB in bf16; --quantize_text_encoder takes less, or give cpu") from None
 
 def empty_encoders(folder, args):
-    """-> [(part, model without weights, its quantisation)] of what load_encoders loads."""
+    """-> [(model without weights, its quantisation)] of what load_encoders loads: VAE, text encoder."""
     with init_empty_weights():
         vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(folder / "vae"))
         text = Qwen2_5_VLForConditionalGeneration._from_config(
             Qwen2_5_VLForConditionalGeneration.config_class.from_pretrained(folder / "text_encoder"))
-    return [(part, torch.nn.Module.to(model, getattr(torch, args.dtype)), quantize) for part, model, quantize in (
-        ("vae", vae, "none"), ("text_encoder", text, args.quantize_text_encoder))]
+    dtype = getattr(torch, args.dtype)
+    return [(torch.nn.Module.to(vae, dtype), "none"), (torch.nn.Module.to(text, dtype), args.quantize_text_encoder)]
 
 def model_fingerprints(folder):
     """What decides latents and what decides prompt embeddings, of those parts that are there."""

@@ -55,6 +55,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps, PngImagePlug
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from cache import (ENCODER_PARTS, InputError, OTHER_SUFFIXES, SUFFIXES, TINY, add_model_flags, add_quantize_flag,
@@ -87,6 +88,8 @@ def count_or_all(text):
     """For argparse's type=: a number of blocks, or 'all'."""
     return 10**9 if text == "all" else number(int, 0)(text)
 
+count_or_all.__name__ = "number of blocks" # argparse says "invalid number of blocks value"
+
 def add_memory_flags(parser):
     """What train.py and predict.py can do about a transformer that is too large for its device."""
     add_quantize_flag(parser, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
@@ -97,44 +100,58 @@ def add_memory_flags(parser):
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Brings the transformer, with its LoRAs, to the device, block by block, at the number of bits that `quantize` says
-    (what is no block, a hundredth of all weights, keeps its own). `offload` of the blocks, spread evenly so that their
-    copies hide behind the others, wait in pinned host memory; with fsdp each process holds its part of each
-    block. Both are FSDP2: a block is gathered when it is entered, in the forward as in the backward pass, while the one
-    before still computes, and freed behind it. All other layers and the LoRAs are whole on every device. Needs a
-    process group, and makes one where a process is alone. (diffusers' group offloading has taken a block away when its
-    backward pass begins.)"""
+    (what is no block, a hundredth of all weights, keeps its own). `offload` of the blocks, spread evenly, wait in
+    pinned host memory; with fsdp each process holds its part of each block. Both are FSDP2: a block is gathered when it
+    is entered, in the forward as in the backward pass, and freed behind it; between processes the next one comes while
+    this one computes, from host memory alone it does not. All other layers and the LoRAs are whole on every device.
+    Needs a process group, and makes one where a process is alone. (diffusers' group offloading has taken a block away
+    when its backward pass begins.)"""
     device, blocks = torch.device(device), transformer.transformer_blocks
     offload = min(offload, len(blocks))
     away = [i * len(blocks) // offload for i in range(offload)]
     transformer.bytes_away = 0 # what a forward or a backward pass copies from host memory
-    takes = transformer_bytes(transformer, quantize, offload, dist.get_world_size() if fsdp else 1)
-    for where, need in ((str(device), takes[0]), ("cpu", takes[1])):
-        if need > free_bytes(where):
-            raise InputError(f"--model: {need / 2**30:.1f} GiB for its weights, but {where} has "
-                             f"{free_bytes(where) / 2**30:.1f} free; --quantize, --offload or --fsdp take less "
-                             "(train.py --plan says how much)")
-    sharded = [block for i, block in enumerate(blocks) if fsdp or i in away]
-    for block in blocks if quantize != "none" else []:
-        make_low_bit(block, quantize, device).to("cpu" if block in sharded else device)
-    if not sharded:
-        return transformer.to(device)
-    if not dist.is_initialized():
+    if quantize != "none" and any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
+        raise InputError("--quantize: a DoRA needs the norms of a base in full precision; leave it out")
+    check_memory(device, *transformer_bytes(transformer, quantize, offload, dist.get_world_size() if fsdp else 1))
+    if device.type == "cuda":
+        torch.cuda.set_device(device) # where FSDP2 works
+    if (away or fsdp) and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
                                 world_size=1)
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place on it
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (1, ranks) if fsdp else (ranks, 1), mesh_dim_names=("copies", "parts"))
-    whole = set(transformer.parameters()) - {p for block in sharded for name, p in block.named_parameters()
-                                             if ".lora_" not in name}
-    for p in whole:
-        p.data = p.data.to(device)
+    if away or fsdp:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh(device.type, (1, ranks) if fsdp else (ranks, 1), mesh_dim_names=("copies", "parts"))
     for i, block in enumerate(blocks):
-        if block in sharded:
-            fully_shard(block, mesh=mesh["parts"], reshard_after_forward=True, ignored_params=whole, offload_policy=(
+        if quantize != "none":
+            make_low_bit(block, quantize, device)
+        if fsdp or i in away:
+            loras = {p for name, p in block.named_parameters() if ".lora_" in name}
+            for p in loras:
+                p.data = p.data.to(device)
+            fully_shard(block, mesh=mesh["parts"], reshard_after_forward=True, ignored_params=loras, offload_policy=(
                 CPUOffloadPolicy(pin_memory=device.type == "cuda") if i in away else OffloadPolicy()))
-    transformer.bytes_away = sum(p.to_local().nbytes for i in away for p in blocks[i].parameters() if p not in whole)
-    # the root ties the blocks together: they share streams, and know who comes next
-    return fully_shard(transformer, mesh=mesh["parts"], ignored_params=whole)
+            frozen = [p.to_local().nbytes for p in block.parameters() if p not in loras]
+            transformer.bytes_away += sum(frozen) if i in away else 0
+        else:
+            block.to(device)
+    for name, child in transformer.named_children():
+        if name != "transformer_blocks":
+            child.to(device)
+    if away or fsdp: # the root ties the blocks together: they share streams, and know who comes next
+        fully_shard(transformer, mesh=mesh["parts"], ignored_params={
+            p for p in transformer.parameters() if not isinstance(p, DTensor)})
+    return transformer
+
+def check_memory(device, need, host):
+    """InputError if a transformer that takes these bytes does not fit, before any are taken. (On a CPU the weights are
+    there already, as mappings of their files.)"""
+    host *= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) # all processes of this machine
+    for where, bytes_needed in ((str(device), need), ("cpu", host)) if device.type == "cuda" else []:
+        if bytes_needed > free_bytes(where):
+            raise InputError(f"--model: {bytes_needed / 2**30:.1f} GiB for its weights, but {where} has "
+                             f"{free_bytes(where) / 2**30:.1f} free; --quantize, --offload or --fsdp take less "
+                             "(train.py --plan says how much), and --text_encoder_device cpu leaves room")
 
 def free_bytes(device):
     """What this process could still take on a device."""
@@ -143,13 +160,18 @@ def free_bytes(device):
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 def transformer_bytes(transformer, quantize, offload, parts):
-    """-> (bytes on the device, bytes in host memory) of what place_transformer places; parts: processes under fsdp."""
-    blocks = [model_bytes(block, quantize) for block in transformer.transformer_blocks]
-    away = min(offload, len(blocks)) * blocks[0] // parts
-    # the block at work, the next one, and the buffer in which that arrives
-    gathered = 3 * blocks[0] if away or parts > 1 else 0
-    rest = model_bytes(transformer) - sum(map(model_bytes, transformer.transformer_blocks))
-    return rest + sum(blocks) // parts - away + gathered, away
+    """-> (bytes on the device, bytes of pinned host memory) of what place_transformer places; parts: processes under
+    fsdp. torch rounds each pinned tensor up to a power of two."""
+    block = transformer.transformer_blocks[0]
+    number, each, rest = len(transformer.transformer_blocks), model_bytes(block, quantize), model_bytes(transformer)
+    rest -= number * model_bytes(block)
+    away = min(offload, number)
+    # the block at work; between processes also the next one and the buffer in which that arrives
+    gathered = 3 * each if parts > 1 else each if away else 0
+    linears = [m for name, m in block.named_modules() if type(m) is torch.nn.Linear and ".lora_" not in name]
+    unpacked = max(map(model_bytes, linears)) if quantize != "none" else 0
+    rounded = sum(2 ** math.ceil(math.log2(model_bytes(m, quantize) / parts)) for m in linears)
+    return rest + (number - away) * each // parts + gathered + unpacked, away * rounded
 
 class LoraLinear(lora.Linear):
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here
@@ -665,6 +687,8 @@ def read_flags():
         parser.error(f"argument --{'compare' if args.compare else 'merge_lora'}: no LoRA; give --lora")
     if {"--sigmas", "--num_inference_steps"} <= given:
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
+    if args.merge_lora and (args.quantize != "none" or args.offload or int(os.environ.get("WORLD_SIZE", 1)) > 1):
+        parser.error("argument --merge_lora: wants one process, and no --quantize or --offload; leave them out")
     if args.merge_lora and (args.image or args.jobs):
         parser.error("argument --merge_lora: draws nothing; leave out --image and --jobs, then give --model DIR")
     if not args.merge_lora and (bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None)):

@@ -131,8 +131,8 @@ parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BL
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: "
                          "all; after the first step it says if fewer would do)")
 parser.add_argument("--fsdp", action="store_true",
-                    help="under torchrun each process holds its part of the frozen blocks and gathers one at a time: "
-                         "memory of the base / processes")
+                    help="under torchrun each process holds its part of the frozen blocks, and of those at work and "
+                         "next all: the base takes about its memory / processes")
 predict.add_memory_flags(parser)
 parser.add_argument("--compile", action="store_true",
                     help="torch.compile the blocks: minutes at the start, then faster; needs a C++ compiler")
@@ -349,8 +349,9 @@ if args.use_cache and pipe is not None: # only the transformer stays on the devi
     if pipe.vae is not None:
         pipe.vae.to("cpu")
 gc.collect()
-if args.device.startswith("cuda"):
+if args.device.startswith("cuda"): # the log shows the training's peak, not the encoding's
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
@@ -565,59 +566,68 @@ def advise_on_memory(positions):
     pack = sizes_of(positions)
     tokens = sum(h * w for shapes, _ in pack for _, h, w in shapes) + sum(n for _, n in pack)
     growth = max(1, args.max_tokens / tokens)
-    step_takes, more = [step_bytes(model, pack, n) for n in (3, 1)] # the block at work keeps all it has anyway
-    peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() if args.device.startswith("cuda") else 0
-    free = predict.free_bytes(args.device) - peak - (growth - 1) * step_takes / 3 * total
-    takes = growth * (more - step_takes) / 2
+    recomputed, kept = [step_bytes(model, pack, n) for n in (3, 1)]
+    takes = growth * (kept - recomputed) # one block's: the last one keeps all it has in any case
+    if args.device.startswith("cuda"):
+        recomputed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    free = predict.free_bytes(args.device) - growth * recomputed
     fit = max(0, blocks - int(max(0, 0.9 * free / takes)))
     if fit < blocks:
         say(f"memory: about {free / 2**30:.1f} GiB stay free; a block that is not recomputed takes up to "
             f"{takes / 2**30:.2f}: --gradient_checkpointing {fit} should fit, and is faster")
 
-if args.plan:
-    GB, steps = 2**30, range(min(args.max_steps, 50))
-    plan = plan_packs if args.batching == "packed" else plan_padded
-    lengths, packs = [], [] # of 50 steps: tokens, and the positions in each forward pass of each process
-    for i in steps:
+def print_plan():
+    """What the first 50 steps and their heaviest forward pass would take, with these and with other flags."""
+    steps, plan = min(args.max_steps, 50), plan_packs if args.batching == "packed" else plan_padded
+    lengths, packs, padded = [], [], 0 # tokens; those of each forward pass of each process; tokens with padding
+    heaviest, most = [], 0
+    for i in range(steps):
         at = range(i * args.batch_size, (i + 1) * args.batch_size)
-        lengths += [tokens_of(*draw(p)) for p in at]
-        for share in deal_to_ranks(lengths[-len(at):], transformer.inner_dim, world_size):
-            packs += [[at[share[j]] for j in pack] for pack in plan([lengths[at[j]] for j in share], args.max_tokens)]
-    in_pack = lambda pack: [lengths[p] for p in pack]
-    padded = sum(len(b) * lengths[b[0]] for i in steps for b in [
-        [i * args.batch_size + j for j in batch] for batch in plan_padded(
-            lengths[i * args.batch_size:(i + 1) * args.batch_size], args.max_tokens)])
-    heaviest = max(packs, key=lambda pack: sum(in_pack(pack)))
-    lora_bytes = 4 * sum(p.numel() for p in lora.values())
+        step_lengths = [tokens_of(*draw(p)) for p in at]
+        lengths += step_lengths
+        for batch in plan_padded(step_lengths, args.max_tokens):
+            padded += len(batch) * step_lengths[batch[0]]
+        for share in deal_to_ranks(step_lengths, transformer.inner_dim, world_size):
+            for pack in plan([step_lengths[j] for j in share], args.max_tokens):
+                tokens = [step_lengths[share[j]] for j in pack]
+                packs.append(sum(tokens) if plan is plan_packs else len(tokens) * max(tokens))
+                if packs[-1] > most:
+                    most, heaviest = packs[-1], [at[share[j]] for j in pack]
+    lora_bytes, GiB = 4 * sum(p.numel() for p in lora.values()), 2**30
     ordered = sorted(lengths)
     say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding would "
         f"compute {padded / sum(lengths):.2f} times as many")
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / len(samples):.1f} "
-        f"epochs; {len(packs) / len(steps) / world_size:.1f} forward passes a step and process, the heaviest of "
-        f"{len(heaviest)} samples and {sum(in_pack(heaviest)):,} tokens (--max_tokens {args.max_tokens:,})")
+        f"epochs; {len(packs) / steps / world_size:.1f} forward passes a step and process, the heaviest (of {steps} "
+        f"steps) of {len(heaviest)} samples and {most:,} tokens (--max_tokens {args.max_tokens:,})")
     say(f"parameters: {sum(p.numel() for p in transformer.parameters()):,}, of which {lora_bytes // 4:,} in the LoRA")
-    if pipe is not None:
-        takes = [f"{part.replace('_', ' ')} {cache.model_bytes(model, quantize) / GB:.1f}"
-                 for part, model, quantize in cache.empty_encoders(folder, args)]
-        say(f"encoding, in GiB, one after the other: {', '.join(takes)}")
-    say("\nexpected memory of a process, in GiB. an estimate: 1 GiB for CUDA and fragmentation is in `card`\n"
+    encoders = [cache.model_bytes(model, quantize) for model, quantize in cache.empty_encoders(folder, args)
+                ] if pipe is not None else [0, 0]
+    say(f"encoders, in GiB: VAE {encoders[0] / GiB:.1f}, text {encoders[1] / GiB:.1f}; "
+        + ("one after the other, before the training" if args.use_cache else "all the time, so in `base`"))
+    say("\nexpected memory of a process, in GiB. an estimate; 1 GiB for CUDA and fragmentation is in `card`\n"
         f"{'base':>7} {'LoRA':>7} {'step':>7} {'in all':>7} {'host':>7}  card  flags")
-    blocks, parts = len(transformer.transformer_blocks), world_size if args.fsdp else 1
-    given = blocks if args.gradient_checkpointing is None else args.gradient_checkpointing
-    mine = (given, args.quantize, args.offload)
-    rows = [mine] + [row for row in ((0, "none", 0), (blocks, "none", 0), (blocks, "int8", 0), (blocks, "nf4", 0),
-                                     (blocks, "none", blocks // 2), (blocks, "none", blocks), (blocks, "int8", blocks))
-                     if row != mine]
-    peaks = {n: step_bytes(transformer, sizes_of(heaviest), n) for n in {given, 0, blocks}}
-    for checkpointed, quantize, offload in rows:
-        base, host = predict.transformer_bytes(transformer, quantize, offload, parts)
-        # weights and moments; then activations and gradients
-        takes = base, copies * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes)
-        card = next((f"{c} GB" for c in (8, 12, 16, 24, 32, 48, 80, 141) if sum(takes) / GB + 1 <= c), "none")
-        flags = f"--gradient_checkpointing {checkpointed} --quantize {quantize} --offload {min(offload, blocks)}"
-        say(" ".join(f"{n / GB:7.2f}" for n in (*takes, sum(takes), host)) + f"  {card:>6}  {flags}"
-            + (" (as given)" if (checkpointed, quantize, offload) == mine else ""))
-    say(f"{args.device} has {predict.free_bytes(args.device) / GB:.1f} GiB free")
+    blocks, processes = len(transformer.transformer_blocks), world_size if args.fsdp else 1
+    checkpointed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
+    given = checkpointed, args.quantize, min(args.offload, blocks)
+    others = [(0, "none", 0), (blocks, "none", 0), (blocks, "int8", 0), (blocks, "nf4", 0),
+              (blocks, "none", blocks // 2), (blocks, "none", blocks), (blocks, "int8", blocks)]
+    peaks = {n: step_bytes(transformer, sizes_of(heaviest), n) for n in {checkpointed, 0, blocks}}
+    for row in dict.fromkeys([given, *others]):
+        checkpointed, quantize, offload = row
+        base, host = predict.transformer_bytes(transformer, quantize, offload, processes)
+        base += 0 if args.use_cache else sum(encoders)
+        # then weights and moments; then activations and gradients
+        device = base, copies * lora_bytes, max(peaks[checkpointed], 3 * lora_bytes)
+        cards = [c for c in (8, 12, 16, 24, 32, 48, 80, 141) if sum(device) / GiB + 1 <= 0.9375 * c] # of their GB
+        card = f"{cards[0]} GB" if cards else "-"
+        say(" ".join(f"{n / GiB:7.2f}" for n in (*device, sum(device), host)) + f" {card:>6}"
+            f"  --gradient_checkpointing {checkpointed} --quantize {quantize} --offload {offload}"
+            + " --fsdp" * args.fsdp + " (as given)" * (row == given))
+    say(f"{args.device} has {predict.free_bytes(args.device) / GiB:.1f} GiB free")
+
+if args.plan:
+    print_plan()
     sys.exit(0)
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
