@@ -3133,12 +3133,6 @@ def twenty_steps(tmp_path_factory):
     return train_log(tmp_path_factory.mktemp("twenty") / "a", *TWENTY)
 
 
-def test_advice_on_memory(tmp_path):
-    """Said once, after the first step, and only if blocks are recomputed."""
-    assert "--gradient_checkpointing 0 should fit" in train_toy(tmp_path / "a", "--gradient_checkpointing", 2).out
-    assert "should fit" not in train_toy(tmp_path / "b", "--gradient_checkpointing", 0).out
-
-
 @pytest.mark.skipif(not FULL, reason="four trainings of a minute each: --full -k shared_positions -s")
 def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
     """The toy edit by mixed-size packs, one sample at a time and padded batches, from the same stream of samples, has
@@ -3814,7 +3808,7 @@ def test_other_data_is_refused(tmp_path, small, unbroken):
     assert result.status == 1 and is_one_line(result.errors[0], "data: ")
 
 
-@pytest.mark.parametrize("items", [5, 1])
+@pytest.mark.parametrize("items", [5, 1] if FULL else [5])
 def test_a_run_may_go_on_with_another_number_of_ranks(tmp_path, small, start, items):
     """1 -> 2 -> 1 processes, 3 samples a step, of 5 or of a single one: losses to 1e-6."""
     cache_dir = small.cache
@@ -4284,13 +4278,13 @@ def large_model(tmp_path, dtype):
 
 @pytest.mark.parametrize("checkpointed", [0, 2] if FULL else [2])
 def test_the_plan_s_memory_is_what_the_training_takes(tmp_path, start, checkpointed):
-    """The growth of a process from its start to the peak of two steps, d = 512, against what --plan adds up."""
+    """The growth of a process from its start to the peak of a step, d = 512, against what --plan adds up."""
     folder = large_model(tmp_path, torch.float32)
     cache_dir = tmp_path / "cache"
     for n, (h, w) in enumerate([(24, 24), (24, 32)]):
         write_v1_sample(cache_dir / f"{n}.safetensors", h, w)
     flags = ["--model", folder, "--data", "none", "--cache_dir", cache_dir, "--val_data", "--batch_size", 2, "--device",
-             "cpu", *EXACT, "--max_steps", 2, "--gradient_checkpointing", checkpointed]
+             "cpu", *EXACT, "--max_steps", 1, "--gradient_checkpointing", checkpointed]
     planned = run_script("train.py", *flags, "--plan", "--out_dir", tmp_path / "none")
     assert planned.status == 0 and not (tmp_path / "none").exists(), planned.err
     [row] = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+).*as given", planned.out, re.M)
@@ -4609,8 +4603,8 @@ def stock_loss(position, ns, *loras, scales=None, model=TINY):
     return (((v[:len(noise)] - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum() / weight.sum()).item()
 
 
-@pytest.mark.parametrize("flags", [["--rslora"], ["--dora", "--lora_targets", "to_q"],
-                                   ["--lora_targets", "all-linear"]], ids=["rslora", "dora", "all-linear"])
+@pytest.mark.parametrize("flags", [["--rslora", "--lora_targets", "all-linear"], ["--dora", "--lora_targets", "to_q"]],
+                         ids=["rslora", "dora"])
 def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, flags, caplog):
     """The file in the stock pipeline, and as --pretrained_lora, give the loss of the model that was trained; stock says
     nothing about its metadata; the ComfyUI file is the same LoRA; and it resumes bit for bit."""
@@ -4992,7 +4986,7 @@ def test_the_pair_doctor_finds_what_is_planted_and_nothing_else(tmp_path):
         return cache.examine(dict(target=paths[0], control=paths[1:]))[0]
 
     size = lambda: SHAPES[rng.integers(len(SHAPES))]
-    for kind in EDITS * 5:
+    for kind in EDITS * (5 if FULL else 3):
         found = examined(*edited_pair(rng, kind, size()))
         counts.setdefault("clean", []).append(not found)
         for bad in ("shifted", "zoomed"):
@@ -5007,7 +5001,7 @@ def test_the_pair_doctor_finds_what_is_planted_and_nothing_else(tmp_path):
         found = examined(control, planted_cast(rng, target))
         counts.setdefault("recoloured", []).append("recoloured" in found)
         wrong.append(found.keys() - {"recoloured"})
-    for _ in range(20):
+    for _ in range(20 if FULL else 10):
         picture = edited_pair(rng, "object", size())[1]
         counts.setdefault("identical", []).append(list(examined(picture, picture)) == ["identical"])
         w, h = picture.size
@@ -5188,6 +5182,7 @@ def log_of_two_steps(data, tmp_path, *flags):
 def test_looking_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
     dropout and a frozen LoRA below, which stays frozen. Pictures without the LoRA are drawn once."""
+    monkeypatch.setitem(predict.SAMPLING, "num_inference_steps", 2)
     flags = ["--lora_dropout", 0.5, "--max_steps", 3, "--val_data"]
     _, base, _ = log_of_two_steps(data, tmp_path, *flags, "--seed", 5)
     flags[:0] = ["--base_lora", base]

@@ -129,7 +129,7 @@ parser.add_argument("--mask_background_weight", type=number(float, 0), default=1
 # memory
 parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
                     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: "
-                         "all; after the first step it says if fewer would do)")
+                         "all; on a GPU the first step says if fewer would do)")
 parser.add_argument("--fsdp", action="store_true",
                     help="under torchrun each process holds its part of the frozen blocks, and of those at work and "
                          "next all: the base takes about its memory / processes")
@@ -966,7 +966,8 @@ while step < args.max_steps:
             save_checkpoint(step)
             if find_spec("matplotlib"):
                 draw_curves()
-        if step == first_step and args.gradient_checkpointing != 0 and not (args.compile or args.fsdp or args.offload):
+        if step == first_step and args.gradient_checkpointing != 0 and args.device.startswith("cuda") and not (
+                args.compile or args.fsdp or args.offload):
             advise_on_memory([positions[i] for i in packs[0]])
     if looks and step < args.max_steps and not stop: # at the end the LoRA is written first
         show_held_out()
