@@ -341,7 +341,7 @@ def read_folder(data, alone):
         for path in own:
             unused.pop(path, None)
         try:
-            kind = lambda path: (path.with_suffix(""), path.suffix == ".txt") # cat.png beside cat.jpg
+            kind = lambda path: (path.with_suffix(""), path.suffix.lower() == ".txt") # cat.png beside cat.jpg
             twins = [p for p in own if [kind(q) for q in own].count(kind(p)) > 1]
             if twins:
                 raise InputError(f"{twins[0]}: {twins[1].name} has the same name; keep one of them")
@@ -370,8 +370,9 @@ def read_folder(data, alone):
                  for root in roots for p in root.rglob("*") if p.is_symlink() and p.is_dir()]
     problems += [str(InputError(f"{p}: not used, for there is a folder of targets; give it as --data, or move it away"))
                  for p in data.glob("metadata.*") if p.suffix in (".jsonl", ".json", ".csv")]
-    problems += [str(InputError(f"{path}: not used, for there is no {roots[0] / stem}.png; add that, or delete this"))
-                 for path, stem in unused.items()]
+    problems += [str(InputError(f"{path}: not used, " + (
+        "for its format is not read; save it as PNG" if path.suffix.lower() in OTHER_SUFFIXES else
+        f"for there is no {roots[0] / stem}.png; add that, or delete this"))) for path, stem in unused.items()]
     return items, problems
 
 def read_manifest(path, alone):
@@ -1034,18 +1035,29 @@ def make_cache(pipe, folder, args, cache_dir, empty_prompt=False, rank=0, world_
     for place in (Path(cache_dir, "latents"), Path(cache_dir, "text"), Path(cache_dir)):
         check_writable(place, "choose another --cache_dir")
         sweep(place)
+    if rank == 0: # the encoding may take hours
+        for p in problems:
+            print(p, file=sys.stderr)
+    try:
+        old = {s["name"]: s for s in load_index(cache_dir)["samples"]}
+    except InputError: # none yet, or a damaged one
+        old = {}
+    for s in index["samples"]: # texts without prompt or pictures that another call has encoded stay
+        before = old.get(s["name"], {})
+        if before.get("text") == s["text"]:
+            s.update({k: before[k] for k in ("empty_text", "plain_text") if before.get(k) and not s.get(k)})
     found = encode_missing(pipe, folder, index, cache_dir, args, rank, world_size, verify)
     if world_size > 1:
         shares = [None] * world_size
         dist.all_gather_object(shares, found) # also waits for the others' files
         found = [p for share in shares for p in share]
     index["samples"] = [s for s in index["samples"] if all(f.exists() for f in sample_files(cache_dir, s))]
-    problems = list(dict.fromkeys(problems + found)) # a bad picture may be met twice
+    found = [p for p in dict.fromkeys(found) if p not in problems] # a bad picture may be met twice
     if rank == 0:
         if index["samples"]:
             write_file(Path(cache_dir, "index.json"), json.dumps(index, indent=1).encode())
-        report(index, problems)
-    return index, problems
+        report(index, found)
+    return index, problems + found
 
 def report(index, problems):
     """What will be trained on stdout, what is wrong on stderr. None of a progress bar's letters stand before an
@@ -1062,9 +1074,12 @@ def describe(index):
     pairs = [(s, scale["img_shapes"]) for s in samples for scale in s["scales"]]
     tokens = [sum(h * w for _, h, w in shapes) + t["tokens"] for s, shapes in pairs for t in s["text"]]
     bent, name = max((abs(w / h * s["sizes"][0][1] / s["sizes"][0][0] - 1), s["name"]) for s, [(_, h, w), *_] in pairs)
+    several = [len(s["text"]) for s in samples if len(s["text"]) > 1]
     return (f"{len(samples)} samples, {len({tuple(shapes[0]) for _, shapes in pairs})} target sizes, up to "
             f"{max(len(s['control']) for s in samples)} controls, {min(tokens)} to {max(tokens)} tokens; sides rounded "
-            f"to 32 change the aspect by at most {bent:.1%} ({name})")
+            f"to 32 change the aspect by at most {bent:.1%} ({name})"
+            + (f"; {len(several)} captions have several lines, {sum(several)} wordings: each step draws one"
+               if several else ""))
 
 # ---- reading the cache -----------------------------------------------------------------------------------------------
 
@@ -1281,13 +1296,22 @@ def find_twins(samples, copies):
             twins += [(kind, f"and {samples[i + j]['name']}", (i, i + j)) for j in np.flatnonzero(which) if j]
     return twins
 
-def write_report(samples, folder):
-    """FOLDER/report.json and sheet_*.png; prints a table of what the dataset holds, and what was found."""
-    found, copies = [], []
-    for i, sample in enumerate(tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)):
-        wrong, small = examine(sample)
-        found += [(kind, words, (i,)) for kind, words in wrong.items()]
+def write_report(every_sample, folder):
+    """FOLDER/report.json and sheet_*.png; prints a table of what the dataset holds, and what was found -> problems."""
+    samples, found, copies, problems = [], [], [], []
+    for sample in tqdm(every_sample, desc="examining pairs", unit=" samples", disable=None, leave=False):
+        try:
+            wrong, small = examine(sample)
+        except InputError as e: # a broken picture
+            problems.append(str(e))
+            continue
+        found += [(kind, words, (len(samples),)) for kind, words in wrong.items()]
+        samples.append(sample)
         copies.append(small)
+    for p in problems:
+        print(p, file=sys.stderr)
+    if not samples:
+        return problems
     found += find_twins(samples, np.stack(copies, 1))
     rows = [dict(name=s["name"], sizes=s["sizes"], aspect=s["sizes"][0][0] / s["sizes"][0][1], repeats=s["repeats"],
                  controls=len(s["control"]), text_tokens=[t["tokens"] for t in s["text"]],
@@ -1306,6 +1330,7 @@ def write_report(samples, folder):
         names = [f"{samples[of[0]]['name']} {words}" for _, words, of in entries[:8]]
         print(f"{kind}, {len(entries)}: {'; '.join(names)}{'; ...' if len(entries) > 8 else ''}")
     print(f"{folder}: report.json has all of them, sheet_*.png their pictures")
+    return problems
 
 def write_sheets(samples, by_kind, folder):
     """FOLDER/sheet_<kind>_<page>.png; an entry is (kind, words, (index of a sample, perhaps of its twin))."""
@@ -1365,8 +1390,7 @@ def main():
     if args.report:
         index, problems = build_index(load_pipeline(folder), folder, args, args.empty_prompt)
         report(index, problems)
-        if index["samples"]:
-            write_report(index["samples"], cache_dir / "report")
+        problems += write_report(index["samples"], cache_dir / "report")
         sys.exit(1 if problems and not args.skip_bad or not index["samples"] else 0)
     index, problems = make_cache(load_pipeline(folder), folder, args, cache_dir, args.empty_prompt, rank, world_size,
                                  args.verify, args.plain_prompt)
@@ -1379,7 +1403,7 @@ def main():
     if not index["samples"] or (problems and not args.skip_bad):
         sys.exit(1)
     if rank == 0:
-        print(f"{cache_dir}: complete. next: python train.py with the same flags")
+        print(f"{cache_dir}: complete. next: python train.py, with the same --model, --data and sizes")
 
 if __name__ == "__main__":
     main()

@@ -636,15 +636,17 @@ def read_flags():
     parser.add_argument("--compare", action="store_true",
                         help="each picture also without the LoRA, from the same noise: NAME-base.png")
     # how
-    parser.add_argument("--num_inference_steps", type=number(int, 1), help="Euler steps; at least 2, with --shift 1")
+    parser.add_argument("--num_inference_steps", type=number(int, 1),
+                        help="Euler steps: at least 2; with --shift 1 will do")
     parser.add_argument("--sigmas", type=number(float, 1e-6, 1), nargs="+",
                         help="noise level of each step, before the shift: falling, from 1 (default: evenly spaced)")
     parser.add_argument("--shift", type=number(float, 1e-6),
                         help="one shift for all sizes, and no stretching: 3 for Qwen-Image-Lightning (default: the "
                              "model's own, by size)")
     parser.add_argument("--true_cfg_scale", type=float, help="at 1 or below no unconditional run, half the time")
-    parser.add_argument("--height", type=number(int, 32), help="pixels (default: from --size_from's aspect)")
-    parser.add_argument("--width", type=number(int, 32), help="pixels")
+    parser.add_argument("--height", type=number(int, 32),
+                        help="pixels, rounded down to 16 (default: from --size_from's aspect)")
+    parser.add_argument("--width", type=number(int, 32), help="pixels, likewise")
     parser.add_argument("--size_from", type=number(int, 1), metavar="N",
                         help="which picture gives the result its shape, from 1 (default: the last, as in stock)")
     parser.add_argument("--target_pixels", type=pixels, metavar="AREA",
@@ -695,6 +697,9 @@ def read_flags():
         parser.error("argument --image: give --image with --prompt, or --jobs")
     if args.merge_lora and args.merge_lora.exists() and (args.merge_lora.is_file() or any(args.merge_lora.iterdir())):
         raise InputError(f"--merge_lora {args.merge_lora}: is not empty; give another folder")
+    if args.image and (Path(args.out).suffix.lower() != ".png" or Path(args.out).resolve() in [
+            path.resolve() for path in args.image]):
+        parser.error(f"argument --out: {args.out} is no PNG, or one of the pictures given; give another name")
     folder_of_images = len(args.image) == 1 and args.image[0].is_dir()
     args.many = bool(args.jobs) or folder_of_images
     args.out_dir = Path(args.out_dir if args.many else "")
@@ -722,7 +727,9 @@ def merge(args):
         raise InputError("--merge_lora: a DoRA is scaled by the base's own weights, which another LoRA would change; "
                          "merge one at a time")
     save_merged(transformer, folder, args.merge_lora)
-    print(f"{args.merge_lora}: {args.model} with {' + '.join(args.lora)}; give it as --model")
+    print(f"{args.merge_lora}: {args.model} with {' + '.join(args.lora)}. as trained: --model {args.merge_lora} "
+          f"--target_pixels {args.target_pixels} --control_pixels {args.control_pixels}"
+          + ("" if args.upscale else " --no-upscale"))
 
 def read_scenes(args):
     """-> (jobs, problems), one for each line, sample or picture that is to be edited."""

@@ -5401,3 +5401,48 @@ def test_prodigy_finds_its_learning_rate(small, tmp_path):
     result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "a", "--optimizer", "prodigy")
     rates = [r["lr"] for r in log_of(tmp_path / "a")]
     assert result.globals["args"].lr == 1 and 0 < rates[0] < rates[-1] < 0.1
+
+
+# ---- chapter 13: what a hostile user found ---------------------------------------------------------------------------
+
+def test_a_report_lists_every_broken_picture_and_examines_the_others(tmp_path, data):
+    for name in ("x", "y"):
+        add_item(data, name)
+        file = data / "target" / f"{name}.png"
+        file.write_bytes(file.read_bytes()[:-40])
+    result = run_script("cache.py", "--data", data, "--cache_dir", tmp_path / "c", "--report", *ON_DEVICE)
+    assert result.status == 1 and len(result.errors) == 2 and "target width" in result.out
+    assert all(any(f"target/{name}.png" in e for e in result.errors) for name in "xy")
+    rows = json.loads((tmp_path / "c/report/report.json").read_text())
+    assert rows and not {"x", "y"} & {r["name"] for r in rows}
+
+
+def test_prompts_that_another_call_has_encoded_stay_in_the_index(tmp_path, data):
+    make_cache(data, tmp_path / "c", "--empty_prompt", "--plain_prompt")
+    before = (tmp_path / "c/index.json").read_text()
+    assert make_cache(data, tmp_path / "c", "--prune").status == 0
+    assert (tmp_path / "c/index.json").read_text() == before
+    assert all(file.exists() for s in json.loads(before)["samples"] for file in cache.sample_files(tmp_path / "c", s))
+
+
+def test_what_headers_tell_is_said_before_the_encoding(tmp_path, data, monkeypatch, capsys):
+    (data / "target" / "lost.png").write_bytes(next((data / "target").glob("*.png")).read_bytes())
+    said, real = [], cache.encode_missing
+    monkeypatch.setattr(cache, "encode_missing",
+                        lambda *args: said.append(sys.stderr.tell() or sys.stderr.buffer.tell()) or real(*args))
+    result = make_cache(data, tmp_path / "c")
+    assert said[0] > 0 and result.status == 1 and result.err.count("lost.png: no co") == 1
+
+
+@pytest.mark.parametrize("out", ["given", "x.jpg"])
+def test_a_picture_never_overwrites_the_one_given_and_is_a_png(tmp_path, photos, out):
+    mine = shutil.copy(photos[0], tmp_path / "mine.png")
+    before = Path(mine).read_bytes()
+    result = run_script("predict.py", "--image", mine, "--prompt", "a", "--out", mine if out == "given" else out)
+    assert result.status == 2 and "argument --out" in result.err and Path(mine).read_bytes() == before
+
+
+def test_the_next_command_samples_with_the_base_lora_at_its_scale(tmp_path):
+    assert train_toy(tmp_path / "base").status == 0
+    result = train_toy(tmp_path / "my run", "--base_lora", tmp_path / "base", "--base_lora_scale", 0.5)
+    assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base'} --lora_scale 1 0.5 --image" in result.out, result.err

@@ -25,6 +25,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -195,9 +196,11 @@ if args.optimizer == "prodigy" and "--lr" not in given:
     args.lr = 1.0
 if args.sample_every and not args.val_data:
     parser.error("argument --sample_every: there is nothing to look at; give --val_data")
+if args.val_data and not args.data:
+    parser.error("argument --val_data: needs the encoders, which --data none does without; give --data too")
 for path in args.val_data:
-    if not args.data or not cache.find_folder(Path(path), "target"):
-        parser.error(f"argument --val_data: {path} has no folder 'target', or there is no --data; give both")
+    if not Path(path).is_dir():
+        parser.error(f"argument --val_data: {path} is no folder; give a dataset's")
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -758,10 +761,11 @@ def find_hardest():
     records = read_log()
     records = records[len(records) // 2:]
     losses, tenths, means = by_timestep(records)
+    enough = np.bincount(tenths, minlength=10)[tenths] >= 5 # to compare with
     positions = [(r["step"] - 1) * args.batch_size + i for r in records for i in range(args.batch_size)]
     ratios = {}
-    for p, ratio in zip(positions, losses / np.maximum(means[tenths], 1e-12)):
-        ratios.setdefault(sample_at(p)["name"], []).append(ratio)
+    for p, ratio in zip(np.array(positions)[enough], (losses / np.maximum(means[tenths], 1e-12))[enough]):
+        ratios.setdefault(sample_at(int(p))["name"], []).append(ratio)
     worst = sorted(ratios, key=lambda name: -np.mean(ratios[name]))[:5]
     return [dict(name=name, ratio=float(np.mean(ratios[name])), times=len(ratios[name])) for name in worst]
 
@@ -945,7 +949,7 @@ while step < args.max_steps:
                       images=args.batch_size, tokens=tokens, computed_tokens=int(computed), memory=memory,
                       copied_from_host=copied, **val_loss, timesteps=[round(s, 4) for s in seen[::2].tolist()],
                       losses=[round(x, 5) for x in seen[1::2].tolist()])
-        saving = stop or step % args.save_every == 0 or step == args.max_steps
+        saving = stop or looks or step % args.save_every == 0 or step == args.max_steps # drawing may take long
         try:
             with open(log, "a") as f:
                 f.write(json.dumps(record) + "\n")
@@ -1001,7 +1005,8 @@ if master:
     say(f"{out_dir}/loss.png: curves" if find_spec("matplotlib") else "for curves in loss.png: pip install matplotlib")
     write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(index['samples'])} samples. next:\n"
-        f"  python predict.py --model {args.model} --lora {' '.join(filter(None, [str(out_dir), args.base_lora]))} "
-        "--image CONTROL.png --prompt \"...\"")
+        "  python predict.py " + shlex.join(["--model", args.model, "--lora", str(out_dir), *(
+            [args.base_lora, "--lora_scale", "1", str(args.base_lora_scale)] if args.base_lora else [])])
+        + " --image CONTROL.png --prompt \"...\"")
 if dist.is_initialized(): # --offload has one of its own
     dist.destroy_process_group()
