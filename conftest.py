@@ -11,7 +11,7 @@ def pytest_addoption(parser):
                      help="8,192-token samples at full size, and four trainings of the demo (minutes)")
     parser.addoption("--model", default="tiny",
                      help="-k own_model: hub id or folder of the model to check, on --device")
-    parser.addoption("--kills", type=int, default=5, help="kill -9 of cache.py, and of train.py (200: 3 minutes)")
+    parser.addoption("--kills", type=int, default=4, help="kill -9 of cache.py, and of train.py (200: 3 minutes)")
     parser.addoption("--fuzz", type=int, default=0, help="damages of each kind to each file, and every header bit")
 
 
