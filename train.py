@@ -1,8 +1,9 @@
 """
 Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
 
-Reads a dataset (layout: cache.py) or the cache made of it; writes a run folder: log.jsonl, loss.png, samples/ (held-out
-pictures), checkpoint-000200/ and at the end pytorch_lora_weights.safetensors, which predict.py and stock diffusers load.
+Reads a dataset (layout: cache.py) or the cache made of it; writes a run folder: log.jsonl, loss.png, samples/ (of
+held-out pictures), checkpoint-000200/ and at the end pytorch_lora_weights.safetensors, which predict.py and stock
+diffusers load.
 
 $ python train.py                                                           # embedded default, CPU, minutes
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --plan    # what it would take; trains nothing
