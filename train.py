@@ -379,14 +379,19 @@ if not args.pretrained_lora:
     lora_config.update(target_modules=targets, exclude_modules=[n for n in dead if n.endswith(tuple(targets))] or None)
 lora = predict.add_lora(transformer, **lora_config)
 base = dict(base=args.base_lora_scale) if args.base_lora else {}
+
+def activate_loras():
+    """The trained LoRA over the frozen one, if there is one."""
+    transformer.set_adapters(["default", *base], [1.0, *base.values()])
+    for name, p in transformer.named_parameters(): # peft lets all that are active learn
+        p.requires_grad_(name in lora)
+
 if not args.plan:
     if args.pretrained_lora:
         predict.load_weights(transformer, args.pretrained_lora)
     if base:
         predict.load_lora(transformer, args.base_lora, name="base")
-        transformer.set_adapters(["default", *base], [1.0, *base.values()])
-        for name, p in transformer.named_parameters(): # peft lets all that are active learn
-            p.requires_grad_(name in lora)
+        activate_loras()
     predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.gradient_checkpointing != 0:
@@ -671,15 +676,13 @@ def save_checkpoint(step):
 def load_checkpoint(weights, moments, state):
     """Puts LoRA and optimizer back, bit for bit."""
     predict.load_weights(transformer, None, weights)
-    optimizer.param_groups[0].update(state.get("group", {}))
-    for name, p in lora.items(): # older checkpoints had it in `state` alone; AdamW wants it on the CPU
-        optimizer.state[p]["step"] = torch.tensor(float(state["step"]))
-    for key, value in {**moments, **state.get("numbers", {})}.items():
+    optimizer.param_groups[0].update(state["group"])
+    for key, value in {**moments, **state["numbers"]}.items():
         key, name = key.split(".", 1)
         if key == "ema":
             ema[name].copy_(value)
         else:
-            optimizer.state[lora[name]][key] = (
+            optimizer.state[lora[name]][key] = ( # AdamW wants its step on the CPU
                 value.to(args.device) if torch.is_tensor(value) and key != "step" else value)
 
 def is_taken(line):
@@ -732,8 +735,7 @@ def track(values, pictures={}):
         tracker.log({**values, **{name: wandb.Image(image) for name, image in pictures.items()}}, step=step)
 
 def read_log():
-    records = [json.loads(line) for line in log.read_text().splitlines()[1:]]
-    return [r for r in records if "losses" in r] # older versions had none
+    return [json.loads(line) for line in log.read_text().splitlines()[1:]]
 
 def by_timestep(records):
     """-> of each sample in these records its loss and the tenth of (0, 1) its timestep is in; mean loss of each."""
@@ -839,9 +841,7 @@ def show_held_out():
             transformer.set_adapters([*base], [*base.values()]) if base else transformer.disable_adapters()
             before.extend(draw_held_out())
             transformer.enable_adapters()
-            transformer.set_adapters(["default", *base], [1.0, *base.values()])
-            for name, p in transformer.named_parameters(): # peft lets all that are active learn
-                p.requires_grad_(name in lora)
+            activate_loras()
         after = draw_held_out()
     measured, sheets = measure_held_out(before, after), {}
     if args.use_cache:
