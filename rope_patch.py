@@ -7,8 +7,8 @@ Stock diffusers takes the rotary positions of the whole batch from its first sam
     patch_qwen_model_for_multi_resolution(transformer)
 
 every mixture of sizes, picture counts and prompt lengths gives the numbers of the stock model run one sample at a time
-($ pytest test_consistency.py). Weights, names and old calls stay as they are. There are four doors into forward(),
-and behind the three new ones is one block and one attention:
+($ pytest test_consistency.py). Weights, names and old calls stay as they are. forward() can be called in four modes;
+`stock` runs diffusers' code, and the other three share one block and one attention:
 
     stock        equal sizes, no new argument     diffusers' own code, bit for bit
     padded       img_shapes differ                (B, I, C) rows, per-sample 3D RoPE, joint attention mask
@@ -189,15 +189,15 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
 
 @dataclass
 class Segments:
-    """Modulation differs by sample and, for zero_cond_t models, between a sample's target and its controls: the tokens
-    of a batch, read from the first to the last, as stretches with one row of temb each."""
-    lens: list # tokens of each stretch
+    """Segments are consecutive tokens that share one modulation vector, i.e. one row of `temb`: a sample's, or in
+    zero_cond_t models its target's and its controls'."""
+    lens: list # tokens of each segment
     rows: list # its row of temb
     index: torch.Tensor # (tokens,) the row of every token
 
 def make_segments(lens, rows, device):
-    index = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lens), output_size=sum(lens))
-    return Segments(lens, rows, index.to(device, non_blocking=True))
+    index = torch.repeat_interleave(torch.tensor(list(rows)), torch.tensor(lens), output_size=sum(lens))
+    return Segments(lens, list(rows), index.to(device, non_blocking=True))
 
 @dataclass
 class Ragged:
@@ -289,7 +289,7 @@ def first_blocks_checkpointed(model):
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
                   additional_t_cond=None, return_dict=True, *, image_rotary_emb=None, txt_seq_lens=None):
-    """QwenImageTransformer2DModel.forward with four doors (see the top of this file).
+    """QwenImageTransformer2DModel.forward with four modes (see the top of this file).
 
     hidden_states               padded (B, I, C): target and its controls, then pads; packed (1, sum I_b, C)
     encoder_hidden_states       padded (B, T, C); packed (1, sum T_b, C)
@@ -298,120 +298,167 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     img_shapes                  per sample [(frames, h, w), ...] in tokens, target first; one entry serves all samples
     attention_kwargs            "attention_mask": (B, S) or (B, 1, 1, S) over [text, image]; "scale": of the LoRA
     image_rotary_emb            (img, txt) complex frequencies, each (N, R) or (B, N, R); wins over img_shapes
-    txt_seq_lens                with one row of text: packed. with B rows: text lengths, as older diffusers had them
+    txt_seq_lens                with one row of text: packed. With B rows: text lengths, as older diffusers had them
 
     Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the
     pads (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
     """
-    (rows, img_len), txt_len, device = hidden_states.shape[:2], encoder_hidden_states.shape[1], hidden_states.device
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
-    packed = txt_lens is not None and rows == 1
-    batch = len(txt_lens) if packed else rows
+    packed = txt_lens is not None and len(hidden_states) == 1
+    batch = len(txt_lens) if packed else len(hidden_states)
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
     joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
 
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
-    if encoder_hidden_states.shape[0] != rows or any(n != batch and (n != 1 or packed) for n in per_sample):
-        raise ValueError(f"batch: got {encoder_hidden_states.shape[0]} rows of text and {per_sample} timesteps and "
-                         f"additional_t_cond, want {rows} and {batch} each")
+    if len(encoder_hidden_states) != len(hidden_states) or any(n != batch and (n != 1 or packed) for n in per_sample):
+        raise ValueError(f"batch: got {len(encoder_hidden_states)} rows of text and {per_sample} timesteps and "
+                         f"additional_t_cond, want {len(hidden_states)} and {batch} each")
     if img_shapes is None and (image_rotary_emb is None or packed or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
     shapes = None if img_shapes is None else sample_shapes(img_shapes, batch)
-    img_lens = None if shapes is None else [sum(map(prod, s)) for s in shapes]
 
     if packed:
         if encoder_hidden_states_mask is not None or joint_mask is not None or controlnet_block_samples is not None:
             raise ValueError("packed: got a mask or controlnet_block_samples, want neither (packed rows have no pads)")
-        if (sum(txt_lens), sum(img_lens)) != (txt_len, img_len):
-            raise ValueError(f"packed: got {txt_len} text and {img_len} image tokens, want {sum(txt_lens)} and "
-                             f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
-        joint_BS, txt_rows, img_rows = None, txt_lens, img_lens
+        rows = packed_rows(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
     else:
-        txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, batch, txt_len, device)
-        if txt_mask_BT is not None: # 0 * NaN is NaN in the attention too, so pads are emptied first, here and below
-            encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask_BT[..., None], 0)
-        if image_rotary_emb is None:
-            if max(img_lens) > img_len:
-                raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
-            if joint_mask is None and min(img_lens) == img_len and not should_use_multi_resolution_mode(shapes):
-                sample_freqs(self.pos_embed, shapes[0], txt_len, device) # for its errors only: stock's are obscure
-                with first_blocks_checkpointed(self): # nothing here that stock cannot do: its own code, bit for bit
-                    return type(self).forward(
-                        self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
-                        attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
-                        additional_t_cond=additional_t_cond, return_dict=return_dict)
-        img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
-        if image_rotary_emb is None or (joint_mask is None and shapes is not None):
-            img_mask_BI = torch.arange(img_len, device=device) < torch.tensor(img_lens, device=device)[:, None]
-        if txt_mask_BT is None:
-            txt_mask_BT = torch.ones(batch, txt_len, dtype=torch.bool, device=device)
-        joint_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
-        if joint_mask is not None:
-            joint_BS = joint_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
-        txt_mask_BT, img_mask_BI = joint_BS.split([txt_len, img_len], dim=1)
-        encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask_BT[..., None], 0)
-        hidden_states = hidden_states.masked_fill(~img_mask_BI[..., None], 0)
-        txt_rows, img_rows = [txt_len] * batch, [img_len] * batch
+        txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
+        encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
+        if image_rotary_emb is None and same_shapes_without_pads(shapes, hidden_states) and joint_mask is None:
+            return stock_forward(self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
+                                 attention_kwargs, controlnet_block_samples, additional_t_cond, return_dict)
+        rows = padded_rows(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
+                           image_rotary_emb)
     if guidance is not None:
         raise ValueError("guidance: got a tensor, want None: Qwen-Image-Edit has no guidance embedding")
 
-    if image_rotary_emb is None:
-        img_freqs, txt_freqs = zip(*[sample_freqs(self.pos_embed, s, n, device) for s, n in zip(shapes, txt_rows)])
-        if packed:
-            image_rotary_emb = torch.cat(img_freqs), torch.cat(txt_freqs)
-        else: # pads are rotated by 0: finite, and nobody looks at them
-            img_freqs_BIR = img_freqs[0].new_zeros(batch, img_len, img_freqs[0].shape[1])
-            for b, f in enumerate(img_freqs):
-                img_freqs_BIR[b, :len(f)] = f
-            image_rotary_emb = img_freqs_BIR, torch.stack(txt_freqs)
-    elif not packed:
-        image_rotary_emb = tuple(map(given_freqs, image_rotary_emb, (img_mask_BI, txt_mask_BT)))
-
-    out_segments = img_segments = make_segments(img_rows, list(range(batch)), device)
-    if self.zero_cond_t: # the target at its timestep, its controls at t = 0: row batch + b of temb
-        if max(prod(s[0]) for s in shapes) > img_len:
-            raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
-        targets = [prod(s[0]) for s in shapes]
-        img_segments = make_segments([m for n, target in zip(img_rows, targets) for m in (target, n - target)],
-                                     [row for b in range(batch) for row in (b, batch + b)], device)
-    ragged = Ragged(img_segments, make_segments(txt_rows, list(range(batch)), device),
-                    pack_layout(txt_rows, img_rows, hidden_states) if packed else None, lora_scale, last=False)
-    kwargs["attention_mask"] = joint_BS
-
     outside = [m for name, m in self.named_children() if name != "transformer_blocks"] # blocks scale their own
     with scaled_lora(outside, lora_scale), first_blocks_checkpointed(self):
-        img = self.img_in(hidden_states)
-        txt = self.txt_in(self.txt_norm(encoder_hidden_states))
-        timestep = timestep.to(img.dtype).expand(batch)
-        if self.zero_cond_t:
-            timestep = torch.cat([timestep, timestep * 0])
-            additional_t_cond = None if additional_t_cond is None else additional_t_cond.expand(batch).repeat(2)
-        temb = self.time_text_embed(timestep, img, additional_t_cond)
-        for i, block in enumerate(self.transformer_blocks):
-            last = i == len(self.transformer_blocks) - 1
-            args = img, txt, None, temb, image_rotary_emb, kwargs, replace(ragged, last=last)
-            if torch.is_grad_enabled() and self.gradient_checkpointing:
-                txt, img = self._gradient_checkpointing_func(block, *args)
-            else:
-                txt, img = block(*args)
-            if controlnet_block_samples is not None:
-                every = ceil(len(self.transformer_blocks) / len(controlnet_block_samples))
-                img = img + controlnet_block_samples[i // every].masked_fill(~img_mask_BI[..., None], 0)
-        # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
-        out_scale, out_shift = self.norm_out.linear(self.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
-        img = by_segment(out_segments, lambda r, x: x * (1 + out_scale[r]) + out_shift[r], self.norm_out.norm(img))
-        output = self.proj_out(img)
-    if not packed:
-        output = output.masked_fill(~img_mask_BI[..., None], 0)
+        output = ragged_forward(self, rows, shapes, timestep, additional_t_cond, kwargs, lora_scale,
+                                controlnet_block_samples)
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
-def text_mask(mask, txt_lens, batch, txt_len, device):
+@dataclass
+class Rows:
+    """A batch as the blocks get it: packed into one row, or padded to one row a sample."""
+    img: torch.Tensor # (1, sum I, C) or (B, I, C)
+    txt: torch.Tensor # (1, sum T, C) or (B, T, C)
+    freqs: tuple # (img, txt) rotary frequencies, (sum N, R) or (B, N, R)
+    img_lens: list # image tokens of each sample, its pads included
+    txt_lens: list # text tokens likewise
+    mask_BS: torch.Tensor | None # joint attention mask; None: packed
+    img_mask_BI: torch.Tensor | None # its image half: False at pads
+
+def blank(x_BNC, mask_BN):
+    """x with 0 at the pads. They may hold NaN, and 0 * NaN would be NaN in the attention too."""
+    return x_BNC if mask_BN is None else x_BNC.masked_fill(~mask_BN[..., None], 0)
+
+def image_lens(shapes):
+    return [sum(map(prod, s)) for s in shapes]
+
+def same_shapes_without_pads(shapes, hidden_states):
+    """True if stock's own code computes this batch right. ValueError if the shapes need more tokens than there are."""
+    img_lens, img_len = image_lens(shapes), hidden_states.shape[1]
+    if max(img_lens) > img_len:
+        raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
+    return min(img_lens) == img_len and not should_use_multi_resolution_mode(shapes)
+
+def stock_forward(model, img, txt, txt_mask_BT, timestep, shapes, guidance, attention_kwargs, controlnet_block_samples,
+                  additional_t_cond, return_dict):
+    """diffusers' own forward, bit for bit."""
+    sample_freqs(model.pos_embed, shapes[0], txt.shape[1], img.device) # for its errors only: stock's are obscure
+    with first_blocks_checkpointed(model):
+        return type(model).forward(
+            model, img, txt, txt_mask_BT, timestep, shapes, guidance, attention_kwargs=attention_kwargs,
+            controlnet_block_samples=controlnet_block_samples, additional_t_cond=additional_t_cond,
+            return_dict=return_dict)
+
+def packed_rows(model, img, txt, txt_lens, shapes, freqs):
+    """The packed mode's Rows."""
+    img_lens = image_lens(shapes)
+    if (sum(txt_lens), sum(img_lens)) != (txt.shape[1], img.shape[1]):
+        raise ValueError(f"packed: got {txt.shape[1]} text and {img.shape[1]} image tokens, want {sum(txt_lens)} and "
+                         f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
+    if freqs is None:
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, n, img.device)
+                                     for s, n in zip(shapes, txt_lens)])
+        freqs = torch.cat(img_freqs), torch.cat(txt_freqs)
+    return Rows(img, txt, freqs, img_lens, txt_lens, None, None)
+
+def padded_rows(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
+    """The Rows of the padded and of the precomputed mode (freqs given). Where the pads of precomputed rows are, a joint
+    mask says; without one img_shapes do."""
+    (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
+    img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
+    if freqs is None or (joint_mask is None and shapes is not None):
+        img_mask_BI = torch.arange(img_len, device=device) < torch.tensor(image_lens(shapes), device=device)[:, None]
+    if txt_mask_BT is None:
+        txt_mask_BT = torch.ones(batch, txt_len, dtype=torch.bool, device=device)
+    mask_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
+    if joint_mask is not None:
+        mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
+    txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
+    if freqs is not None:
+        freqs = given_freqs(freqs[0], img_mask_BI), given_freqs(freqs[1], txt_mask_BT)
+    else: # pads are rotated by 0: finite, and nobody looks at them
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
+        freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
+    return Rows(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
+                img_mask_BI)
+
+def image_segments(rows, shapes, zero_cond_t):
+    """Segments of rows.img: one a sample; for zero_cond_t two, as the target is at its timestep (row b of temb) and its
+    controls are at t = 0 (row batch + b)."""
+    batch, device = len(rows.img_lens), rows.img.device
+    if not zero_cond_t:
+        return make_segments(rows.img_lens, range(batch), device)
+    targets = [prod(s[0]) for s in shapes]
+    if max(targets) > rows.img.shape[1]:
+        raise ValueError(f"hidden_states: got {rows.img.shape[1]} image tokens, want at least the targets of {shapes}")
+    lens = [n for target, img_len in zip(targets, rows.img_lens) for n in (target, img_len - target)]
+    return make_segments(lens, [row for b in range(batch) for row in (b, batch + b)], device)
+
+def ragged_forward(model, rows, shapes, timestep, additional_t_cond, kwargs, lora_scale, controlnet_block_samples):
+    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out) or (B, I, C_out)."""
+    batch = len(rows.img_lens)
+    ragged = Ragged(
+        img_segments=image_segments(rows, shapes, model.zero_cond_t),
+        txt_segments=make_segments(rows.txt_lens, range(batch), rows.txt.device),
+        packed=pack_layout(rows.txt_lens, rows.img_lens, rows.img) if rows.mask_BS is None else None,
+        lora_scale=lora_scale, last=False)
+    kwargs = {**kwargs, "attention_mask": rows.mask_BS}
+
+    img = model.img_in(rows.img)
+    txt = model.txt_in(model.txt_norm(rows.txt))
+    timestep = timestep.to(img.dtype).expand(batch)
+    if model.zero_cond_t:
+        timestep = torch.cat([timestep, timestep * 0])
+        additional_t_cond = None if additional_t_cond is None else additional_t_cond.expand(batch).repeat(2)
+    temb = model.time_text_embed(timestep, img, additional_t_cond)
+    for i, block in enumerate(model.transformer_blocks):
+        last = i == len(model.transformer_blocks) - 1
+        args = img, txt, None, temb, rows.freqs, kwargs, replace(ragged, last=last)
+        if torch.is_grad_enabled() and model.gradient_checkpointing:
+            txt, img = model._gradient_checkpointing_func(block, *args)
+        else:
+            txt, img = block(*args)
+        if controlnet_block_samples is not None:
+            every = ceil(len(model.transformer_blocks) / len(controlnet_block_samples))
+            img = img + blank(controlnet_block_samples[i // every], rows.img_mask_BI)
+    # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
+    segments = make_segments(rows.img_lens, range(batch), img.device)
+    scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
+    img = by_segment(segments, lambda r, x: x * (1 + scale[r]) + shift[r], model.norm_out.norm(img))
+    return blank(model.proj_out(img), rows.img_mask_BI)
+
+def text_mask(mask, txt_lens, txt):
     """encoder_hidden_states_mask and older diffusers' txt_seq_lens -> bool (B, T), or None when neither is given."""
+    batch, txt_len = txt.shape[:2]
     out_BT = None if mask is None else as_bool_mask(mask, "encoder_hidden_states_mask", (batch, txt_len))
     if txt_lens is not None:
         if len(txt_lens) != batch or max(txt_lens) > txt_len:
             raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths of at most {txt_len}")
-        lens_BT = torch.arange(txt_len, device=device) < torch.tensor(txt_lens, device=device)[:, None]
+        lens_BT = torch.arange(txt_len, device=txt.device) < torch.tensor(txt_lens, device=txt.device)[:, None]
         out_BT = lens_BT if out_BT is None else out_BT & lens_BT
     return out_BT
 
@@ -521,43 +568,18 @@ def run_padded(model, latents, prompt_embeds, timesteps, img_shapes):
     out = model(padded, prompts, prompt_mask, timesteps, img_shapes, return_dict=False)[0]
     return [row[:len(x)] for row, x in zip(out, latents)]
 
-def plan_packs(lengths, max_tokens):
-    """Indices of `lengths` (tokens) in as few packs as first-fit-decreasing finds, each of at most max_tokens; a sample
-    that is longer by itself makes a pack of its own. A pure function: all ranks plan alike."""
+def plan_packs(lengths, max_tokens, padded=False):
+    """Indices of `lengths` (tokens) in few packs of at most max_tokens each, longest first; a sample that is longer by
+    itself makes a pack of its own. Packed: first fit. Padded: neighbours in length together, as each costs as much as
+    the longest. A pure function: all processes plan alike."""
     packs = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for pack in packs:
-            if sum(lengths[j] for j in pack) + lengths[i] <= max_tokens:
+        for pack in packs[-1:] if padded else packs:
+            tokens = lengths[pack[0]] * len(pack) + lengths[pack[0]] if padded else sum(
+                lengths[j] for j in pack) + lengths[i]
+            if tokens <= max_tokens:
                 pack.append(i)
                 break
         else:
             packs.append([i])
     return packs
-
-def plan_padded(lengths, max_tokens):
-    """The same for padded batches, where each sample costs as much as the longest: neighbours in length together."""
-    batches = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
-
-def even_packs(packs, n):
-    """The same samples in exactly n packs (n >= len(packs)): the pack of most samples is halved until there are n;
-    where there are too few samples the last ones are empty. For FSDP, where a forward pass is every process's."""
-    packs = [list(pack) for pack in packs]
-    while len(packs) < n:
-        most = max(packs, key=len, default=[])
-        packs.append([most.pop() for _ in range(len(most) // 2)])
-    return packs
-
-def deal_to_ranks(lengths, dim, ranks):
-    """Indices of `lengths` in one list per rank, of about equal FLOPs: the next longest sample goes to the rank with
-    least to do. A token of an n-token sample costs 24 dim^2 in the linears and 4 n dim in the attention, a block."""
-    cost = [n * (6 * dim + n) for n in lengths]
-    shares = [[] for _ in range(ranks)]
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        min(shares, key=lambda share: sum(cost[j] for j in share)).append(i)
-    return shares

@@ -1,0 +1,32 @@
+"""--tracker: the numbers of log.jsonl, and the pictures in samples/, in tensorboard or wandb too."""
+import hashlib
+
+import numpy as np
+
+
+def open_tracker(kind, out_dir, step, config):
+    """-> track(step, values, pictures={}), with PIL images. A resumed run, which is at `step`, goes on with its curves.
+    ConnectionError says what a person has to do."""
+    if kind == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
+
+        def track(step, values, pictures={}):
+            for name, x in values.items():
+                writer.add_scalar(name, x, step)
+            for name, image in pictures.items():
+                writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+            writer.flush()
+        return track
+
+    import wandb
+    begun = (out_dir / "log.jsonl").read_text().split("\n")[0] # says when: resumed, it is the same run
+    try:
+        run = wandb.init(project="qwen-image-edit", name=out_dir.resolve().name, dir=out_dir, config=config,
+                         id=hashlib.sha256(begun.encode()).hexdigest()[:32], resume="allow")
+    except wandb.Error as e:
+        raise ConnectionError(f"{str(e).splitlines()[0]}; run `wandb login`, or set WANDB_MODE=offline, then --resume")
+
+    def track(step, values, pictures={}):
+        run.log({**values, **{name: wandb.Image(image) for name, image in pictures.items()}}, step=step)
+    return track
