@@ -630,6 +630,7 @@ def drop_encoders(pipe):
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats() # train.py's log shows the training's peak, not the encoding's
 
 def is_plus(pipe):
     return type(pipe).__name__ == "QwenImageEditPlusPipeline"
@@ -900,7 +901,8 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
                 found, geometry = open_index(root, folder, texts)
             else:
                 found, wrong = read_dataset(root, alone=n >= len(roots))
-                found, more = plan_samples(pipe, found, texts, geometry, args, rank > 0)
+                areas = geometry["target_pixels"][:None if roots is args.data else 1] # a look is at the first one
+                found, more = plan_samples(pipe, found, texts, geometry | dict(target_pixels=areas), args, rank > 0)
                 problems += wrong + more
             for sample in found if repeats and n < len(roots) else []:
                 sample.repeats = repeats[n]

@@ -1,7 +1,7 @@
-"""Options of test_consistency.py, which imports OPTIONS from here."""
+"""Options of test_consistency.py and tests/, which import OPTIONS from here."""
 import torch
 
-OPTIONS = {}
+OPTIONS = dict(dtype=torch.float32, device=torch.device("cpu"), full=False, model="tiny", kills=4, fuzz=0)
 
 
 def pytest_addoption(parser):
@@ -16,9 +16,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    OPTIONS.update(dtype=getattr(torch, config.getoption("--dtype")), device=torch.device(config.getoption("--device")),
-                   model=config.getoption("--model"),
-                   full=config.getoption("--full"), kills=config.getoption("--kills"), fuzz=config.getoption("--fuzz"))
+    OPTIONS.update({name: config.getoption("--" + name) for name in OPTIONS})
+    OPTIONS.update(dtype=getattr(torch, OPTIONS["dtype"]), device=torch.device(OPTIONS["device"]))
     if not OPTIONS["full"]:
         torch.set_num_threads(1)  # the test models are too small for more: two threads take three times as long
     if OPTIONS["device"].type == "cuda":  # some attention kernels add up gradients in any order; here they are compared

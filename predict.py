@@ -17,12 +17,9 @@ width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. A
 A picture that was made with the same settings stays. Shape letters as in rope_patch.py.
 """
 import argparse
-import copy
-import hashlib
 import io
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -129,7 +126,7 @@ def add_lora(transformer, **config):
 def find_lora(path):
     """A LoRA file; the one in this folder; or user/repo[/file.safetensors] of the hub -> file."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
-    if not file.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)) and not file.parent.exists():
+    if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)):
         from huggingface_hub import hf_hub_download
         user, repo, *name = str(path).split("/", 2)
         try:
@@ -157,25 +154,21 @@ def read_lora(path):
         if any(k.startswith("transformer_blocks.") for k in raw): # no prefix, as Lightning's
             raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
+        a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
+        trained = meta.get("transformer.target_modules")
+        gone = a.keys() ^ b.keys() | {t for t in trained if not any(k.endswith("." + t) for k in a)} if isinstance(
+            trained, list) else a.keys() ^ b.keys()
+        for what, names in (("no key of a LoRA of Qwen-Image is", [k for k in state or ["(an empty file)"] if not (
+                                k.startswith("transformer.") and ".lora_" in k)]),
+                            ("lora_A or lora_B is missing of", gone),
+                            ("ranks do not go together of", [k for k in a.keys() & b.keys() if not (
+                                a[k].ndim == b[k].ndim == 2 and a[k].shape[0] == b[k].shape[1])]),
+                            ("the training diverged: NaN or Inf in", [k for k, v in state.items() if not v.isfinite().all()])):
+            for name in names:
+                raise ValueError(f"{what} {name}")
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError) as e:
-        raise InputError(f"{file}: cannot be read as a LoRA ({(str(e) or type(e).__name__).splitlines()[0]}); take another "
+        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]}; take another "
                          "file (tools/convert_lora.py reads peft's folders)") from None
-    other = [k for k in state if not k.startswith("transformer.") or ".lora_" not in k]
-    if other or not state:
-        raise InputError(f"{file}: no LoRA of Qwen-Image: it holds {(other or ['nothing'])[0]}; want "
-                         "transformer.*.lora_A.weight (tools/convert_lora.py reads peft's folders)")
-    a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
-    trained = meta.get("transformer.target_modules")
-    missing = [t for t in trained if not any(k.endswith("." + t) for k in a)] if isinstance(trained, list) else []
-    bad = [k for k, v in state.items() if not v.isfinite().all()]
-    if a.keys() != b.keys() or missing:
-        raise InputError(f"{file}: lora_A or lora_B of {[*(a.keys() ^ b.keys()), *missing][0]} is missing; the file is "
-                         "incomplete")
-    for layer in [k for k in a if a[k].ndim != 2 or b[k].ndim != 2 or a[k].shape[0] != b[k].shape[1]]:
-        raise InputError(f"{file}: shapes {tuple(a[layer].shape)} and {tuple(b[layer].shape)} of {layer} do not go "
-                         "together; the file is broken")
-    if bad:
-        raise InputError(f"{file}: NaN or Inf in {bad[0]}; the training diverged, take an earlier checkpoint")
     return state, meta
 
 def lora_config(path):
@@ -220,8 +213,10 @@ def load_loras(transformer, paths, scales):
     if names:
         transformer.set_adapters(names, list(scales))
 
-def load_weights(transformer, state):
-    """Fills the adapter "default" with read_lora's tensors, bit for bit."""
+def load_weights(transformer, state, path=None):
+    """Fills the adapter "default" with read_lora's tensors, bit for bit. path: that of a file that may not fit."""
+    if path:
+        check_fit(transformer, path, state)
     found = set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
     assert not found.unexpected_keys and not [k for k in found.missing_keys if ".default" in k], found
 
@@ -238,23 +233,21 @@ def save_lora(path, transformer, train):
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
 
+def prompts_of(sample, settings):
+    """What a sample's runs are told: the instruction, and for true CFG the negative prompt."""
+    return [sample.prompts[0]] + [settings["negative_prompt"]] * (settings["true_cfg_scale"] > 1)
+
 def load_job(sample, settings, seed, device, pipe=None):
-    """What denoise needs to draw a sample, from the cache (or with `pipe` encoded now): noise (I_0, 64), control_latent
-    (sum I_c, 64), prompt_embeds (the instruction's, and for true CFG the negative prompt's), img_shapes; and `settings`,
-    those of SAMPLING. The noise is stock's for this seed."""
-    scale, prompts = sample.scales[0], [sample.prompts[0]]
-    if settings["true_cfg_scale"] > 1:
-        prompts.append(settings["negative_prompt"])
-    tensors = [cache.load_sample(sample, scale, (prompt, True), pipe) for prompt in prompts]
+    """What denoise needs to draw a sample, from the cache (or with `pipe` encoded now): noise (I_0, 64), as stock draws it
+    for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes; and `settings`, those of SAMPLING."""
+    scale = sample.scales[0]
+    tensors = [cache.load_sample(sample, scale, (prompt, True), pipe) for prompt in prompts_of(sample, settings)]
+    controls, embeds = tensors[0]["control_latent"], [t["prompt_embed"].to(device) for t in tensors]
     _, h, w = scale["img_shapes"][0]
-    channels = tensors[0]["control_latent"].shape[1] // 4 # a token is 2x2 of the latent's pixels
-    shape = channels, 2 * h, 2 * w
-    noise = randn_tensor((1, 1, *shape), torch.Generator().manual_seed(seed), torch.device(device),
-                         tensors[0]["prompt_embed"].dtype)
-    return SimpleNamespace(
-        noise=QwenImageEditPlusPipeline._pack_latents(noise, 1, *shape)[0], img_shapes=scale["img_shapes"],
-        control_latent=tensors[0]["control_latent"].to(device),
-        prompt_embeds=[t["prompt_embed"].to(device) for t in tensors], **{k: settings[k] for k in SAMPLING})
+    shape = 1, controls.shape[1] // 4, 2 * h, 2 * w # a token is 2x2 of the latent's pixels
+    noise = randn_tensor((1, *shape), torch.Generator().manual_seed(seed), torch.device(device), embeds[0].dtype)
+    return SimpleNamespace(noise=QwenImageEditPlusPipeline._pack_latents(noise, *shape)[0], control_latent=controls.to(device),
+                           prompt_embeds=embeds, img_shapes=scale["img_shapes"], **{k: settings[k] for k in SAMPLING})
 
 def make_schedule(job, config):
     """-> (scheduler, timesteps) of this job. The timesteps' shift depends on the target's number of tokens, unless
@@ -309,6 +302,19 @@ def decode(vae, latents, img_shapes):
     mean, std = [torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)]
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
     return VaeImageProcessor(16).postprocess(vae.decode(z, return_dict=False)[0][:, :, 0])[0]
+
+def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, pipe=None, share=slice(None), bar=None):
+    """[(sample, settings, seed)] -> yields (place in the list, PIL image), many drawn at once. share: which of the packs
+    this process draws. Without a VAE nothing is decoded, nor yielded."""
+    lengths = []
+    for sample, settings, _ in items:
+        images = sum(h * w for _, h, w in sample.scales[0]["img_shapes"])
+        lengths.append(sum(images + sample.texts[prompt, True]["tokens"] for prompt in prompts_of(sample, settings)))
+    for pack in plan_packs(lengths, max_tokens)[share]:
+        jobs = [load_job(*items[i], device, pipe) for i in pack]
+        for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
+            if vae is not None:
+                yield i, decode(vae, latents, job.img_shapes)
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
@@ -409,11 +415,11 @@ def read_flags():
         jobs=None if given & {"--image", "--jobs"} else cache.TINY_DATA.with_name("val")))
 
     args.lora = [path for path in args.lora or [] if path]
-    for flag in ("lora_scale", "scales", "seed"):
-        values = getattr(args, flag)
-        if flag == "lora_scale" and len(values) not in (1, len(args.lora)):
-            parser.error(f"argument --lora_scale: {len(values)} for {len(args.lora)} LoRAs; give one, or one each")
-        if flag != "lora_scale" and len(set(values)) < len(values):
+    if len(args.lora_scale) not in (1, len(args.lora)):
+        parser.error(f"argument --lora_scale: {len(args.lora_scale)} for {len(args.lora)} LoRAs; give one, or one each")
+    args.lora_scale = args.lora_scale * (len(args.lora) if len(args.lora_scale) == 1 else 1)
+    for flag in ("scales", "seed"):
+        if len(set(getattr(args, flag))) < len(getattr(args, flag)):
             parser.error(f"argument --{flag}: one stands there twice; give each once")
     if len(args.scales) > 1 and not args.lora:
         parser.error("argument --scales: no LoRA; give --lora")
@@ -442,66 +448,64 @@ def read_samples(args):
     folder = args.image[0]
     if not folder.is_dir():
         return [cache.make_sample("--prompt", folder, args.out.stem, None, args.image, [args.prompt])], []
-    found = cache.find_files(folder)
     names = {path: stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
-             for (stem, kind), paths in found.items() if kind in ("picture", "other") for path in paths}
+             for (stem, kind), paths in cache.find_files(folder).items() if kind in ("picture", "other") for path in paths}
     if not names:
         raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
     return [cache.make_sample("--prompt", folder, name, None, [p], [args.prompt]) for p, name in names.items()], []
 
-def complete_settings(sample, args, scheduler_config):
-    """Adds the flags to what the sample's line has set. InputError for what makes no sense."""
-    s = {k: getattr(args, k) for k in (*SAMPLING, "height", "width", "size_from")} | sample.settings
-    if sample.settings.get("num_inference_steps"): # not the --sigmas of the command line
-        s["sigmas"] = sample.settings.get("sigmas")
-    levels = s["sigmas"] or []
-    s["num_inference_steps"] = len(levels) or s["num_inference_steps"]
-    least, out = 1 + bool(scheduler_config.get("shift_terminal") and not s["shift"]), Path(s.get("out") or "x.png")
-    wrong = {
-        "a picture without a control; predict.py edits pictures": not sample.controls,
-        "both sigmas and num_inference_steps; leave one out": {"sigmas", "num_inference_steps"} <= sample.settings.keys(),
-        f"sigmas {levels}; give numbers that fall, from at most 1 to above 0": not all(
-            isinstance(a, (int, float)) and 1 >= a > b for a, b in zip(levels, [*levels[1:], 0])),
-        f"shift {s['shift']}; give a number above 0, 3 for Lightning LoRAs": s["shift"] is not None and s["shift"] <= 0,
-        f"{s['num_inference_steps']} steps; give at least {least} (--shift: 1), as the schedule is stretched between its "
-        "first and its last": s["num_inference_steps"] < least,
-        f"size_from {s['size_from']} of {len(sample.controls)} pictures; count from 1": s["size_from"] is not None and not (
-            1 <= s["size_from"] <= len(sample.controls)),
-        "height or width below 32; give more": any(s[side] is not None and s[side] < 32 for side in ("height", "width")),
-        f"'out' is {s.get('out')!r}; give a PNG below --out_dir": out.suffix.lower() != ".png" or out.is_absolute()
-                                                                  or ".." in out.parts,
-        "its own seed, and --seed gives more; leave one out": "seed" in s and len(args.seed) > 1}
-    for what in [what for what, is_so in wrong.items() if is_so]:
-        raise InputError(f"{args.jobs or '--image'}: {sample.name}: {what}")
-    sample.settings = s
+def complete_settings(sample, args, stretched):
+    """Adds the flags to what the sample's line has set. InputError for what makes no sense. stretched: whether the
+    schedule is, between its first and its last step."""
+    own, given = sample.settings, {k: getattr(args, k) for k in (*SAMPLING, "height", "width", "size_from")}
+    if "num_inference_steps" in own: # not the --sigmas of the command line
+        given["sigmas"] = None
+    s = sample.settings = given | own
+    sigmas, out = s["sigmas"] or [], Path(s.get("out", "x.png"))
+    s["num_inference_steps"] = len(sigmas) or s["num_inference_steps"]
+    numbers = all(isinstance(x, (int, float)) for x in sigmas)
+    least, pictures = 1 if s["shift"] or not stretched else 2, len(sample.controls)
+    for wrong, what in (
+            (not pictures, "a picture without a control cannot be edited; leave it out"),
+            ("sigmas" in own and "num_inference_steps" in own, "both sigmas and num_inference_steps; leave one out"),
+            (not numbers or any(not 1 >= x > y for x, y in zip(sigmas, [*sigmas[1:], 0])),
+             f"sigmas {sigmas}; give numbers that fall, from at most 1 to above 0"),
+            (s["shift"] is not None and s["shift"] <= 0, f"shift {s['shift']}; give a number above 0"),
+            (s["num_inference_steps"] < least, f"{s['num_inference_steps']} steps; give at least {least}"),
+            (not 1 <= (s["size_from"] or 1) <= max(1, pictures), f"size_from {s['size_from']} of {pictures} pictures; count "
+                                                                 "from 1"),
+            (min(s["height"] or 32, s["width"] or 32) < 32, "height or width below 32 pixels; give more"),
+            (out.suffix.lower() != ".png" or out.is_absolute() or ".." in out.parts, f"'out' is {str(out)!r}; give a PNG below "
+                                                                                     "--out_dir"),
+            ("seed" in own and len(args.seed) > 1, "its own seed, and --seed gives several; leave one out")):
+        if wrong:
+            raise InputError(f"{args.jobs or '--image'}: {sample.name}: {what}")
 
-def plan_pictures(samples, args, transformer_print):
+def plan_pictures(samples, args, many, transformer_print):
     """-> [SimpleNamespace(sample, row, title, seed, scale, path, settings)]: one for each sample, seed and scale;
     settings: a hash of all that decides the picture. InputError if two would be written to one file."""
-    loras = [[hashlib.sha256(Path(path).read_bytes()).hexdigest(), scale] for path, scale in zip(args.lora, args.lora_scale)]
+    loras = [[cache.file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
     pictures = {}
     for row, sample in enumerate(samples):
         files = [sample.scales[0]["file"].stem, *[text["file"].stem for text in sample.texts.values()]]
         decides = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
-        for seed in args.seed:
-            for scale in args.scales:
-                words = [f"seed {seed}"] * (len(args.seed) > 1) + [f"LoRA x {scale:g}"] * (len(args.scales) > 1)
-                end = f"-s{seed}" * (len(args.seed) > 1) + f"-x{scale:g}" * (len(args.scales) > 1)
-                out = args.out if not args.jobs and not args.image[0].is_dir() else args.out_dir / (
-                    sample.settings.get("out") or sample.name.replace("/", "-" if args.jobs else "/") + ".png")
-                out = out.with_stem(out.stem + end)
-                if out in pictures:
-                    raise InputError(f"{args.jobs}: two samples write {out}; give each its own 'out'")
-                own = sample.settings.get("seed", seed)
-                pictures[out] = SimpleNamespace(
-                    sample=sample, row=row, title=", ".join(words) or "result", seed=own, scale=scale, path=out,
-                    settings=cache.content_key(files=files, transformer=transformer_print, quantize=args.quantize,
-                                               loras=[[lora, s * scale] for lora, s in loras], seed=own, **decides))
+        name = sample.settings.get("out") or sample.name.replace("/", "-" if args.jobs else "/") + ".png"
+        out = args.out_dir / name if many else args.out
+        for seed, scale in [(sample.settings.get("seed", seed), scale) for seed in args.seed for scale in args.scales]:
+            words = [f"seed {seed}"] * (len(args.seed) > 1) + [f"LoRA x {scale:g}"] * (len(args.scales) > 1)
+            end = f"-s{seed}" * (len(args.seed) > 1) + f"-x{scale:g}" * (len(args.scales) > 1)
+            path = out.with_stem(out.stem + end)
+            if path in pictures:
+                raise InputError(f"{args.jobs}: two samples write {path}; give each its own 'out'")
+            settings = cache.content_key(files=files, transformer=transformer_print, quantize=args.quantize, seed=seed,
+                                         loras=[[lora, s * scale] for lora, s in loras], **decides)
+            pictures[path] = SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,
+                                             scale=scale, path=path, settings=settings)
     return list(pictures.values())
 
-def draw(args, folder, pipe, pictures, problems, quiet):
-    """Draws these pictures, many at once, and saves each when it is done. One that fails stops no others."""
-    transformer = load_transformer(folder, args.dtype)
+def draw(args, folder, scheduler_config, pictures, quiet):
+    """Draws these pictures, many at once, and saves each when it is done -> problems: one that fails stops no others."""
+    transformer, problems = load_transformer(folder, args.dtype), []
     load_loras(transformer, args.lora, args.lora_scale)
     for path, scale in zip(args.lora, args.lora_scale) if not quiet else []:
         print(f"LoRA {path} at scale {scale:g}")
@@ -513,35 +517,28 @@ def draw(args, folder, pipe, pictures, problems, quiet):
         some = [p for p in pictures if p.scale == scale]
         if args.lora:
             transformer.set_adapters([f"lora{i}" for i in range(len(args.lora))], [s * scale for s in args.lora_scale])
-        for pack in plan_packs([tokens_of(p.sample) for p in some], args.max_tokens):
-            batch = [some[i] for i in pack]
-            jobs = [load_job(p.sample, p.sample.settings, p.seed, args.transformer_device) for p in batch]
-            latents = denoise(transformer, pipe.scheduler.config, jobs, args.max_tokens, bar)
-            for picture, job, latent in zip(batch, jobs, latents):
-                try:
-                    image = decode(vae, latent, job.img_shapes)
-                    save_png(image, picture.path, picture.settings)
-                    tqdm.write(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
-                except InputError as e: # a full disk
-                    problems.append(str(e))
-                    tqdm.write(str(e), file=sys.stderr)
+        items = [(p.sample, p.sample.settings, p.seed) for p in some]
+        for i, image in draw_samples(transformer, vae, scheduler_config, items, args.max_tokens, args.transformer_device,
+                                     bar=bar):
+            try:
+                save_png(image, some[i].path, some[i].settings)
+                tqdm.write(f"{some[i].path}: {image.width}x{image.height} | {some[i].sample.prompts[0]}")
+            except InputError as e: # a full disk
+                problems.append(str(e))
+                tqdm.write(str(e), file=sys.stderr)
     bar.close()
-
-def tokens_of(sample):
-    """Of all runs of a sample together: conditional and unconditional."""
-    images = sum(h * w for _, h, w in sample.scales[0]["img_shapes"])
-    return sum(images + text["tokens"] for text in sample.texts.values())
+    return problems
 
 def write_sheet(path, pictures):
     """The first rows of all pictures, those of earlier calls too, where there are several."""
     titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
     done = [(p, image) for p in pictures if p.row < 24 and (image := finished(p.path, p.settings))]
-    for p, image in done:
+    for p, image in done if len(done) > 1 else []:
         if p.row not in rows:
             controls = side_by_side([cache.read_image(path) for path in p.sample.controls])
             rows[p.row] = [controls, p.sample.prompts[0], *[None] * len(titles)]
         rows[p.row][2 + titles.index(p.title)] = ImageOps.contain(image, (192, 192), Image.Resampling.LANCZOS)
-    if len(done) > 1:
+    if rows:
         save_png(contact_sheet([*rows.values()], ["control", "instruction", *titles]), path)
         print(f"{path}: {len(done)} of them side by side")
 
@@ -549,42 +546,38 @@ def main():
     args = read_flags()
     rank, world_size = cache.start_processes(args)
     args.lora = [str(find_lora(path)) for path in args.lora]
-    args.lora_scale = args.lora_scale * (1 if len(args.lora_scale) == len(args.lora) else len(args.lora))
-    geometry = find_geometry(args)
-    many = bool(args.jobs) or args.image[0].is_dir()
+    geometry, many = find_geometry(args), bool(args.jobs) or args.image[0].is_dir()
     place = args.out_dir if many else args.out.parent
-    if many and not args.jobs and args.image[0].resolve() in (place.resolve(), *place.resolve().parents):
+    if many and args.image and args.image[0].resolve() in (place.resolve(), *place.resolve().parents):
         raise InputError(f"--out_dir {place}: lies in the folder of --image; give another one")
+
+    # what is to be drawn
     samples, problems = read_samples(args)
     folder = cache.find_model(args.model, [*cache.ENCODERS, "transformer"])
     pipe = cache.load_pipeline(folder)
-    good = []
+    config, good = pipe.scheduler.config, []
     for sample in samples:
         try:
-            complete_settings(sample, args, pipe.scheduler.config)
+            complete_settings(sample, args, config.shift_terminal)
             good.append(sample)
         except InputError as e:
             problems.append(str(e))
-    texts = lambda s: [(p, True) for p in [s.prompts[0], s.settings["negative_prompt"]][:1 + (
-        s.settings["true_cfg_scale"] > 1)]]
+    texts = lambda s: [(prompt, True) for prompt in prompts_of(s, s.settings)]
     good, wrong = cache.plan_samples(pipe, good, texts, geometry | dict(target_pixels=[geometry["target_pixels"]]), args,
                                      rank > 0)
-    pictures = plan_pictures(good, args, cache.fingerprint(folder / "transformer"))
-    there = [p for p in pictures if many and finished(p.path, p.settings)]
-    cache.prepare_folder(place, "choose another folder")
-    if world_size > 1:
-        dist.barrier() # all have looked into the folder before one writes to it
-    missing = [p for p in pictures if p not in there]
-    wrong += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size)
     problems += wrong
-    if rank == 0:
-        print("\n".join(problems), file=sys.stderr)
-        if there:
-            print(f"{place}: {len(there)} of {len(pictures)} pictures are there already, with the same settings")
-    # dealt before those that cannot be drawn go: every process deals the same list
-    mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)]
-    if mine:
-        draw(args, folder, pipe, mine, problems, quiet=rank > 0)
+    pictures = plan_pictures(good, args, many, cache.fingerprint(folder / "transformer"))
+    missing = [p for p in pictures if not (many and finished(p.path, p.settings))]
+    cache.prepare_folder(place, "choose another folder")
+    if rank == 0 and len(missing) < len(pictures):
+        print(f"{place}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the same settings")
+
+    # encode it all, let the encoders go, then draw. all_gather in encode_samples also waits until all have looked
+    problems += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size)
+    for p in problems if rank == 0 else []:
+        print(p, file=sys.stderr)
+    mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # dealt first: all deal the same list
+    problems += draw(args, folder, config, mine, quiet=rank > 0) if mine else []
     if world_size > 1:
         dist.barrier() # all are done: torchrun would end the others when one returns 1
     if rank == 0 and missing:

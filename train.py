@@ -1,7 +1,7 @@
 """
 Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
 
-Reads datasets (layout: cache.py), or the index of one that cache.py has encoded; writes a run folder: log.jsonl,
+Reads datasets (layout: cache.py), or the index of one that cache.py has encoded. Writes a run folder: log.jsonl,
 checkpoint-000200/, samples/ (held-out pictures) and at the end pytorch_lora_weights.safetensors, which predict.py and
 stock diffusers load.
 
@@ -12,10 +12,10 @@ $ torchrun --nproc_per_node=8 train.py --model Qwen/Qwen-Image-Edit-2509 --data 
 $ python train.py --resume                                                  # go on with the newest run
 
 A step takes --batch_size samples from the stream, whatever the number of processes; they are packed into forward passes
-of at most --max_tokens tokens, without padding. Sample order, noise, timesteps and dropout are functions of
-(seed, position in the stream), so that 1 and 8 processes see the same, and resuming gives the run you would have had
-without stopping, bit for bit on a CPU. SIGTERM, SIGUSR1 or Ctrl-C end a run after the step at hand, with a checkpoint and
-status 0; DONE marks a finished run. Shape letters as in rope_patch.py.
+of at most --max_tokens tokens, without padding. Sample order, noise, timesteps and dropout are functions of (seed,
+position in the stream): 1 and 8 processes see the same, and resuming gives the run you would have had without stopping,
+bit for bit on a CPU. SIGTERM, SIGUSR1 or Ctrl-C end a run after the step at hand, with a checkpoint and status 0; DONE
+marks a finished run. Shape letters as in rope_patch.py.
 """
 import argparse
 import contextlib
@@ -39,6 +39,7 @@ import diffusers
 import filelock
 import numpy as np
 import peft
+import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -56,8 +57,8 @@ from rope_patch import plan_packs, run_packed, run_padded
 
 def key_value(text):
     """'use_dora=true' -> ('use_dora', True); the value is JSON, or else a string."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
+    key, _, value = text.partition("=")
+    if not key.isidentifier() or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     try:
         return key, json.loads(value)
@@ -65,122 +66,104 @@ def key_value(text):
         return key, value
 
 parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+flag, on_off = parser.add_argument, argparse.BooleanOptionalAction
 cache.add_model_flags(parser)
 cache.add_data_flags(parser)
-parser.add_argument("--use_cache", action=argparse.BooleanOptionalAction, default=True,
-                    help="encode once, then train with only the transformer on the device; --no-use_cache encodes each "
-                         "batch anew and keeps all models there")
+flag("--use_cache", action=on_off, default=True, help="--no-use_cache: encode each batch anew, with all models on the device")
 # LoRA
-parser.add_argument("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
-parser.add_argument("--lora_alpha", type=number(float, 0),
-                    help="the LoRA works at alpha / rank times its weights (default: the rank)")
-parser.add_argument("--lora_dropout", type=number(float, 0, 1), default=0.0, help="share of the LoRA's inputs set to 0")
-parser.add_argument("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
-                    help="linear layers, by the end of their names; attention: all of its, of pictures and text; "
-                         "all-linear: all of the blocks")
-parser.add_argument("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
-                    help="any other argument of peft.LoraConfig, as use_dora=true (default: none)")
-parser.add_argument("--pretrained_lora", metavar="PATH",
-                    help="start from this LoRA (file, folder, or user/repo of the hub): rank, alpha and layers are its")
-parser.add_argument("--base_lora", metavar="PATH",
-                    help="a LoRA that is added to the frozen weights, such as Lightning's; sample with both")
+flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
+flag("--lora_alpha", type=number(float, 0), help="the LoRA works at alpha / rank times its weights (default: the rank)")
+flag("--lora_dropout", type=number(float, 0, 1), default=0.0, help="share of the LoRA's inputs that is set to 0")
+flag("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
+     help="linear layers by the ends of their names; attention: all of its, text's too; all-linear: all of the blocks")
+flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
+     help="other arguments of peft.LoraConfig, as use_dora=true (default: none)")
+flag("--pretrained_lora", metavar="PATH", help="start from this LoRA (file, folder, user/repo): rank, alpha, layers are its")
+flag("--base_lora", metavar="PATH", help="a LoRA to add to the frozen weights, such as Lightning's; sample with both")
 # step
-parser.add_argument("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
-parser.add_argument("--batch_size", type=number(int, 1), default=4, help="samples per optimizer step, over all processes")
-parser.add_argument("--max_tokens", type=number(int, 1), default=16_384,
-                    help="image + text tokens per forward pass; lower this first if you run out of memory")
-parser.add_argument("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
-parser.add_argument("--optimizer", default="torch.optim.AdamW", metavar="CLASS",
-                    help="for instance bitsandbytes.optim.AdamW8bit (a quarter of the memory), or prodigyopt.Prodigy, which "
-                         "finds the learning rate itself (--lr 1); pip install the package")
-parser.add_argument("--optimizer_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
-                    help="more arguments of that class, as betas=[0.9,0.99] (default: none)")
-parser.add_argument("--lr", type=number(float, 0), default=1e-4, help="learning rate; lower it if the loss jumps")
-parser.add_argument("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant",
-                    help="after the warm-up")
-parser.add_argument("--warmup_steps", type=number(int, 0), default=0, help="steps in which the learning rate rises from 0")
-parser.add_argument("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
-parser.add_argument("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this")
+flag("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
+flag("--batch_size", type=number(int, 1), default=4, help="samples per optimizer step, over all processes")
+flag("--max_tokens", type=number(int, 1), default=16_384,
+     help="image + text tokens per forward pass; lower this first if you run out of memory")
+flag("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
+flag("--optimizer", default="torch.optim.AdamW", metavar="CLASS", help="or bitsandbytes.optim.AdamW8bit (less memory), "
+     "prodigyopt.Prodigy (finds the learning rate itself: --lr 1), ...: any class whose package is installed")
+flag("--optimizer_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
+     help="other arguments of that class, as betas=[0.9,0.99] (default: none)")
+flag("--lr", type=number(float, 0), default=1e-4, help="learning rate; lower it if the loss jumps")
+flag("--lr_scheduler", choices=["constant", "cosine", "linear"], default="constant", help="after the warm-up")
+flag("--warmup_steps", type=number(int, 0), default=0, help="steps in which the learning rate rises from 0")
+flag("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
+flag("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this length")
 # loss
-parser.add_argument("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
-                    help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
-parser.add_argument("--loss_norm", choices=["sample", "token"], default="sample",
-                    help="mean per sample, then over samples; or mean over all tokens: large pictures weigh more")
-parser.add_argument("--mask_foreground_weight", type=number(float, 0), default=2.0,
-                    help="of the edited region, where there is a mask")
-parser.add_argument("--mask_background_weight", type=number(float, 0), default=1.0, help="of the rest of that picture")
+flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
+     help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
+flag("--loss_norm", choices=["sample", "token"], default="sample",
+     help="mean per sample, then over samples; or mean over all tokens: large pictures weigh more")
+flag("--mask_foreground_weight", type=number(float, 0), default=2.0, help="of the edited region, where there is a mask")
+flag("--mask_background_weight", type=number(float, 0), default=1.0, help="of the rest of that picture")
 # memory
-parser.add_argument("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
-                    help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
-parser.add_argument("--fsdp", action="store_true",
-                    help="shard the frozen base over the processes of torchrun (FSDP2): a GPU holds 1/N of it, plus two "
-                         "whole blocks while they compute")
+flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
+     help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
+flag("--fsdp", action="store_true", help="shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of it, "
+     "plus two whole blocks while they compute")
 predict.add_memory_flags(parser)
-parser.add_argument("--compile", action="store_true",
-                    help="torch.compile the blocks: minutes at the start, then faster; needs a C++ compiler")
+flag("--compile", action="store_true", help="torch.compile the blocks: minutes at the start, then faster; needs a compiler")
 # run
-parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
-parser.add_argument("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
-parser.add_argument("--sample_every", type=number(int, 0), default=0,
-                    help="steps between looks at --val_data (raise it if drawing takes long); 0: only at the end")
-parser.add_argument("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
-parser.add_argument("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
-parser.add_argument("--tracker", choices=["none", "tensorboard", "wandb"], default="none",
-                    help="log numbers and pictures there too: tensorboard --logdir RUN_FOLDER; wandb: WANDB_MODE=offline "
-                         "needs no network")
-parser.add_argument("--plan", action="store_true", help="only say what this training would take; needs no weights")
-parser.add_argument("--resume", action="store_true", help="go on with --out_dir, or the newest run of this model and data")
+flag("--seed", type=int, default=0, help="of everything that is random")
+flag("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
+flag("--sample_every", type=number(int, 0), default=0, help="steps between looks at --val_data; 0: only at the end")
+flag("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
+flag("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
+flag("--tracker", choices=["none", "tensorboard", "wandb"], default="none",
+     help="log numbers and pictures there too (tensorboard --logdir RUN_FOLDER; WANDB_MODE=offline needs no network)")
+flag("--plan", action="store_true", help="only say what this training would take; needs no weights")
+flag("--resume", action="store_true", help="go on with --out_dir, or the newest run of this model and data")
 args = cache.parse_data_args(parser, dict( # --model tiny brings native sizes, and a minute on a CPU
     **cache.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
     timestep_sampling="qwen_shift", gradient_checkpointing=0, lora_targets=[
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
         "img_in"]))
-given = {flag.split("=")[0] for flag in sys.argv[1:]}
-shape_flags = {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & given
-if args.pretrained_lora and shape_flags:
-    parser.error(f"argument {sorted(shape_flags)[0]}: --pretrained_lora has its own; leave it out")
-if args.dtype == "float16":
-    parser.error("argument --dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16")
-if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-    parser.error("argument --fsdp: there is one process only; start it with torchrun --nproc_per_node=N")
-if args.sample_every and not args.val_data:
-    parser.error("argument --sample_every: there is nothing to look at; give --val_data")
-if not args.use_cache and any(map(cache.is_index, args.data + args.val_data)):
-    parser.error("argument --use_cache: an index is a cache; leave out --no-use_cache")
-if not find_spec(args.optimizer.split(".")[0]):
-    parser.error(f"argument --optimizer: needs a package that is not here; pip install {args.optimizer.split('.')[0]}")
+package, of_lora = args.optimizer.split(".")[0], {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}
+for wrong, what in (
+        (args.pretrained_lora and of_lora & {a.split("=")[0] for a in sys.argv},
+         "--pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, --lora_targets, --lora_args"),
+        (args.dtype == "float16", "--dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16"),
+        (args.fsdp and "WORLD_SIZE" not in os.environ, "--fsdp: wants processes; start with torchrun --nproc_per_node=N"),
+        (args.sample_every and not args.val_data, "--sample_every: there is nothing to look at; give --val_data"),
+        (not args.use_cache and any(map(cache.is_index, args.data + args.val_data)),
+         "--use_cache: an index is a cache; leave out --no-use_cache"),
+        (not find_spec(package), f"--optimizer: needs a package that is not here; pip install {package}")):
+    if wrong:
+        parser.error("argument " + what)
 
-# what decides the numbers, so that a resumed run must not change it. More is added when it is known: model, data, sizes
+# what decides the numbers: a resumed run must not change it
 config = {name: getattr(args, name) for name in (
     "dtype", "seed", "caption_dropout_rate", "prompt_image_dropout_rate", "lora_rank", "lora_alpha", "lora_dropout",
     "lora_targets", "lora_args", "batch_size", "batching", "optimizer", "optimizer_args", "lr", "lr_scheduler",
     "warmup_steps", "weight_decay", "max_grad_norm", "timestep_sampling", "loss_norm", "mask_foreground_weight",
     "mask_background_weight", "quantize", "quantize_text_encoder")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
-for name in ("pretrained_lora", "base_lora"): # wherever it lies
-    path = getattr(args, name)
-    config[name] = path and cache.file_hash(predict.find_lora(path))
+for name in ("pretrained_lora", "base_lora"): # by content, wherever they lie
+    config[name] = getattr(args, name) and cache.file_hash(predict.find_lora(getattr(args, name)))
 
-# ---- processes: no DDP wrapper, as the only traffic of a step is one all-reduce of the LoRA's gradients --------------
+# ---- processes: no DDP wrapper, as a step's only traffic is one all-reduce of the LoRA's gradients -------------------
 
 rank, world_size = cache.start_processes(args)
 say = tqdm.write if rank == 0 else lambda line: None
 
 # ---- run folder ------------------------------------------------------------------------------------------------------
 
-run_name = cache.run_name(args.model, args.data)
-runs = {int(m[1]): p for p in Path("out").glob("*") if (m := re.fullmatch(re.escape(run_name) + r"-(\d+)", p.name))
-        and (p / "log.jsonl").exists()} # others never began
-newest = max(runs, default=0)
-out_dir = Path(args.out_dir or (runs[newest] if args.resume and runs else f"out/{run_name}-{newest + 1:03d}"))
-log = out_dir / "log.jsonl"
-if out_dir.exists() and not out_dir.is_dir():
-    raise InputError(f"--out_dir {out_dir}: is a file; give a folder")
-if out_dir.is_dir() and not (args.resume or args.plan or all(p.name.startswith(".") for p in out_dir.iterdir())):
-    raise InputError(f"--out_dir {out_dir}: is not empty; go on with --resume, or give another folder")
-
 def step_of(path):
     return int(path.name.split("-")[-1])
+
+run_name = cache.run_name(args.model, args.data)
+runs = [p for p in Path("out").glob("*") if re.fullmatch(re.escape(run_name) + r"-\d+", p.name) and (p / "log.jsonl").exists()]
+newest = max(runs, default=None, key=step_of) # (a folder without a log is that of a run that never began)
+out_dir = Path(args.out_dir or (newest if args.resume and newest else f"out/{run_name}-{step_of(newest or Path('0')) + 1:03d}"))
+log = out_dir / "log.jsonl"
+if out_dir.exists() and not (args.resume or args.plan or all(p.name.startswith(".") for p in out_dir.glob("*"))):
+    raise InputError(f"--out_dir {out_dir}: is not empty; go on with --resume, or give another folder")
 
 def read_checkpoint(path):
     """-> LoRA, optimizer state, and a dict of step and config. InputError if any bit of it is not as it was saved."""
@@ -190,44 +173,42 @@ def read_checkpoint(path):
         raise InputError(f"{path}: its files do not belong together; it is damaged")
     return weights, moments, state
 
-def refuse_changes(config, begun):
-    changes = [f"{k}: {begun.get(k)} -> {v}" for k, v in config.items() if begun.get(k) != v]
+def refuse_changes(begun):
+    changes = [f"{k}: {begun.get(k)} -> {v}" for k, v in json.loads(json.dumps(config)).items() if begun.get(k) != v]
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old ones, or "
                          "start a new run")
 
-step, checkpoint, saved = 0, None, sorted(out_dir.glob("checkpoint-*"), key=step_of, reverse=True) if args.resume else []
+step, checkpoint = 0, None
+saved = sorted(out_dir.glob("checkpoint-*"), key=step_of, reverse=True) if args.resume else []
 for path in saved:
     try:
         checkpoint = read_checkpoint(path)
         break
     except InputError as e:
-        say(f"warning: {path}: not whole; going back to the checkpoint before ({e})")
+        say(f"warning: {path} is not whole; going back to the checkpoint before ({e})")
 if args.resume and not checkpoint and (saved or not log.exists()): # (a run may be killed before its first checkpoint)
     raise InputError(f"--resume: no whole checkpoint in {out_dir}; start without --resume, or give the right --out_dir")
 if checkpoint:
-    config = json.loads(json.dumps(config)) # tuples become lists, as in the checkpoint
-    refuse_changes(config, checkpoint[2]["config"]) # before anything slow
+    refuse_changes(checkpoint[2]["config"]) # before anything slow
     step = checkpoint[2]["step"]
-    if step >= args.max_steps and (out_dir / "DONE").exists():
-        say(f"{out_dir}: already done, {step} steps; a larger --max_steps would go on (constant learning rate only)")
-        sys.exit(0)
-if args.resume:
-    say(f"{out_dir}: going on after step {step}")
+if step >= args.max_steps and (out_dir / "DONE").exists():
+    say(f"{out_dir}: already done, {step} steps; a larger --max_steps would go on (constant learning rate only)")
+    sys.exit(0)
 if world_size > 1:
     dist.barrier() # all have looked at the folder before one writes to it
 if rank == 0 and not args.plan:
     cache.prepare_folder(out_dir, "give another folder")
     lock = filelock.FileLock(out_dir / ".lock")
     try:
-        lock.acquire(blocking=False) # held until this process ends, however it ends
+        lock.acquire(blocking=False) # ours until this process ends, however it ends
     except filelock.Timeout:
         raise InputError(f"--out_dir {out_dir}: another run is at work in it; wait, or give another folder") from None
 
-# ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns ---------------------
+# ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
 encoded = all(map(cache.is_index, args.data + args.val_data))
-parts = ["transformer", "scheduler"] + (["vae"] * bool(args.val_data) if encoded else cache.ENCODERS)
+parts = ["transformer", "scheduler", *(["vae"] * bool(args.val_data) if encoded else cache.ENCODERS)]
 folder = cache.find_model(args.model, parts, not args.plan)
 pipe = None if encoded else cache.load_pipeline(folder)
 samples, held_out, geometry, problems = cache.make_cache(pipe, folder, args, rank, world_size,
@@ -237,35 +218,34 @@ if problems and not args.skip_bad: # they have been reported
 if not samples:
     raise InputError(f"{' '.join(args.data)}: no usable sample; mend those named above")
 for sample in [s for s in held_out if not s.controls]:
-    raise InputError(f"--val_data: {sample.name} has no control, so nothing can be drawn; leave it out")
+    raise InputError(f"--val_data: {sample.name} has no control, so that nothing can be drawn; leave it out")
 live = None if args.use_cache else pipe # encodes each batch anew
 for part in ("vae", "text") if live and not args.plan else ():
     cache.load_encoder(live, part, args)
 
-# ---- the stream: everything random is a function of (seed, position), so resume needs one integer ---------------------
+# ---- the stream: everything random is a function of (seed, position), so that resume needs one integer ---------------
 
 def generator(*what, seed=args.seed):
     # by hash, because neighbouring seeds must not give related streams; 32 bits are all that a CPU generator uses
     return torch.Generator().manual_seed(int(hashlib.sha256(repr((seed, *what)).encode()).hexdigest()[:8], 16))
 
-stream = [sample for sample in samples for _ in range(sample.repeats)] # an epoch of it, before it is shuffled
+epoch = [sample for sample in samples for _ in range(sample.repeats)]
 
 @lru_cache(maxsize=2)
-def epoch_order(epoch):
-    return torch.randperm(len(stream), generator=generator("order", epoch)).tolist()
+def shuffled(n):
+    return torch.randperm(len(epoch), generator=generator("order", n)).tolist()
 
 def draw(position):
     """-> (sample, scale, text) at this position. Caption dropout picks the empty prompt; picture dropout drops the
     controls, from the prompt too."""
-    epoch, i = divmod(position, len(stream))
-    sample, g = stream[epoch_order(epoch)[i]], generator("draw", position)
+    n, i = divmod(position, len(epoch))
+    sample, g = epoch[shuffled(n)[i]], generator("draw", position)
     scale = sample.scales[torch.randint(len(sample.scales), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
     which = torch.randint(len(sample.prompts), (), generator=generator("wording", position))
     shown = torch.rand((), generator=generator("pictures", position)).item() >= args.prompt_image_dropout_rate
-    if not shown:
-        scale = scale | dict(img_shapes=scale["img_shapes"][:1])
-    return sample, scale, ("" if dropped else sample.prompts[which], shown)
+    return (sample, scale if shown else scale | dict(img_shapes=scale["img_shapes"][:1]),
+            ("" if dropped else sample.prompts[which], shown))
 
 def count_tokens(sample, scale, text):
     return sum(h * w for _, h, w in scale["img_shapes"]) + sample.texts[text]["tokens"]
@@ -273,7 +253,7 @@ def count_tokens(sample, scale, text):
 shift_config = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler").config
 
 def draw_timestep(g, img_len):
-    """-> s in (0, 1), for a target of img_len tokens; fp32."""
+    """-> s in (0, 1) for a target of img_len tokens, fp32."""
     s = torch.rand((), generator=g) if args.timestep_sampling == "uniform" else torch.randn((), generator=g).sigmoid()
     if args.timestep_sampling == "qwen_shift":
         mu = calculate_shift(img_len, *[shift_config[k] for k in (
@@ -300,8 +280,8 @@ def load_item(sample, scale, text, g, s=None):
                            prompt=t["prompt_embed"].to(args.device, dtype), img_shapes=shapes, weight=weight)
 
 def flow_loss(model, items):
-    """-> [(loss, weight)] of these items, of any sizes, in one forward pass. The step's loss is the sum of losses over
-    the sum of weights, of all packs of all processes."""
+    """-> [(loss, weight)] of these items, of any sizes, in one forward pass. The step's loss is the sum of all losses
+    over the sum of all weights, of all packs of all processes."""
     noisy = [(1 - i.s) * i.x0 + i.s * i.noise for i in items] # data at s = 0, noise at s = 1
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(model, [torch.cat([x.to(dtype), i.controls]) for x, i in zip(noisy, items)], [i.prompt for i in items],
@@ -316,15 +296,9 @@ def flow_loss(model, items):
 
 # ---- model: frozen base, LoRA in fp32 --------------------------------------------------------------------------------
 
-transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan)
-if args.base_lora and not args.plan: # before the base is packed into few bits
-    predict.load_loras(transformer, [args.base_lora], [1.0])
-    transformer.fuse_lora()
-    transformer.unload_lora()
-
 def find_layers(transformer, names):
-    """--lora_targets -> (ends of layers' names, full names of those of them that nobody reads). InputError for a name
-    that no layer has: peft is silent as long as any of the names fits."""
+    """--lora_targets -> LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has: peft is
+    silent as long as any name fits."""
     linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
     presets = {"attention": ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]}
     presets["all-linear"] = [*presets["attention"], "img_mod.1", "txt_mod.1", "net.0.proj", "net.2"]
@@ -336,47 +310,47 @@ def find_layers(transformer, names):
     # the text stream of the last block is never read: a LoRA there would get no gradient
     last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}."
     dead = [n for n in linears if n.startswith((last + "attn.add_q_proj", last + "attn.to_add_out", last + "txt_mlp"))]
-    return targets, [n for n in dead if n.endswith(tuple(targets))]
+    return dict(target_modules=targets, exclude_modules=[n for n in dead if n.endswith(tuple(targets))] or None)
 
+transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan)
+if args.base_lora and not args.plan: # before the base is packed into few bits
+    predict.load_loras(transformer, [args.base_lora], [1.0])
+    transformer.fuse_lora()
+    transformer.unload_lora()
 if args.pretrained_lora:
     lora_config = predict.lora_config(args.pretrained_lora)
 else:
-    targets, dead = find_layers(transformer, args.lora_targets)
-    alpha = args.lora_rank if args.lora_alpha is None else args.lora_alpha
-    lora_config = dict(r=args.lora_rank, lora_alpha=alpha, target_modules=targets, exclude_modules=dead or None)
-lora_config = dict(lora_config, lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | dict(args.lora_args)
+    lora_config = dict(find_layers(transformer, args.lora_targets), r=args.lora_rank,
+                       lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha)
 torch.manual_seed(args.seed)
 try:
-    lora = predict.add_lora(transformer, **lora_config) # {name: parameter}: all that learns
+    lora = predict.add_lora(transformer, **lora_config | dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian")
+                            | dict(args.lora_args)) # {name: parameter}: all that learns
 except (TypeError, ValueError) as e:
     raise InputError(f"--lora_args: peft refuses them ({str(e).splitlines()[0]}); see peft.LoraConfig") from None
 
-def deal_packs(lengths, ranks=world_size, even=args.fsdp):
-    """Indices of `lengths` in packs of at most --max_tokens: a list of packs for each process, of about equal FLOPs; the
-    next longest sample goes to whoever has least to do. Everybody computes the same, so nobody has to be told. With
-    `even` all make the same number of passes, for with --fsdp a forward pass is everybody's: [(pack, counts)], where
-    counts is 0 for a pass that only keeps the others company."""
+def deal_packs(lengths):
+    """Indices of `lengths` in packs of at most --max_tokens -> for each process [(pack, counts)], of about equal FLOPs:
+    the next longest sample goes to whoever has least to do. Everybody computes the same, so nobody has to be told. With
+    --fsdp a forward pass is everybody's, so that all make the same number; one that only keeps the others company counts
+    0, all others 1."""
     # a token of an n-token sample costs 24 dim^2 in the linears and 4 n dim in the attention, a block
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
-    longest_first, shares = sorted(range(len(lengths)), key=lambda i: -lengths[i]), [[] for _ in range(ranks)]
+    longest_first, shares = sorted(range(len(lengths)), key=lambda i: -lengths[i]), [[] for _ in range(world_size)]
     for i in longest_first:
         min(shares, key=lambda share: sum(cost[j] for j in share)).append(i)
-    dealt = []
-    for share in shares:
-        packs = plan_packs([lengths[i] for i in share], args.max_tokens, args.batching == "padded")
-        dealt.append([([share[i] for i in pack], 1) for pack in packs])
-    passes = max(map(len, dealt)) if even else 0
+    plans = [plan_packs([lengths[i] for i in share], args.max_tokens, args.batching == "padded") for share in shares]
+    dealt = [[([share[i] for i in pack], 1) for pack in packs] for share, packs in zip(shares, plans)]
+    passes = max(map(len, dealt)) if args.fsdp else 0
     return [packs + [(longest_first[-1:], 0)] * (passes - len(packs)) for packs in dealt]
 
 if args.plan:
     steps = [[draw(n * args.batch_size + i) for i in range(args.batch_size)] for n in range(min(args.max_steps, 50))]
-    cache.load_extra("plan").print_plan(args, transformer, lora, folder, len(stream), steps, count_tokens, deal_packs,
+    cache.load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), steps, count_tokens, deal_packs,
                                         flow_loss, say)
     sys.exit(0)
 if args.pretrained_lora:
-    state, _ = predict.read_lora(args.pretrained_lora)
-    predict.check_fit(transformer, args.pretrained_lora, state)
-    predict.load_weights(transformer, state)
+    predict.load_weights(transformer, predict.read_lora(args.pretrained_lora)[0], args.pretrained_lora)
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.gradient_checkpointing != 0:
@@ -387,11 +361,10 @@ if args.compile: # block by block, as all are alike; dynamic, as every batch has
         block.compile(dynamic=True)
 module, _, name = args.optimizer.rpartition(".")
 try:
-    optimizer = getattr(importlib.import_module(module), name)(lora.values(), **dict(
-        lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args))
+    optimizer = getattr(importlib.import_module(module), name)(
+        lora.values(), **dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args))
 except (ImportError, AttributeError, TypeError, ValueError) as e:
-    raise InputError(f"--optimizer {args.optimizer}: cannot be made ({str(e).splitlines()[0]}); give a class as "
-                     "torch.optim.AdamW, and what it takes as --optimizer_args") from None
+    raise InputError(f"--optimizer {args.optimizer}: {str(e).splitlines()[0]}; give a class and its arguments") from None
 say(f"{args.model}: LoRA on {sum('.lora_A.' in n for n in lora)} layers, {sum(p.numel() for p in lora.values()):,} "
     f"parameters, {args.dtype} base on {args.device}, {world_size} process{'es' * (world_size > 1)}")
 
@@ -404,12 +377,12 @@ def learning_rate(step):
 
 # ---- checkpoints and log ---------------------------------------------------------------------------------------------
 
-geometry = geometry | dict(target_pixels=geometry["target_pixels"][0]) # predict.py's defaults
+geometry = geometry | dict(target_pixels=geometry["target_pixels"][0]) # what predict.py will draw at
 config.update(geometry=geometry, model=cache.fingerprint(folder / "transformer"), data=cache.content_key(samples=[
-    [s.name, [x["file"].stem for x in (*s.scales, *s.texts.values())]] for s in stream]))
-versions = dict(commit=subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
-                                      text=True).stdout.strip(),
-                **{m.__name__: m.__version__ for m in (torch, diffusers, peft, transformers)})
+    [s.name, [x["file"].stem for x in (*s.scales, *s.texts.values())]] for s in epoch]))
+versions = {m.__name__: m.__version__ for m in (torch, diffusers, peft, transformers)}
+versions["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
+                                    text=True).stdout.strip()
 
 def save_lora(path):
     predict.save_lora(path, transformer, dict(geometry=geometry, model=args.model, step=step, config=config,
@@ -434,25 +407,23 @@ def save_checkpoint():
 
 def load_checkpoint(weights, tensors, state):
     """Puts LoRA and optimizer back, bit for bit."""
-    refuse_changes(json.loads(json.dumps(config)), state["config"])
+    refuse_changes(state["config"])
     predict.load_weights(transformer, weights)
     optimizer.param_groups[0].update(state["group"])
     for key, value in {**tensors, **state["numbers"]}.items():
         key, name = key.split(".", 1)
-        optimizer.state[lora[name]][key] = ( # AdamW wants its step on the CPU
-            value.to(args.device) if torch.is_tensor(value) and key != "step" else value)
+        move = torch.is_tensor(value) and key != "step" # which AdamW wants on the CPU
+        optimizer.state[lora[name]][key] = value.to(args.device) if move else value
 
 def begin_log():
-    """The log's first line tells how the run was begun. Of a killed run stay the steps up to its checkpoint: those after
-    it will be taken again, and the last line may be half a line."""
-    lines = [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
-    if step and log.exists():
-        lines, old = [], log.read_text(errors="replace").splitlines()
-        for line in old:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                if not lines or json.loads(line)["step"] <= step:
-                    lines.append(line)
-    cache.write_file(log, ("\n".join(lines) + "\n").encode())
+    """The first line tells how the run was begun. Of a killed run stay the steps up to its checkpoint: those after it are
+    about to be taken again, and the last line may be half a line."""
+    lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
+    kept = lines[:1] or [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
+    for line in lines[1:]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            kept += [line] if json.loads(line)["step"] <= step else []
+    cache.write_file(log, ("\n".join(kept) + "\n").encode())
 
 def write_log(sync=False, **record):
     try:
@@ -464,16 +435,18 @@ def write_log(sync=False, **record):
     except OSError as e:
         raise InputError(f"{log}: cannot be written ({e.strerror}); free some space, then --resume") from None
 
+if args.resume:
+    say(f"{out_dir}: going on after step {step}")
 if checkpoint:
     load_checkpoint(*checkpoint)
     checkpoint = None # its tensors would stay in memory
 if rank == 0:
-    need, free = 12 * sum(p.numel() for p in lora.values()) * (args.keep + 1), shutil.disk_usage(out_dir).free
-    if need > free: # AdamW's two moments and the LoRA, in fp32
-        raise InputError(f"--out_dir {out_dir}: checkpoints need {need / 1e9:.3f} GB, {free / 1e9:.3f} GB are free; lower "
-                         "--keep, or give a folder on another disk")
-    for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # a dead process's, as we hold the lock; DONE goes too:
-        shutil.rmtree(left) if left.is_dir() else left.unlink()    # the run continues
+    need = 12 * sum(p.numel() for p in lora.values()) * (args.keep + 1) / 1e9 # the LoRA and AdamW's two moments, fp32
+    if need > (free := shutil.disk_usage(out_dir).free / 1e9):
+        raise InputError(f"--out_dir {out_dir}: checkpoints need {need:.3f} GB, {free:.3f} GB are free; lower --keep, or "
+                         "give a folder on another disk")
+    for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # a dead process's, as we hold the lock; and the run
+        shutil.rmtree(left) if left.is_dir() else left.unlink()    # is not done: it continues
     begin_log()
 track = lambda step, values, pictures={}: None
 if args.tracker != "none" and rank == 0:
@@ -482,24 +455,19 @@ if args.tracker != "none" and rank == 0:
     except ConnectionError as e:
         raise InputError(f"--tracker {args.tracker}: {e}") from None
 
-# ---- a look at the held-out samples ----------------------------------------------------------------------------------
+# ---- a look at the held-out samples: they are samples like any other -------------------------------------------------
 
-@contextlib.contextmanager
-def evaluating():
-    """Inside `with`: no gradients, no dropout, and nothing compiled once more, which would take longer."""
-    transformer.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        yield
-    transformer.train()
+looks = [(s, s.scales[0], (s.prompts[0], True)) for s in held_out]
+sampling = predict.SAMPLING | (predict.TINY_SAMPLING if args.model == "tiny" else {})
+base_pictures, vae = {}, None # drawn at the first look; loaded for it
 
 def validation_loss():
-    """The training's loss over the held-out samples, at four noise levels each. Noise depends on a sample's place in
+    """The training's loss over the held-out samples, at four noise levels each. The noise depends on a sample's place in
     --val_data and not on --seed, so that the curves of all runs compare."""
-    runs = [(i, (k + 0.5) / 4) for i in range(len(held_out)) for k in range(4)]
-    drawn = [(s, s.scales[0], (s.prompts[0], True)) for s in held_out]
+    runs = [(i, (k + 0.5) / 4) for i in range(len(looks)) for k in range(4)]
     sums = torch.zeros(2, device=args.device)
-    for pack, counts in deal_packs([count_tokens(*drawn[i]) for i, _ in runs])[rank]:
-        items = [load_item(*drawn[i], generator("validation", i, s, seed=0), s) for i, s in map(runs.__getitem__, pack)]
+    for pack, counts in deal_packs([count_tokens(*looks[i]) for i, _ in runs])[rank]:
+        items = [load_item(*looks[i], generator("validation", i, s, seed=0), s) for i, s in [runs[r] for r in pack]]
         for loss, weight in flow_loss(transformer, items):
             sums += counts * torch.tensor([loss, weight], device=args.device)
     if world_size > 1:
@@ -507,71 +475,61 @@ def validation_loss():
     return (sums[0] / sums[1]).item()
 
 def draw_held_out():
-    """-> {place in held_out: PIL image} of this process's share; with --fsdp of all, as no forward pass is possible
-    alone, and only the first process decodes them."""
-    settings = predict.SAMPLING | (predict.TINY_SAMPLING if args.model == "tiny" else {})
-    lengths = [count_tokens(s, s.scales[0], (s.prompts[0], True)) for s in held_out]
-    packs, drawn = plan_packs(lengths, args.max_tokens), {}
-    for pack in packs if args.fsdp else packs[rank::world_size]:
-        jobs = [predict.load_job(held_out[i], settings, args.seed, args.device, live) for i in pack]
-        latents = predict.denoise(transformer, shift_config, jobs, args.max_tokens)
-        for i, job, latent in zip(pack, jobs, latents) if rank == 0 or not args.fsdp else []:
-            drawn[i] = predict.decode(vae, latent, job.img_shapes)
-    return drawn
-
-base_pictures, vae = {}, None # drawn at the first look; loaded for it
+    """-> {place in held_out: PIL image} of this process's share. With --fsdp all draw everything, as no forward pass is
+    possible alone, and the first process decodes it."""
+    share, decoder = (slice(None), vae if rank == 0 else None) if args.fsdp else (slice(rank, None, world_size), vae)
+    return dict(predict.draw_samples(transformer, decoder, shift_config, [(s, sampling, args.seed) for s in held_out],
+                                     args.max_tokens, args.device, live, share))
 
 def show(i, picture):
-    """-> (a row of the contact sheet, PSNRs to the target of the input, without and with the LoRA, and of the VAE alone).
+    """-> (a row of the contact sheet, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone).
     Where the sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
-    s, shapes = held_out[i], held_out[i].scales[0]["img_shapes"]
-    t = cache.load_sample(s, s.scales[0], (s.prompts[0], True), live)
+    sample, scale, text = looks[i]
+    t, shapes = cache.load_sample(sample, scale, text, live), scale["img_shapes"]
     latents = [t["pixel_latent"], *t["control_latent"].split([h * w for _, h, w in shapes[1:]])]
     decode = lambda k: predict.decode(vae, latents[k].to(args.device), shapes[k:])
     target, *controls = [cache.read_image(path) if Path(path).is_file() else decode(k)
-                         for k, path in enumerate([s.target, *s.controls])]
+                         for k, path in enumerate([sample.target, *sample.controls])]
     target, given = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (given, base_pictures[i], picture, decode(0))]
-    return [predict.side_by_side(controls), s.prompts[0], base_pictures[i], picture, target], psnrs
+    return [predict.side_by_side(controls), text[0], base_pictures[i], picture, target], psnrs
 
 def look():
-    """Validation loss into the log; the held-out samples drawn without and with the LoRA, shared by all processes, into
-    samples/, and their mean PSNR by group."""
+    """Validation loss into the log; contact sheets of the held-out samples, shared by all processes, into samples/; a line
+    of mean PSNRs for each group of them."""
     global vae
     vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
     vae.to(args.vae_device)
-    with evaluating():
+    transformer.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"): # nothing is compiled once more: that takes longer
         val_loss = validation_loss()
         if not base_pictures:
             transformer.disable_adapters()
             base_pictures.update(draw_held_out())
             transformer.enable_adapters()
-        shown = {i: show(i, picture) for i, picture in draw_held_out().items()}
+        shares = [{i: show(i, picture) for i, picture in draw_held_out().items()}]
+    transformer.train()
     if not live:
         vae.to("cpu")
     if world_size > 1:
-        shares = [None] * world_size
-        dist.all_gather_object(shares, shown)
-        shown = {i: row for share in shares for i, row in share.items()}
+        shares *= world_size
+        dist.all_gather_object(shares, shares[0])
     if rank > 0:
         return
-    sheets, groups = {}, {}
-    for i, (row, psnrs) in sorted(shown.items()):
-        s = held_out[i]
-        sheets.setdefault(s.root, []).append(row)
-        groups.setdefault("/".join([s.root, *Path(s.name).parent.parts]), []).append(psnrs)
-    groups = {group: dict(pictures=len(p), **dict(zip(("input", "base", "lora", "vae"), np.mean(p, 0).tolist())))
-              for group, p in groups.items()}
-    for root, rows in sheets.items():
-        sheets[root] = predict.contact_sheet(rows, ["control", "instruction", "base", "LoRA", "target"])
-        predict.save_png(sheets[root], out_dir / "samples" / f"step_{step:06d}_{root}.png")
-    cache.write_file(out_dir / "samples" / f"step_{step:06d}.json", json.dumps(groups, indent=1).encode())
-    write_log(step=step, val_loss=val_loss)
+    rows, groups = {}, {}
+    for i, (row, psnrs) in sorted((i, shown) for share in shares for i, shown in share.items()):
+        rows.setdefault(held_out[i].root, []).append(row)
+        groups.setdefault("/".join([held_out[i].root, *Path(held_out[i].name).parent.parts]), []).append(psnrs)
+    sheets = {name: predict.contact_sheet(r, ["control", "instruction", "base", "LoRA", "target"]) for name, r in rows.items()}
+    for name, sheet in sheets.items():
+        predict.save_png(sheet, out_dir / "samples" / f"step_{step:06d}_{name}.png")
+    means = {name: dict(zip(("input", "base", "lora", "vae"), np.mean(p, 0).tolist())) for name, p in groups.items()}
+    write_log(step=step, val_loss=val_loss, psnr=means)
     track(step, dict(val_loss=val_loss), sheets)
-    say(f"step {step}: validation loss {val_loss:.4f}; mean PSNR to the target, in dB:\n"
-        f"{'':20} pictures   input    base    LoRA     VAE alone")
-    for group, m in groups.items():
-        say("{:20} {pictures:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(group, **m))
+    say(f"step {step}: validation loss {val_loss:.4f}. mean PSNR to the target in dB:\n"
+        f"{'':20} pictures   input    base    LoRA  VAE alone")
+    for name, m in means.items():
+        say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(groups[name]), **m))
     say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -580,16 +538,6 @@ def clock():
     if args.device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.perf_counter()
-
-def peak_memory():
-    """GiB at most so far: tensors on the GPU, or this process."""
-    if args.device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated() / 2**30
-    try:
-        import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
-    except ImportError: # Windows
-        return 0.0
 
 def sum_over_processes(numbers):
     """Adds up the LoRA's gradients, in place, and these numbers, in one all-reduce -> the numbers' sums."""
@@ -604,11 +552,8 @@ def sum_over_processes(numbers):
     return sums.tolist()
 
 signals = contextlib.ExitStack()
-stopped = signals.enter_context(cache.signals_noted()) # they end the run after the step at hand
-if args.device.startswith("cuda"): # the log shows the training's peak, not the encoding's
-    torch.cuda.reset_peak_memory_stats()
+stopped, stopping = signals.enter_context(cache.signals_noted()), False # a signal ends the run after the step at hand
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
-stopping = False
 while step < args.max_steps and not stopping:
     t0 = clock()
 
@@ -616,36 +561,33 @@ while step < args.max_steps and not stopping:
     positions = range(step * args.batch_size, (step + 1) * args.batch_size)
     drawn = [draw(p) for p in positions]
     lengths = [count_tokens(*d) for d in drawn]
-    packs = deal_packs(lengths)[rank]
 
     # forward and backward, pack by pack: the gradients of sums add up
     loss_sum, weight_sum, seen = 0.0, 0.0, [0.0] * len(drawn) # seen: each sample's loss
-    for pack, counts in packs:
-        torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed()) # for LoRA dropout alone
+    for pack, counts in deal_packs(lengths)[rank]:
+        torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed()) # only LoRA dropout draws from this
         try:
-            items = [load_item(*drawn[i], generator("noise", positions[i])) for i in pack]
-            losses = flow_loss(transformer, items)
+            losses = flow_loss(transformer, [load_item(*drawn[i], generator("noise", positions[i])) for i in pack])
             (counts * sum(loss for loss, _ in losses)).backward()
         except torch.OutOfMemoryError:
             names = ", ".join(f"{drawn[i][0].name}: {lengths[i]:,}" for i in pack)
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); lower "
                              "it, or raise --gradient_checkpointing, then --resume") from None
-        loss_sum = loss_sum + counts * sum(loss for loss, _ in losses).detach()
-        weight_sum = weight_sum + counts * sum(weight for _, weight in losses)
         for i, (loss, weight) in zip(pack, losses):
             seen[i] += counts * (loss / weight).item()
+        loss_sum += counts * sum(loss.detach() for loss, _ in losses)
+        weight_sum += counts * sum(weight for _, weight in losses)
 
-    # meet the other processes, divide by what all of them saw together, and step
+    # add up with the other processes, divide by what all of them saw, step
     loss_sum, weight_sum, stopping, *seen = sum_over_processes([loss_sum, weight_sum, len(stopped), *seen])
     for p in lora.values():
         p.grad /= weight_sum
-    loss = loss_sum / weight_sum
+    loss, lr = loss_sum / weight_sum, learning_rate(step)
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken
         raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} "
                          f"({', '.join(s.name for s, _, _ in drawn)}); check these samples, and start a new run with a lower "
                          "--lr (--pretrained_lora goes on from a checkpoint)")
-    lr = learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -655,10 +597,11 @@ while step < args.max_steps and not stopping:
 
     # log, save, look: nothing below changes the training
     last = step == args.max_steps
-    looking = bool(held_out) and (last or args.sample_every and step % args.sample_every == 0)
-    saving = last or looking or stopping or step % args.save_every == 0
+    looking = bool(looks) and not stopping and (last or args.sample_every and step % args.sample_every == 0)
+    saving = last or looking or stopping or step % args.save_every == 0 # first, for drawing takes minutes
     if rank == 0:
-        tokens, memory = sum(lengths), peak_memory()
+        tokens, cuda = sum(lengths), args.device.startswith("cuda")
+        memory = (torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss) / 2**30
         timesteps = [draw_timestep(generator("noise", p), math.prod(scale["img_shapes"][0])).item()
                      for p, (_, scale, _) in zip(positions, drawn)]
         write_log(saving, step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4), tokens=tokens,
@@ -672,7 +615,7 @@ while step < args.max_steps and not stopping:
             save_checkpoint()
         if last:
             save_lora(out_dir / LORA_FILE)
-    if looking and not stopping: # after saving, for drawing takes minutes
+    if looking:
         look()
 bar.close()
 signals.close()
