@@ -126,15 +126,16 @@ def number(kind, low, high=float("inf")):
     return parse
 
 def add_model_flags(parser):
-    parser.add_argument("--model", default="tiny", help="hub id or folder of Qwen-Image-Edit, -2509 or -2511")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
-                        help="of the frozen models and the cache (default: bfloat16 on CUDA, float32 on CPU)")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu; under torchrun one per process")
-    parser.add_argument("--cache_dir", default="cache", help="where encoded samples of all models and datasets are kept")
-    parser.add_argument("--max_sequence_length", type=number(int, 1), default=1024,
-                        help="tokens of a prompt; a longer one is an error, nothing is cut silently")
-    parser.add_argument("--vae_device", help="where pictures are encoded and decoded (default: --device)")
-    parser.add_argument("--text_encoder_device", help="default: --device; cpu if memory runs out while encoding")
+    flag = parser.add_argument
+    flag("--model", default="tiny", help="hub id or folder of Qwen-Image-Edit, -2509 or -2511")
+    flag("--dtype", choices=["float32", "bfloat16", "float16"],
+         help="of the frozen models and the cache (default: bfloat16 on CUDA, float32 on CPU)")
+    flag("--device", help="default: cuda if there is one, else cpu; under torchrun one per process")
+    flag("--cache_dir", default="cache", help="where encoded samples of all models and datasets are kept")
+    flag("--max_sequence_length", type=number(int, 1), default=1024,
+         help="tokens of a prompt; a longer one is an error, nothing is cut silently")
+    flag("--vae_device", help="where pictures are encoded and decoded (default: --device)")
+    flag("--text_encoder_device", help="default: --device; cpu if memory runs out while encoding")
     add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
 
 def add_quantize_flag(parser, name, what):
@@ -142,27 +143,24 @@ def add_quantize_flag(parser, name, what):
                         help=f"{what}: int8 or fp8 (half the memory) or nf4 (a quarter; pip install bitsandbytes)")
 
 def add_data_flags(parser):
-    parser.add_argument("--data", nargs="+", metavar="DATA",
-                        help="dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written")
-    parser.add_argument("--repeats", type=number(int, 1), nargs="+", metavar="N",
-                        help="how often an epoch has each --data, one number each (default: 1)")
-    parser.add_argument("--reg_data", nargs="+", default=[], metavar="DIR",
-                        help="folders of NAME.png + NAME.txt without controls: text-to-image pictures that are trained "
-                             "beside the edits, so that the model does not forget (default: none)")
-    parser.add_argument("--val_data", nargs="*", metavar="DATA",
-                        help="datasets that are looked at, not trained on: their loss, and pictures without and with the "
-                             "LoRA (default: none; the toy dataset has its own)")
-    parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-                        help="area of the target; several: each step draws one; native: keep each picture's size")
-    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="of the controls")
-    parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
-                        help="enlarge smaller pictures to the area, as the stock pipeline does")
-    parser.add_argument("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
-                        help="share of samples trained with the empty prompt")
-    parser.add_argument("--prompt_image_dropout_rate", type=number(float, 0, 1), default=0.0,
-                        help="share of samples trained as text-to-image, without their controls; not with v1")
-    parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
-                        help="go on without the samples that have an error")
+    flag, on_off = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--data", nargs="+", metavar="DATA",
+         help="dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written")
+    flag("--repeats", type=number(int, 1), nargs="+", metavar="N",
+         help="how often an epoch has each --data, one number each (default: 1)")
+    flag("--reg_data", nargs="+", default=[], metavar="DIR", help="folders of NAME.png + NAME.txt without controls, trained "
+         "beside the edits as text-to-image, so that the model does not forget (default: none)")
+    flag("--val_data", nargs="*", metavar="DATA", help="datasets that are looked at, not trained on: their loss, pictures "
+         "without and with the LoRA (default: none; the toy dataset has its own)")
+    flag("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
+         help="area of the target; several: each step draws one; native: keep each picture's size")
+    flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="area of the controls, likewise")
+    flag("--upscale", action=on_off, default=True, help="enlarge smaller pictures to the area, as stock does")
+    flag("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
+         help="share of samples trained with the empty prompt")
+    flag("--prompt_image_dropout_rate", type=number(float, 0, 1), default=0.0,
+         help="share of samples trained as text-to-image, without their controls; not with v1")
+    flag("--skip_bad", action=on_off, default=False, help="go on without the samples that have an error")
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action): # a default of None is explained in the help itself
@@ -189,10 +187,10 @@ def parse_args(parser, tiny):
                 torch.empty(0, device=value or args.device)
             except (RuntimeError, AssertionError) as e:
                 parser.error(f"argument --{name}: {value!r} cannot be used ({str(e).splitlines()[0]})")
-        if isinstance(value, str) and value in PACKAGES and not find_spec(PACKAGES[value]):
-            parser.error(f"argument --{name}: {value} needs a package that is not here; pip install {PACKAGES[value]}")
         if name in EXTRAS and value and value != "none":
             load_extra(name)
+        if isinstance(value, str) and value in PACKAGES and not find_spec(PACKAGES[value]):
+            parser.error(f"argument --{name}: {value} needs a package that is not here; pip install {PACKAGES[value]}")
     return args
 
 def parse_data_args(parser, tiny):
@@ -742,11 +740,11 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
                        for side, n in zip(("width", "height"), fit(shape, area))]
         used = [target_size, *control_sizes]
         sample.scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], file=file(
-            "latents", vae=models["vae"], pictures=pictures + pictures_too, sizes=used)))
+            "latents", vae=models.get("vae"), pictures=pictures + pictures_too, sizes=used)))
     for prompt, shown in texts:
         seen = [pictures, sample.prompt_sizes] if shown else [[], []]
         sample.texts[prompt, shown] = dict(tokens=prompt_length(pipe, prompt, seen[1]), file=file(
-            "text", text=models["text"], quantize=args.quantize_text_encoder, prompt=prompt, seen=seen))
+            "text", text=models.get("text"), quantize=args.quantize_text_encoder, prompt=prompt, seen=seen))
 
 def plan_samples(pipe, samples, texts, geometry, args, quiet):
     """plan_sample for all -> (good samples, problems). texts(sample) -> [(prompt, whether with pictures)]."""

@@ -370,43 +370,43 @@ def finished(path, settings):
 def read_flags():
     """-> args. What contradicts itself ends the script here."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    flag = parser.add_argument
     cache.add_model_flags(parser)
     # what to draw
-    parser.add_argument("--image", nargs="+", type=Path, help="control picture(s), or one folder: each of its pictures")
-    parser.add_argument("--prompt", help="the instruction")
-    parser.add_argument("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
-    parser.add_argument("--out", type=Path, default="out.png", help="PNG of --image")
-    parser.add_argument("--out_dir", type=Path, default="out/predict", help="folder for many PNGs: of --jobs, or a folder's")
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the noise; several: each sample once per seed")
+    flag("--image", nargs="+", type=Path, help="control picture(s), or one folder: each of its pictures")
+    flag("--prompt", help="the instruction")
+    flag("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
+    flag("--out", type=Path, default="out.png", help="PNG of --image")
+    flag("--out_dir", type=Path, default="out/predict", help="folder for many PNGs: of --jobs, or of a folder's pictures")
+    flag("--seed", type=int, nargs="+", default=[0], help="of the noise; several: each sample once per seed")
     # with which LoRA
-    parser.add_argument("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all active "
-                        "together (default: none; with --model tiny the newest run's)")
-    parser.add_argument("--lora_scale", type=number(float, -10, 10), nargs="+", default=[1.0],
-                        help="strength of the LoRA, or of each: 0 is none, 1 as trained")
-    parser.add_argument("--scales", type=number(float, -10, 10), nargs="+", default=[1.0],
-                        help="each picture at these strengths of all its LoRAs, side by side; 0 is the base")
+    flag("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all active together "
+         "(default: none; with --model tiny the newest run's)")
+    flag("--lora_scale", type=number(float, -10, 10), nargs="+", default=[1.0],
+         help="strength of the LoRA, or of each: 0 is none, 1 as trained")
+    flag("--scales", type=number(float, -10, 10), nargs="+", default=[1.0],
+         help="each picture at these strengths of all its LoRAs, side by side; 0 is the base")
     # how
-    parser.add_argument("--negative_prompt", help="what the unconditional run is told (default: one blank)")
-    parser.add_argument("--num_inference_steps", type=number(int, 1), help="Euler steps: at least 2; with --shift 1 will do")
-    parser.add_argument("--true_cfg_scale", type=float, help="at 1 or below no unconditional run, half the time")
-    parser.add_argument("--sigmas", type=number(float, 1e-6, 1), nargs="+",
-                        help="noise level of each step, before the shift: falling, from 1 (default: evenly spaced)")
-    parser.add_argument("--shift", type=number(float, 1e-6), help="one shift for all sizes, and no stretching: 3 for "
-                        "Qwen-Image-Lightning (default: the model's own, by size)")
-    parser.add_argument("--height", type=number(int, 32), help="pixels, rounded down to 16 (default: from the aspect)")
-    parser.add_argument("--width", type=number(int, 32), help="pixels, likewise")
-    parser.add_argument("--size_from", type=number(int, 1), metavar="N",
-                        help="which picture gives the result its shape, from 1 (default: the last, as in stock)")
-    parser.add_argument("--target_pixels", type=pixels, metavar="AREA",
-                        help="area of the result, or native (default: as the LoRA was trained, else 1024*1024)")
-    parser.add_argument("--control_pixels", type=pixels, metavar="AREA", help="of the pictures given, likewise")
-    parser.add_argument("--upscale", action=argparse.BooleanOptionalAction,
-                        help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
+    flag("--negative_prompt", help="what the unconditional run is told (default: one blank)")
+    flag("--num_inference_steps", type=number(int, 1), help="Euler steps: at least 2; with --shift 1 will do")
+    flag("--true_cfg_scale", type=float, help="at 1 or below no unconditional run, half the time")
+    flag("--sigmas", type=number(float, 1e-6, 1), nargs="+",
+         help="noise level of each step, before the shift: falling, from 1 (default: evenly spaced)")
+    flag("--shift", type=number(float, 1e-6),
+         help="one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the model's own, by size)")
+    flag("--height", type=number(int, 32), help="pixels, rounded down to 16 (default: from the aspect)")
+    flag("--width", type=number(int, 32), help="pixels, likewise")
+    flag("--size_from", type=number(int, 1), metavar="N",
+         help="which picture gives the result its shape, from 1 (default: the last, as in stock)")
+    flag("--target_pixels", type=pixels, metavar="AREA",
+         help="area of the result, or native (default: as the LoRA was trained, else 1024*1024)")
+    flag("--control_pixels", type=pixels, metavar="AREA", help="area of the pictures given, likewise")
+    flag("--upscale", action=argparse.BooleanOptionalAction,
+         help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
     # memory
-    parser.add_argument("--max_tokens", type=number(int, 1), default=20_000,
-                        help="tokens per forward pass; lower it if memory runs out")
+    flag("--max_tokens", type=number(int, 1), default=20_000, help="tokens per forward pass; lower it if memory runs out")
     add_memory_flags(parser)
-    parser.add_argument("--transformer_device", help="default: --device")
+    flag("--transformer_device", help="default: --device")
     parser.set_defaults(**SAMPLING)
     given = {a.split("=")[0] for a in sys.argv[1:]}
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)

@@ -124,10 +124,15 @@ args = cache.parse_data_args(parser, dict( # --model tiny brings native sizes, a
     timestep_sampling="qwen_shift", gradient_checkpointing=0, lora_targets=[
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
         "img_in"]))
-package, of_lora = args.optimizer.split(".")[0], {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}
+package, lora_args, given = args.optimizer.split(".")[0], dict(args.lora_args), {a.split("=")[0] for a in sys.argv}
 for wrong, what in (
-        (args.pretrained_lora and of_lora & {a.split("=")[0] for a in sys.argv},
-         "--pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, --lora_targets, --lora_args"),
+        (args.pretrained_lora and given & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"},
+         "--pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, --lora_targets, "
+         "--lora_args"),
+        (lora_args.get("use_dora") and args.quantize != "none",
+         "--lora_args: a DoRA needs the norms of a base in full precision; leave out --quantize"),
+        (str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")),
+         "--lora_args: this start is taken out of the base's weights, which the LoRA's file could not tell; take another"),
         (args.dtype == "float16", "--dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16"),
         (args.fsdp and "WORLD_SIZE" not in os.environ, "--fsdp: wants processes; start with torchrun --nproc_per_node=N"),
         (args.sample_every and not args.val_data, "--sample_every: there is nothing to look at; give --val_data"),
@@ -325,7 +330,7 @@ else:
 torch.manual_seed(args.seed)
 try:
     lora = predict.add_lora(transformer, **lora_config | dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian")
-                            | dict(args.lora_args)) # {name: parameter}: all that learns
+                            | lora_args) # {name: parameter}: all that learns
 except (TypeError, ValueError) as e:
     raise InputError(f"--lora_args: peft refuses them ({str(e).splitlines()[0]}); see peft.LoraConfig") from None
 

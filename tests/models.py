@@ -157,7 +157,7 @@ def in_child(script, flags, env, prelude, output):
     os._exit(status)
 
 def starter(folder):
-    """-> start(script, *flags, env={}, prelude=None): a process of its own: pid, wait() -> status (-9 of SIGKILL),
+    """-> start(script, *flags, env={}, prelude=None): a process of its own: pid, wait() -> status (-9 of SIGKILL), alive(),
     output(). Forked after the imports, so that it costs less than a second."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["predict", "models"])
@@ -171,7 +171,7 @@ def starter(folder):
         def wait():
             process.join()
             return process.exitcode
-        return SimpleNamespace(pid=process.pid, wait=wait, output=output.read_text)
+        return SimpleNamespace(pid=process.pid, wait=wait, alive=process.is_alive, output=output.read_text)
     return start
 
 def start_ranks(start, *flags, preludes=(None, None), script="train.py"):
@@ -180,6 +180,11 @@ def start_ranks(start, *flags, preludes=(None, None), script="train.py"):
         port = free.getsockname()[1]
     env = dict(WORLD_SIZE=str(len(preludes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return [start(script, *flags, env=env | {"RANK": str(n)}, prelude=p) for n, p in enumerate(preludes)]
+
+def kill(process, number=signal.SIGKILL):
+    """If it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
 
 def until(condition, seconds=60):
     end = time.monotonic() + seconds

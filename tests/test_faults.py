@@ -1,0 +1,362 @@
+"""
+Kills, signals, full disks, damaged files, two runs at one folder: nothing finished is lost, nothing wrong gets in.
+
+$ pytest tests/test_faults.py --kills 200 --fuzz 1000 -s     # 7 minutes; without the flags a few of each
+"""
+import functools
+import importlib
+import itertools
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import OPTIONS
+
+import cache
+import predict
+import rope_patch
+from models import (assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip, is_one_line, kill, refused, small, # noqa: F401
+                    start, start_ranks, steps_of, unbroken, until)
+from test_consistency import EXACT, HERE, add_item, log_of, losses_of, run_script
+
+def lines_of(out_dir):
+    return len(log_of(out_dir)) if (out_dir / "log.jsonl").exists() else 0
+
+def slow(module, name, seconds):
+    """For a child process: this function takes longer there."""
+    module = importlib.import_module(module)
+    real = getattr(module, name)
+    setattr(module, name, lambda *args, **kwargs: time.sleep(seconds) or real(*args, **kwargs))
+
+slow_disk = functools.partial(slow, "os", "fsync", 0.05)
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+
+def test_cache_killed_at_any_instant_loses_and_repeats_nothing(tmp_path, small, start):
+    """After each kill every file under a final name is whole, and what is finished is never written again."""
+    whole = {p.relative_to(small.cache): p.read_bytes() for p in small.cache.glob("*/*.safetensors")}
+    t0 = time.monotonic()
+    assert start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "timed").wait() == 0
+    seconds = time.monotonic() - t0
+    rng, kills, caches, seen = random.Random(0), 0, 0, {}
+    while kills < OPTIONS["kills"] or seen:
+        cache_dir = tmp_path / f"{caches}"
+        process = start("cache.py", *small.cache_flags, "--cache_dir", cache_dir)
+        if kills < OPTIONS["kills"]:
+            time.sleep(rng.uniform(0, seconds))
+            kill(process)
+        status = process.wait()
+        kills += status == -9
+        for path in cache_dir.glob("*/*.safetensors"):
+            cache.read_tensors(path, key=path.stem)
+            assert seen.setdefault(path, path.stat().st_mtime_ns) == path.stat().st_mtime_ns, "encoded again"
+        if status == 0:
+            assert {p.relative_to(cache_dir): p.read_bytes() for p in cache_dir.glob("*/*.safetensors")} == whole
+            caches, seen = caches + 1, {}
+        else:
+            assert status == -9, process.output()
+    print(f"{kills} kills of cache.py in {caches} caches: no corrupt file, nothing encoded twice")
+
+def test_training_killed_at_any_instant_ends_as_the_unbroken_run(tmp_path, small, start, unbroken):
+    """Steps, losses, learning rates, gradient norms and the final LoRA, bit for bit."""
+    rng, kills, runs = random.Random(0), 0, 0
+    while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
+        out_dir = tmp_path / f"{runs}"
+        resume = ["--resume"] if (out_dir / "log.jsonl").exists() else []
+        process = start("train.py", *small.flags, "--out_dir", out_dir, *resume)
+        if kills < OPTIONS["kills"]:
+            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
+            kill(process)
+        status = process.wait()
+        kills += status == -9
+        assert_checkpoints_whole(out_dir)
+        if status == 0:
+            assert_same_run(out_dir, unbroken.out_dir)
+            runs += 1
+        else:
+            assert status == -9, process.output()
+    print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
+
+def killed_at(place):
+    """For a child process: it dies before its last file, or its folder, gets this final name."""
+    replace = os.replace
+
+    def killed(a, b):
+        if place in (os.path.basename(b), os.path.basename(os.path.dirname(b))) and "weights" not in str(b):
+            os.kill(os.getpid(), 9)
+        replace(a, b)
+    os.replace = killed
+
+@pytest.mark.parametrize("place", [".tmp-checkpoint-000004", "checkpoint-000004"])
+def test_a_checkpoint_killed_while_it_is_written_is_none(tmp_path, small, start, unbroken, place):
+    """And the log ends in rubbish, as after a power loss."""
+    out_dir = tmp_path / "run"
+    process = start("train.py", *small.flags, "--out_dir", out_dir, prelude=functools.partial(killed_at, place))
+    assert process.wait() == -9 and steps_of(out_dir) == [2] and lines_of(out_dir) == 4
+    with open(out_dir / "log.jsonl", "ab") as f:
+        f.write(bytes(100) + b'\n"step"}\n{"st')
+    (out_dir / ".tmp-checkpoint-000001").mkdir()
+    (out_dir / ".tmp-0123").touch()
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
+    assert process.wait() == 0 and "after step 2" in process.output(), process.output()
+    assert_same_run(out_dir, unbroken.out_dir)
+
+def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
+    calls, unfinished, fsync, replace = [], [], os.fsync, os.replace
+    kind = lambda fd: "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(kind(fd)) or fsync(fd))
+
+    def rename(a, b):
+        calls.append("rename")
+        unfinished.extend(tmp_path.glob("*.safetensors"))
+        replace(a, b)
+    monkeypatch.setattr(os, "replace", rename)
+    cache.write_file(tmp_path / "f.safetensors", b"x")
+    assert calls == ["file", "rename", "folder"] and not unfinished
+
+def test_the_log_is_on_the_disk_before_the_checkpoint_is(tmp_path, small, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append(str(b)) or replace(a, b))
+    run = tmp_path / "run"
+    assert run_script("train.py", *small.flags, "--out_dir", run, "--max_steps", 1).status == 0
+    log, renamed = str(run / "log.jsonl"), calls.index(str(run / "checkpoint-000001"))
+    assert log in calls[calls.index(log) + 1:renamed] # (first it is created)
+    assert calls[renamed + 1] == str(run)
+
+def test_orphans_are_swept_when_nobody_can_be_at_work_on_them(tmp_path):
+    for name, age in ((".tmp-young", 60), (".tmp-old", 3700), ("f.safetensors", 9999)):
+        (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (0, time.time() - age))
+    cache.prepare_folder(tmp_path, "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-young", "f.safetensors"]
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, small, start, unbroken):
+    """Two of each kind, the second ones while the checkpoint is being written; status 0, no DONE, and the resumed run is
+    the unbroken one."""
+    out_dir = tmp_path / "run"
+    for n, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)):
+        process = start("train.py", *small.flags, "--out_dir", out_dir, "--save_every", 100, *["--resume"] * (n > 0),
+                        prelude=slow_disk)
+        before = max(steps_of(out_dir), default=0)
+        until(lambda: lines_of(out_dir) > before + 1)
+        kill(process, number)
+        until(lambda: list(out_dir.glob(".tmp-checkpoint-*")) or max(steps_of(out_dir), default=0) > before)
+        kill(process, number)
+        assert process.wait() == 0 and "stopped by a signal" in process.output(), process.output()
+        assert not (out_dir / "DONE").exists() and max(steps_of(out_dir)) == log_of(out_dir)[-1]["step"] < 12
+        assert_checkpoints_whole(out_dir)
+    assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
+    assert_same_run(out_dir, unbroken.out_dir)
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, small, start):
+    ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", "--max_steps", 2000, "--save_every", 2000)
+    until(lambda: lines_of(tmp_path / "run") > 1)
+    kill(ranks[1], signal.SIGUSR1)
+    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
+    assert steps_of(tmp_path / "run") == [log_of(tmp_path / "run")[-1]["step"]]
+
+def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
+    files = lambda: {p: p.stat().st_mtime_ns for p in tmp_path.glob("c/*/*.safetensors")}
+    process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c",
+                    prelude=functools.partial(slow, "cache", "write_tensors", 0.2))
+    until(files)
+    before = len(files())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        kill(process, number)
+    assert process.wait() == 0 and "stopped by a signal" in process.output() and "complete" not in process.output()
+    done = files()
+    assert before <= len(done) <= before + 2 and not (tmp_path / "c/tiny-data.json").exists()
+    assert not list(tmp_path.rglob(".tmp-*"))
+    assert start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c").wait() == 0
+    assert len(files()) == 10 and done.items() <= files().items()
+
+# ---- a full disk, no memory ------------------------------------------------------------------------------------------
+
+def file_limit(size):
+    """For a child process: no file can be larger, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_file(tmp_path, small, start):
+    limit = max(p.stat().st_size for p in small.cache.glob("*/*")) - 1
+    process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c",
+                    prelude=functools.partial(file_limit, limit))
+    assert process.wait() == 1 and "Traceback" not in process.output()
+    assert is_one_line(error_of(process), tmp_path / "c", ".safetensors: ", "bytes")
+    assert not list((tmp_path / "c").rglob(".tmp-*"))
+    for path in tmp_path.glob("c/*/*.safetensors"):
+        cache.read_tensors(path, key=path.stem)
+
+def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_old_one_stays(tmp_path, small, start, unbroken, monkeypatch):
+    out_dir = tmp_path / "run"
+    assert start("train.py", *small.flags, "--out_dir", out_dir, "--max_steps", 4).wait() == 0
+    limit = min(p.stat().st_size for p in out_dir.glob("checkpoint-*/*")) - 1
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume",
+                    prelude=functools.partial(file_limit, limit))
+    assert process.wait() == 1 and steps_of(out_dir) == [2, 4] and not (out_dir / "DONE").exists()
+    assert is_one_line(error_of(process), out_dir) and "Traceback" not in process.output()
+    assert_checkpoints_whole(out_dir)
+    assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
+    assert_same_run(out_dir, unbroken.out_dir)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "other")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "other", "GB")
+
+def test_out_of_memory_names_samples_and_keeps_the_checkpoint(tmp_path, small, monkeypatch):
+    real, calls = rope_patch.run_packed, []
+
+    def run_packed(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError
+        return real(*args)
+    monkeypatch.setattr(rope_patch, "run_packed", run_packed)
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "run")
+    assert result.status == 1 and is_one_line(result.errors[0], "--max_tokens", "step 4", "--resume")
+    assert steps_of(tmp_path / "run") == [2]
+    assert_checkpoints_whole(tmp_path / "run")
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+DAMAGED_CHECKPOINTS = { # of 12, the newest; 10 is the one before
+    "bit": lambda new, old: damage_tensors(new / "optimizer.safetensors"),
+    "cut": lambda new, old: (new / predict.LORA_FILE).write_bytes((new / predict.LORA_FILE).read_bytes()[:-1]),
+    "gone": lambda new, old: (new / "optimizer.safetensors").unlink(),
+    "of another step": lambda new, old: shutil.copy(old / predict.LORA_FILE, new),
+    "renamed": lambda new, old: shutil.rmtree(new) or shutil.copytree(old, new),
+    "empty folder": lambda new, old: shutil.rmtree(new) or new.mkdir(),
+}
+
+@pytest.mark.parametrize("how", DAMAGED_CHECKPOINTS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, small, start, unbroken, how):
+    out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    for name in ("DONE", predict.LORA_FILE):
+        (out_dir / name).unlink()
+    DAMAGED_CHECKPOINTS[how](out_dir / "checkpoint-000012", out_dir / "checkpoint-000010")
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
+    assert process.wait() == 0, process.output()
+    assert re.search(r"checkpoint-000012.*going back", process.output()) and "after step 10" in process.output()
+    assert_same_run(out_dir, unbroken.out_dir)
+
+def test_a_run_without_a_whole_checkpoint(tmp_path, small, start, unbroken):
+    """All damaged: an error, for a person to decide. None written yet, as after an early kill: from the start."""
+    out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    for path in out_dir.glob("checkpoint-*/optimizer.safetensors"):
+        path.write_bytes(b"")
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
+    assert process.wait() == 1 and is_one_line(error_of(process), out_dir)
+    for path in out_dir.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.name != "log.jsonl" and path.unlink()
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
+    assert process.wait() == 0, process.output()
+    assert_same_run(out_dir, unbroken.out_dir)
+
+def test_a_run_may_go_on_with_another_number_of_processes(tmp_path, small, start):
+    """1 -> 2 -> 1 processes, 3 samples a step: losses to 1e-6."""
+    flags = [*small.flags, "--batch_size", 3]
+    assert start("train.py", *flags, "--out_dir", tmp_path / "one", "--max_steps", 9).wait() == 0
+    flags += ["--out_dir", tmp_path / "two"]
+    assert start("train.py", *flags, "--max_steps", 3).wait() == 0
+    ranks = start_ranks(start, *flags, "--max_steps", 6, "--resume")
+    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
+    assert start("train.py", *flags, "--max_steps", 9, "--resume").wait() == 0
+    one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
+    assert [r["step"] for r in two] == list(range(1, 10))
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-6)
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+def test_two_runs_do_not_share_a_folder_and_the_dead_hold_no_lock(tmp_path, small, start, unbroken):
+    out_dir = tmp_path / "run"
+    first = start("train.py", *small.flags, "--out_dir", out_dir, prelude=functools.partial(slow, "os", "fsync", 0.1))
+    until(lambda: steps_of(out_dir))
+    second = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
+    assert second.wait() == 1 and is_one_line(error_of(second), out_dir, "another run")
+    kill(first)
+    assert first.wait() == -9
+    assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
+    assert_same_run(out_dir, unbroken.out_dir)
+
+def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
+    """No bad read, nothing left behind, the bytes of one writer."""
+    writers = [start("cache.py", *small.cache_flags, "--cache_dir", tmp_path) for _ in range(3)]
+    reads = 0
+    while any(w.alive() for w in writers):
+        for path in tmp_path.glob("*/*.safetensors"):
+            cache.read_tensors(path, key=path.stem)
+            reads += 1
+        if (tmp_path / "tiny-data.json").exists():
+            assert len(cache.read_index(tmp_path / "tiny-data.json")[0]) == 5
+    assert [w.wait() for w in writers] == [0, 0, 0], [w.output() for w in writers]
+    print(f"{reads} reads, none bad")
+    assert reads > 10 and not list(tmp_path.rglob(".tmp-*"))
+    files = [p.relative_to(small.cache) for p in small.cache.glob("*/*.safetensors")]
+    assert files and all((tmp_path / f).read_bytes() == (small.cache / f).read_bytes() for f in files)
+
+def spoiled_samples():
+    """For a child process: it cannot read a sample."""
+    def load_sample(*args):
+        raise cache.InputError("b.png: spoiled; mend it")
+    cache.load_sample = load_sample
+
+def test_a_rank_that_fails_says_why_and_the_other_ends_too(tmp_path, small, start):
+    t0 = time.monotonic()
+    ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", preludes=[None, spoiled_samples])
+    assert [r.wait() for r in ranks] == [1, 1] and time.monotonic() - t0 < 30
+    assert ranks[1].output().splitlines()[-1] == "error: b.png: spoiled; mend it"
+
+def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, small):
+    """Under torchrun, in less than 30 s."""
+    out_dir = tmp_path / "run"
+    job = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", HERE / "train.py",
+         *map(str, small.flags), "--max_steps", "100000", "--save_every", "100000", "--out_dir", out_dir],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    until(lambda: lines_of(out_dir) > 2 or job.poll())
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    victim, = [int(pid) for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    t0 = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, err = job.communicate(timeout=30)
+    print(f"ended after {time.monotonic() - t0:.1f} s")
+    assert job.returncode != 0 and re.search(r"rank *: 1 ", err) and "Signal 9" in err
+
+# ---- damaged bits ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("file", ["latents", "text", predict.LORA_FILE, "optimizer.safetensors"])
+def test_no_damage_to_a_file_is_silent(tmp_path, small, unbroken, file):
+    """Cuts, flipped bits, zeroed 512-byte blocks, and bits of the header, all with --fuzz."""
+    root = small.cache / file if file in ("latents", "text") else unbroken.out_dir / "checkpoint-000012"
+    source = min(root.glob("*.safetensors" if file in ("latents", "text") else file))
+    key = source.stem if file in ("latents", "text") else None
+    kind = "lora_adapter_metadata" if file == predict.LORA_FILE else "json"
+    path, sound = tmp_path / source.name, source.read_bytes()
+    path.write_bytes(sound)
+    cache.read_tensors(path, kind, key)
+    rng, n = random.Random(0), OPTIONS["fuzz"] or 30
+    header = range(8 * (8 + int.from_bytes(sound[:8], "little")))
+    damages = [sound[:rng.randrange(len(sound))] for _ in range(n)]
+    damages += [flip(rng.randrange(8 * len(sound)))(sound) for _ in range(n)]
+    for place in (rng.randrange(len(sound) // 512) * 512 for _ in range(n)):
+        damages.append(sound[:place] + bytes(len(sound[place:place + 512])) + sound[place + 512:])
+    bits = header if OPTIONS["fuzz"] else rng.sample(header, 100)
+    for damaged in itertools.chain(damages, (flip(bit)(sound) for bit in bits)):
+        if damaged == sound: # a block of zeros
+            continue
+        path.write_bytes(damaged)
+        with refused(path):
+            cache.read_tensors(path, kind, key)
+    print(f"{file}: {len(damages) + len(bits)} damages, none silent")

@@ -1,0 +1,100 @@
+"""
+The rule on the wall: the four core scripts and tiny/ work when they are copied alone; any file of extras/, tools/ and
+tests/ can go without the rest noticing; imports point down only; nothing at the top of a file is POSIX-only.
+"""
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from models import is_one_line
+from test_consistency import HERE, TINY, run_script
+
+CORE = ["rope_patch.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
+EXTRAS = dict(low_bit=["--quantize", "int8"], shard=["--offload", "1"], plan=["--plan"], track=["--tracker", "tensorboard"])
+
+def imports_of(path):
+    """-> ({modules imported at the top of a file}, {those imported anywhere in it})."""
+    tree, names = ast.parse(path.read_text()), lambda node: (
+        {a.name.split(".")[0] for a in node.names} if isinstance(node, ast.Import) else {(node.module or "").split(".")[0]})
+    of = lambda nodes: {name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for name in names(n)}
+    return of(tree.body), of(ast.walk(tree))
+
+def copied(folder, *names):
+    for name in [*CORE, *names]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(HERE / name, folder / name)
+    shutil.copytree(TINY, folder / "tiny")
+    return folder
+
+def python(folder, *command):
+    """A process of its own, in which only this copy can be found."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True)
+
+def test_imports_point_down_only():
+    top = {stem: name for name in CORE for stem in [name.removesuffix(".py")]}
+    for place, name in enumerate(CORE):
+        first, anywhere = imports_of(HERE / name)
+        assert not anywhere & {top_name for top_name in top if CORE.index(top[top_name]) > place}, name
+        assert not first & {"extras", "tools", "tests", "test_consistency", "conftest"}, name
+    for path in (HERE / "extras").glob("*.py"):
+        assert not imports_of(path)[1] & {*top, "tools", "tests"}, path
+    for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
+        assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text())), path
+
+AS_ON_WINDOWS = """
+import os, runpy, signal, sys
+sys.path.insert(0, "")
+import filelock, predict # the libraries may use what this system has; then the scripts begin anew, without it
+for name in ("rope_patch", "cache", "predict"):
+    del sys.modules[name]
+sys.modules.update(fcntl=None, resource=None, pwd=None)
+del os.uname, signal.SIGUSR1
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+def test_the_four_scripts_alone_cache_train_and_sample(tmp_path):
+    """Also where neither fcntl nor resource nor os.uname exist, as on Windows."""
+    folder = copied(tmp_path / "alone")
+    for part in ("target", "control"): # four pictures are enough
+        shutil.move(folder / "tiny/known" / part / "keep", folder / "keep" / part)
+    for command in (["cache.py"], ["train.py", "--max_steps", 2, "--val_data", "keep", "--batch_size", 2],
+                    ["predict.py", "--num_inference_steps", 2, "--jobs", "keep", "--lora", "out/tiny-data-001"]):
+        result = python(folder, "-c", AS_ON_WINDOWS, *command)
+        assert result.returncode == 0, result.stderr[-2000:]
+    assert (folder / "out/tiny-data-001/DONE").exists()
+    assert (folder / "out/tiny-data-001/samples/step_000002_keep.png").exists()
+    assert len(list((folder / "out/predict").glob("*.png"))) == 5 # and their sheet
+
+def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
+    """Each extra by itself: the others stay, and are not missed."""
+    for name, (flag, *value) in EXTRAS.items():
+        folder = tmp_path / name
+        shutil.copytree(HERE / "extras", folder / "extras", ignore=shutil.ignore_patterns(f"{name}.py", "__pycache__"))
+        with monkeypatch.context() as patch:
+            for module in [m for m in sys.modules if m.split(".")[0] == "extras"]:
+                patch.delitem(sys.modules, module)
+            patch.setattr(sys, "path", [str(folder)] + [p for p in sys.path if p not in ("", str(HERE))])
+            result = run_script("train.py", flag, *value, "--cache_dir", folder / "cache")
+        assert result.status == 1 and is_one_line(result.errors[0], flag, f"extras/{name}.py"), result.err
+        assert not (folder / "cache").exists() # before anything slow
+
+@pytest.mark.parametrize("script", ["cache.py", "train.py", "predict.py"])
+def test_help_prints_commands_and_defaults(script):
+    result = run_script(script, "-h")
+    assert result.status == 0 and f"$ python {script}" in result.out and "(default: tiny)" in result.out
+    assert "--model tiny these defaults count" in result.out
+
+def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
+    files = [p for pattern in ("*.py", "extras/*.py", "tools/*.py", "tests/*.py", "*.md", "requirements.txt", ".ci/run")
+             for p in HERE.glob(pattern)]
+    assert len(files) > 20
+    for path in files:
+        for n, line in enumerate(path.read_bytes().splitlines(), 1):
+            assert len(line) <= 120 and line.isascii() and not line.endswith((b" ", b"\t")), f"{path}:{n}"

@@ -1,0 +1,80 @@
+"""
+Your own model, with its real weights: the first thing to run on a card.
+
+$ pytest tests/test_own_model.py --model Qwen/Qwen-Image-Edit-2509 --device cuda --dtype bfloat16 -s
+"""
+import functools
+import gc
+import re
+from math import prod
+
+import pytest
+import torch
+from conftest import OPTIONS
+
+import cache
+import predict
+import rope_patch
+from models import DTYPE_NAME, ON_DEVICE
+from test_consistency import DEVICE, DTYPE, data, log_of, rel, run_script, show # noqa: F401
+
+MODEL = OPTIONS["model"]
+LIMIT = 1e-5 if DTYPE == torch.float32 else 1e-2
+
+@functools.cache
+def own_transformer():
+    transformer = predict.load_transformer(cache.find_model(MODEL, ["transformer"]), DTYPE_NAME)
+    return predict.place_transformer(transformer, DEVICE)
+
+def own_batch(transformer):
+    """Three edits of mixed sizes, prompts and numbers of pictures, of noise."""
+    generator = torch.Generator().manual_seed(0)
+    width = transformer.config.joint_attention_dim
+    shapes = [[(1, 16, 24), (1, 16, 16)], [(1, 32, 16), (1, 16, 24), (1, 8, 8)], [(1, 8, 8), (1, 32, 32)]]
+    latents = [torch.randn(sum(map(prod, s)), 64, generator=generator).to(DEVICE, DTYPE) for s in shapes]
+    prompts = [torch.randn(n, width, generator=generator).to(DEVICE, DTYPE) for n in (40, 7, 200)]
+    return latents, prompts, torch.tensor([0.9, 0.5, 0.1], device=DEVICE, dtype=DTYPE), shapes
+
+@torch.no_grad()
+def test_own_model_packed_equals_stock_one_at_a_time():
+    """Stock's own code, one sample at a time: the patched model runs it for every call that stock knows."""
+    transformer = own_transformer()
+    latents, prompts, times, shapes = own_batch(transformer)
+    packed = rope_patch.run_packed(transformer, latents, prompts, times, shapes)
+    for n in range(3):
+        stock = type(transformer).forward(transformer, latents[n][None], prompts[n][None], None, times[n][None],
+                                          [shapes[n]], return_dict=False)[0][0]
+        show(f"{MODEL}, sample {n}", rel(packed[n], stock), LIMIT)
+        assert rel(packed[n], stock) <= LIMIT
+
+def test_own_model_lora_round_trip(tmp_path):
+    """A LoRA on every attention layer, saved and loaded again, answers the same."""
+    transformer = own_transformer()
+    predict.add_lora(transformer, r=4, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"],
+                     init_lora_weights=False)
+    batch = own_batch(transformer)
+    with torch.no_grad():
+        want = torch.cat(rope_patch.run_packed(transformer, *batch))
+        predict.save_lora(tmp_path / predict.LORA_FILE, transformer, {})
+        transformer.delete_adapters("default")
+        base = torch.cat(rope_patch.run_packed(transformer, *batch))
+        predict.load_loras(transformer, [tmp_path], [1.0])
+        got = torch.cat(rope_patch.run_packed(transformer, *batch))
+    transformer.delete_adapters("lora0")
+    show(f"{MODEL}, LoRA loaded again", rel(got, want), LIMIT)
+    assert rel(got, want) <= LIMIT < rel(base, want)
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU test_extras.py measures this, with a model of d = 512")
+def test_own_model_trains_in_the_planned_memory(tmp_path, data):
+    """Two steps, at most 15 % from what --plan says."""
+    flags = ["--model", MODEL, "--data", data, "--max_steps", 2, "--target_pixels", "256*256", "--control_pixels",
+             "256*256", "--gradient_checkpointing", 1000, "--val_data", "--cache_dir", tmp_path / "c", *ON_DEVICE]
+    own_transformer.cache_clear() # two would not fit
+    gc.collect()
+    planned = run_script("train.py", *flags, "--plan")
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
+    assert planned.status == result.status == 0, planned.err + result.err
+    [row] = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+).*as given", planned.out, re.M)
+    memory = log_of(tmp_path / "run")[-1]["memory"]
+    show(f"{MODEL}, planned / measured memory", float(row) / memory, 1.15)
+    assert float(row) == pytest.approx(memory, rel=0.15)

@@ -1,0 +1,438 @@
+"""train.py: its stream, its loss, its optimizer and checkpoints, its looks. What it computes: test_consistency.py."""
+import functools
+import importlib.util
+import json
+import math
+import os
+import re
+from collections import Counter
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import cache
+import predict
+import rope_patch
+from models import cached_files, is_one_line, pipes, plus, small, start, start_ranks, train # noqa: F401
+from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, globals_of_train, # noqa: F401
+                              log_of, lora_of, losses_of, rel, run_script, show, tiny_v1, toy_cache, train_log, train_toy)
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Run folder of 3 steps with LoRAs in both streams, the last block's dead ends included."""
+    out_dir = tmp_path_factory.mktemp("run") / "a"
+    train_log(out_dir, "--lora_rank", 4, "--save_every", 2, "--lora_targets", "to_q", "to_out.0", "add_q_proj",
+              "to_add_out", "net.2", "img_mod.1")
+    return out_dir
+
+def test_trains_for_exactly_max_steps(trained):
+    assert [r["step"] for r in log_of(trained)] == [1, 2, 3] and (trained / "DONE").is_file()
+    assert sorted(p.name for p in trained.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000003"]
+
+def test_lora_has_no_layer_that_nobody_reads(trained):
+    """The last block's text output goes nowhere: LoRAs there would stay zero. Everything else has moved."""
+    state = lora_of(trained)
+    last = max(int(re.search(r"blocks\.(\d+)", k)[1]) for k in state)
+    assert not [k for k in state if re.search(rf"blocks\.{last}\.(attn\.(add_q_proj|to_add_out)|txt_mlp)", k)]
+    assert [k for k in state if f"blocks.{last - 1}.attn.to_add_out" in k]
+    assert all(v.dtype == torch.float32 for v in state.values())
+    assert all(v.any() for k, v in state.items() if "lora_B" in k)
+
+def test_only_the_lora_trains_and_is_float32(tmp_path):
+    """With a bf16 base too: fp32 adapters (1 + 1e-3 is 1 in bf16, so small steps would be lost), the base untouched."""
+    ns = globals_of_train(tmp_path / "a", "--dtype", "bfloat16", "--no-use_cache")
+    fresh = predict.load_transformer(TINY, "bfloat16").state_dict()
+    after = {k.replace(".base_layer", ""): v for k, v in ns["transformer"].state_dict().items() if ".lora_" not in k}
+    assert after.keys() == fresh.keys() and all(torch.equal(after[k], fresh[k]) for k in fresh)
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in ns["lora"].values())
+    assert not [n for n, p in ns["transformer"].named_parameters() if p.requires_grad and n not in ns["lora"]]
+
+# ---- the stream ------------------------------------------------------------------------------------------------------
+
+def noise_at(ns, position, img_len=24):
+    g = ns["generator"]("noise", position)
+    return ns["draw_timestep"](g, img_len), torch.randn(img_len, 64, generator=g)
+
+def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
+    """The stream does not know of batch size, ranks or time: epochs are permutations, noise belongs to a position."""
+    dropout = ["--caption_dropout_rate", 0.25]
+    a = globals_of_train(tmp_path / "a", *dropout)
+    b = globals_of_train(tmp_path / "b", *dropout, "--batch_size", 7, "--max_tokens", 100)
+    c = globals_of_train(tmp_path / "c", *dropout, "--seed", 1)
+    n = len(a["samples"])
+    names = lambda ns, start: [ns["draw"](p)[0].name for p in range(start, start + n)]
+    assert names(a, 0) == names(b, 0) != names(c, 0) and names(a, 0) != names(a, n)
+    assert sorted(names(a, 0)) == sorted(names(a, n)) == sorted(s.name for s in a["samples"])
+    for p in (0, 1, 12345):
+        (s1, n1), (s2, n2), (s3, n3) = [noise_at(ns, p) for ns in (a, b, c)]
+        assert s1 == s2 != s3 and torch.equal(n1, n2) and not torch.equal(n1, n3)
+    assert abs(np.mean([a["draw"](p)[2][0] == "" for p in range(2000)]) - 0.25) < 0.04
+    noise = torch.cat([noise_at(a, p)[1].flatten() for p in range(100)])
+    assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
+    for p in range(50): # wording and picture dropout draw from streams of their own: scale and dropout do not feel them
+        g = a["generator"]("draw", p)
+        torch.randint(1, (), generator=g)
+        assert (a["draw"](p)[2][0] == "") == (torch.rand((), generator=g).item() < 0.25)
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "qwen_shift"])
+def test_timestep_distribution(tmp_path, sampling):
+    """Quartiles of 2,000 draws. qwen_shift moves the median to e^mu / (e^mu + 1), mu from the sample's own size:
+    2.001 / 3.001 for 1024*1024 pixels (the shift that the scheduler uses at inference)."""
+    ns = globals_of_train(tmp_path / "a", "--timestep_sampling", sampling)
+    s = torch.stack([ns["draw_timestep"](ns["generator"]("noise", p), 4096) for p in range(2000)])
+    quartiles = dict(uniform=[0.25, 0.5, 0.75], logit_normal=[0.3375, 0.5, 0.6625])
+    shift = lambda u: 2.0007 * u / (1 + 1.0007 * u)
+    want = quartiles.get(sampling) or [shift(u) for u in quartiles["logit_normal"]]
+    assert 0 < s.min() and s.max() < 1
+    assert torch.quantile(s, torch.tensor([0.25, 0.5, 0.75])).tolist() == pytest.approx(want, abs=0.03)
+
+def test_repeats_and_several_roots_make_the_epoch(tmp_path):
+    """An epoch has each sample as often as --repeats says; a resumed run cannot change that; an index knows it."""
+    for root, names in (("a", "xy"), ("b", "x")):
+        for name in names:
+            add_item(tmp_path / root, name, caption=f"{root} {name}")
+    roots, flags = [tmp_path / "a", tmp_path / "b"], ["--cache_dir", tmp_path / "c", "--max_steps", 1, *NATIVE, *EXACT]
+    flags += ["--lr_scheduler", "constant", "--lora_rank", 2, "--val_data"]
+    run = run_script("train.py", "--data", *roots, "--repeats", 1, 3, "--out_dir", tmp_path / "r", *flags)
+    assert run.status == 0 and "trained for 1 steps on 3 samples" in run.out, run.err
+    names = lambda ns: [f"{s.root}/{s.name}" for s in [ns["draw"](p)[0] for p in range(5)]]
+    epoch = names(run.globals)
+    assert sorted(epoch) == ["a/x", "a/y", "b/x", "b/x", "b/x"] and run.globals["run_name"] == "tiny-a+b"
+    again = run_script("train.py", "--data", tmp_path / "c/tiny-a+b.json", "--out_dir", tmp_path / "n", *flags)
+    assert again.status == 0 and names(again.globals) == epoch and again.globals["run_name"] == "tiny-a+b", again.err
+    other = run_script("train.py", "--data", *roots, "--resume", "--out_dir", tmp_path / "r", *flags, "--max_steps", 2)
+    assert other.status == 1 and is_one_line(other.errors[0], "data")
+    wrong = run_script("train.py", "--data", *roots, "--repeats", 3, "--out_dir", tmp_path / "w", *flags)
+    assert wrong.status == 2 and "--repeats" in wrong.err
+
+def test_each_position_draws_one_of_the_wordings(tmp_path):
+    item = add_item(tmp_path / "data", "cat", caption="one\r\n\n two two \nthree\none\n")
+    run = train(item, tmp_path, "--cache_dir", tmp_path / "c", "--caption_dropout_rate", 0.3, *NATIVE)
+    assert run.status == 0 and len(list((tmp_path / "c/text").iterdir())) == 4, run.err
+    drawn = [run.globals["draw"](p)[2][0] for p in range(600)]
+    counts = [drawn.count(p) for p in ("", "one", "two two", "three")]
+    assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
+
+def test_dropped_pictures_leave_latents_and_prompt(tmp_path, data, plus):
+    """The share that was asked for, in a stream of its own: all else of a position is as without the flag. Such a
+    sample is the target alone with the caption as stock encodes it without pictures, or the empty prompt likewise."""
+    rates = ["--caption_dropout_rate", 0.5, "--cache_dir", tmp_path / "c", *NATIVE, *EXACT]
+    without = train(data, tmp_path, *rates)
+    files = cached_files(tmp_path / "c")
+    result = train(data, tmp_path, *rates, "--prompt_image_dropout_rate", 0.5)
+    assert result.status == 0, result.err
+    ns, before = result.globals, without.globals
+    draws = [ns["draw"](p) for p in range(400)]
+    for p, (sample, scale, (prompt, shown)) in enumerate(draws):
+        want = before["draw"](p)
+        assert (sample.name, prompt) == (want[0].name, want[2][0])
+        assert scale["img_shapes"] == want[1]["img_shapes"][:None if shown else 1]
+    kinds = Counter((shown, prompt == "") for _, _, (prompt, shown) in draws)
+    assert len(kinds) == 4 and all(75 < n < 125 for n in kinds.values()), kinds
+    for prompt in ("add a red border", ""):
+        p = next(p for p, (_, _, text) in enumerate(draws) if text == (prompt, False))
+        item, full = [names["load_item"](*names["draw"](p), ns["generator"]("noise", p)) for names in (ns, before)]
+        want = cache.encode_prompt(plus, prompt, [], [])
+        assert len(want) == draws[p][0].texts[prompt, False]["tokens"] and rel(item.prompt, want) < 1e-6
+        assert item.controls.shape == (0, 64) and len(item.img_shapes) == 1 and torch.equal(item.x0, full.x0)
+    kept = cached_files(tmp_path / "c")
+    assert files.items() <= kept.items() and len(kept) == len(files) + 2 # two items of one caption
+    live = train(data, tmp_path, *rates, "--prompt_image_dropout_rate", 0.5, "--no-use_cache")
+    assert live.losses == pytest.approx(result.losses, rel=1e-5) and without.losses != result.losses
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("schedule, want", [
+    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1, 1, *(0.5 + 0.5 * math.cos(math.pi * x) for x in (0.25, 0.5, 0.75))])])
+def test_learning_rate_is_a_function_of_the_step(tmp_path, schedule, want):
+    ns = globals_of_train(tmp_path / "a", "--lr_scheduler", schedule, "--warmup_steps", 2, "--lr", 3)
+    ns["args"].max_steps = 6
+    assert [ns["learning_rate"](step) / 3 for step in range(6)] == pytest.approx(want)
+
+def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
+    """A mask that is all white or all black changes nothing; a half one weighs 2 : 1; sample and token means differ as
+    they should when sizes do."""
+    runs = {norm: globals_of_train(tmp_path / norm, "--loss_norm", norm) for norm in ("sample", "token")}
+    items = [runs["sample"]["load_item"](*runs["sample"]["draw"](p), torch.Generator()) for p in (0, 1)]
+    for item in items: # the prediction will be 0, the velocity 1 and 3: squares 1 and 9
+        item.x0 = torch.zeros_like(item.x0)
+        item.noise = torch.ones_like(item.x0)
+        item.noise[len(item.x0) // 2:] = 3
+
+    def loss(norm, weights):
+        for item, weight in zip(items, weights):
+            item.weight = weight
+        ns = runs[norm]
+        monkeypatch.setitem(ns["flow_loss"].__globals__, "run_packed", lambda model, latents, *_: [
+            torch.zeros_like(x) for x in latents])
+        losses = ns["flow_loss"](None, items)
+        return float(sum(loss for loss, _ in losses) / sum(weight for _, weight in losses))
+    lens = [len(item.x0) for item in items]
+    ones, halves = [torch.ones(n) for n in lens], [1 + (torch.arange(n) >= n // 2).float() for n in lens]
+    for norm in runs:
+        assert loss(norm, ones) == loss(norm, [2 * w for w in ones]) == pytest.approx(5)
+        assert loss(norm, halves) == pytest.approx((1 + 2 * 9) / 3)
+    uneven = [ones[0], halves[1]]
+    assert lens[0] != lens[1]
+    assert loss("sample", uneven) == pytest.approx((5 + 19 / 3) / 2)
+    assert loss("token", uneven) == pytest.approx((5 * lens[0] + 9.5 * lens[1]) / (lens[0] + 1.5 * lens[1]))
+
+def test_packs_are_dealt_to_all_by_cost_and_evened_out(tmp_path):
+    """Every sample once, nobody above the limit, the dearest share within a tenth of the mean; with --fsdp everybody
+    makes the same number of passes, and those that only keep the others company do not count."""
+    ns = globals_of_train(tmp_path / "a", "--max_tokens", 400)
+    deal, globals_, rng = ns["deal_packs"], ns["deal_packs"].__globals__, np.random.default_rng(0)
+    for ranks, n, fsdp in [(1, 7, False), (4, 1, True), (4, 3, True), (4, 40, False), (4, 40, True), (3, 11, True)]:
+        globals_["world_size"], ns["args"].fsdp = ranks, fsdp
+        lengths = rng.integers(1, 300, n).tolist()
+        dealt = deal(lengths)
+        assert len(dealt) == ranks and dealt == deal(list(lengths))
+        assert sorted(i for packs in dealt for pack, counts in packs if counts for i in pack) == list(range(n))
+        assert all(pack and sum(lengths[i] for i in pack) <= 400 for packs in dealt for pack, _ in packs)
+        assert not fsdp or len({len(packs) for packs in dealt}) == 1
+    cost = lambda packs: sum(lengths[i] * (6 * 128 + lengths[i]) for pack, counts in packs if counts for i in pack)
+    lengths = rng.integers(1, 300, 40).tolist()
+    costs = list(map(cost, deal(lengths)))
+    assert max(costs) <= 1.1 * sum(costs) / len(costs)
+
+@pytest.mark.parametrize("ranks, batch_size", [(4, 3)])
+def test_four_processes_with_three_samples_equal_one(tmp_path, start, ranks, batch_size):
+    """One has nothing to do."""
+    flags = ["--max_steps", 3, "--batch_size", batch_size]
+    one = train_log(tmp_path / "one", *flags)
+    processes = start_ranks(start, "--cache_dir", toy_cache(), "--val_data", *EXACT, *flags, "--out_dir", tmp_path / "many",
+                            preludes=[None] * ranks)
+    assert not any([p.wait() for p in processes]), [p.output() for p in processes]
+    many = log_of(tmp_path / "many")
+    assert losses_of(many) == pytest.approx(losses_of(one), rel=1e-6)
+    for a, b in zip(one, many): # each sample's loss, whoever computed it
+        assert a["samples"] == b["samples"] and a["timesteps"] == b["timesteps"]
+        assert b["losses"] == pytest.approx(a["losses"], abs=2e-5) and np.mean(a["losses"]) == pytest.approx(a["loss"], abs=2e-5)
+    a, b = lora_of(tmp_path / "one"), lora_of(tmp_path / "many")
+    assert rel(torch.cat([b[k].flatten() for k in a]), torch.cat([a[k].flatten() for k in a])) <= 1e-3
+
+def test_nan_stops_before_the_step_is_taken(tmp_path, data):
+    """A poisoned sample: no step, its name on the last line, the earlier checkpoint intact."""
+    flags = ["--cache_dir", tmp_path / "c", "--save_every", 1, *NATIVE, *EXACT]
+    first = train(data, tmp_path, *flags, "--max_steps", 1, "--batch_size", 1)
+    sample, scale, _ = first.globals["draw"](1)
+    tensors, meta = cache.read_tensors(scale["file"])
+    cache.write_tensors(scale["file"], {**tensors, "pixel_latent": tensors["pixel_latent"] * math.nan}, meta)
+    result = train(data, tmp_path, *flags, "--batch_size", 1)
+    assert result.status == 1 and is_one_line(result.errors[-1], sample.name, "step 2", "--lr")
+    run = tmp_path / "run-1"
+    assert [r["step"] for r in log_of(run)] == [1]
+    assert all(v.isfinite().all() for v in lora_of(run / "checkpoint-000001").values())
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "torch.optim.AdamW": ["betas=[0.8,0.9]"], "torch.optim.SGD": ["momentum=0.9"],
+    "bitsandbytes.optim.AdamW8bit": ["min_8bit_size=512"],
+    "prodigyopt.Prodigy": ["use_bias_correction=true", "safeguard_warmup=true"]}
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
+    pytest.importorskip(optimizer.split(".")[0])
+    flags = [*small.flags, "--optimizer", optimizer, "--optimizer_args", *OPTIMIZERS[optimizer], "--lora_rank", 64]
+    for name, steps, more in (("a", 4, []), ("b", 2, []), ("b", 4, ["--resume"])):
+        result = run_script("train.py", *flags, "--out_dir", tmp_path / name, "--max_steps", steps, *more)
+        assert result.status == 0, result.err
+    assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
+    a, b = lora_of(tmp_path / "a"), lora_of(tmp_path / "b")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    plain = run_script("train.py", *small.flags, "--lora_rank", 64, "--out_dir", tmp_path / "c", "--max_steps", 4)
+    assert plain.status == 0 and curve(log_of(tmp_path / "c")) != curve(log_of(tmp_path / "a"))
+
+@pytest.mark.parametrize("flags, status, named", [
+    (["--optimizer", "prodigyopt.Prodigy"], 2, "pip install prodigyopt"),
+    (["--optimizer", "torch.optim.AdamZ"], 1, "--optimizer"),
+    (["--optimizer_args", "beta=3"], 1, "beta"),
+    (["--tracker", "wandb"], 2, "pip install wandb"),
+    (["--quantize", "nf4"], 2, "pip install bitsandbytes"),
+    (["--lora_args", "no_such=1"], 1, "--lora_args"),
+    (["--lora_args", "init_lora_weights=pissa"], 2, "base"),
+    (["--lora_args", "use_dora=true", "--quantize", "int8"], 2, "DoRA"),
+    (["--lora_targets", "to_q", "to_kk"], 1, "to_k "), # peft would go on
+    (["--val_data", "--sample_every", 1], 2, "--val_data"), (["--fsdp"], 2, "torchrun"), (["--dtype", "float16"], 2, "bfloat16"),
+    *[(line.split(), 2, line.split()[0].rstrip("=")) for line in (
+        "--batch_size 0", "--max_steps 0", "--max_tokens 0", "--lora_rank 0", "--save_every 0", "--keep 0", "--lr fast",
+        "--lr -1", "--lr nan", "--lr_scheduler step", "--caption_dropout_rate 1.5", "--lora_dropout -0.1",
+        "--warmup_steps -1", "--gradient_checkpointing -1", "--max_grad_norm 0", "--lora_targets", "--seed x", "--data=",
+        "--batching both", "--mask_foreground_weight -1", "--lora_args rank", "--offload some", "--mod tiny")]], ids=str)
+def test_a_bad_flag_is_one_line_before_anything_slow(small, tmp_path, monkeypatch, flags, status, named):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name not in (
+        "prodigyopt", "wandb", "bitsandbytes") and find_spec(name) or None)
+    monkeypatch.setattr(cache, "find_spec", importlib.util.find_spec)
+    if status == 2:
+        monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
+    result = run_script("train.py", *small.flags, *flags, "--out_dir", tmp_path / "a")
+    assert result.status == status and named in result.errors[-1], result.err
+    assert status == 2 or is_one_line(result.errors[-1])
+    assert not (tmp_path / "a/checkpoint-000002").exists()
+
+# ---- runs and their folders ------------------------------------------------------------------------------------------
+
+def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
+    """Differing fields are listed, before anything slow; a finished run says so; a folder with a run in it is not
+    overwritten."""
+    train_log(tmp_path / "a", "--lr_scheduler", "linear")
+    before = {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    flags = ["--lr_scheduler", "linear"]
+    result = train_toy(tmp_path / "a", *flags, "--resume")
+    assert result.status == 0 and "already done" in result.out
+    result = train_toy(tmp_path / "a", *flags)
+    assert result.status == 1 and is_one_line(result.errors[-1], f"--out_dir {tmp_path / 'a'}: is not empty")
+    result = train_toy(tmp_path / "b", "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], "checkpoint") and not (tmp_path / "b").exists()
+    monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
+    changes = dict(lr=0.5, lora_rank=8, lora_targets="to_k", batch_size=3, seed=1, loss_norm="token", weight_decay=0.5)
+    for name, value in changes.items():
+        result = train_toy(tmp_path / "a", *flags, "--resume", f"--{name}", value)
+        assert result.status == 1 and is_one_line(result.errors[0], f"{name}: "), result.err
+        assert not [other for other in changes if other != name and f"{other}: " in result.errors[0]]
+    (tmp_path / "file").write_text("")
+    result = train_toy(tmp_path / "file/run")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "file/run")
+    assert before == {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file() and p.name != ".lock"} | {
+        p: b for p, b in before.items() if p.name == ".lock"}
+
+def test_other_data_is_refused(tmp_path, data):
+    flags = ["--cache_dir", tmp_path / "c", "--lr_scheduler", "constant", *NATIVE, *EXACT]
+    assert train(data, tmp_path, *flags, "--max_steps", 1).status == 0
+    (data / "target/cat.txt").write_text("another caption")
+    result = train(data, tmp_path, *flags, "--out_dir", tmp_path / "run-0", "--resume")
+    assert result.status == 1 and is_one_line(result.errors[0], "data: ")
+    result = train(data, tmp_path, *flags, "--out_dir", tmp_path / "run-0", "--resume", "--target_pixels", "32*32")
+    assert result.status == 1 and is_one_line(result.errors[0], "geometry: ")
+
+def test_runs_are_numbered_and_resume_takes_the_newest(tmp_path, small, start):
+    """A folder of a run that never began does not count."""
+    def run(*flags):
+        process = start("train.py", *small.flags, *flags, prelude=functools.partial(os.chdir, tmp_path))
+        assert process.wait() == 0, process.output()
+        return process.output()
+    (tmp_path / "out/tiny-data-009").mkdir(parents=True)
+    for n in (1, 2):
+        run("--max_steps", n)
+    names = sorted(p.name for p in (tmp_path / "out").iterdir() if (p / "DONE").exists())
+    assert len(names) == 2 and f"{names[1]}: going on after step 2" in run("--max_steps", 3, "--resume")
+
+def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
+    assert train_toy(tmp_path / "base").status == 0
+    result = train_toy(tmp_path / "my run", "--base_lora", tmp_path / "base")
+    assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base'} --image" in result.out, result.err
+
+# ---- looks at held-out samples ---------------------------------------------------------------------------------------
+
+def looks_of(out_dir):
+    records = map(json.loads, (out_dir / "log.jsonl").read_text().splitlines()[1:])
+    return [r for r in records if "val_loss" in r]
+
+def test_looking_changes_no_number(tmp_path, data, monkeypatch):
+    """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
+    dropout. Pictures without the LoRA are drawn once."""
+    monkeypatch.setitem(predict.SAMPLING, "num_inference_steps", 2)
+    flags = ["--cache_dir", tmp_path / "c", "--lora_dropout", 0.5, "--max_steps", 3, *NATIVE, *EXACT]
+    drawn, denoise = [], predict.denoise
+    monkeypatch.setattr(predict, "denoise", lambda *args: drawn.append(1) or denoise(*args))
+    for more in ([], ["--val_data", data, "--sample_every", 1]):
+        result = train(data, tmp_path, *flags, *more)
+        assert result.status == 0, result.err
+    a, b = tmp_path / "run-0", tmp_path / "run-1"
+    assert curve(log_of(a)) == curve(log_of(b)) and len(drawn) == 1 + 3
+    assert all(torch.equal(x, lora_of(b)[k]) for k, x in lora_of(a).items())
+    assert [p.name for p in sorted((b / "samples").glob("*.png"))] == [f"step_{n:06d}_data.png" for n in (1, 2, 3)]
+    assert [r["step"] for r in looks_of(b)] == [1, 2, 3] and not looks_of(a)
+    assert {p.requires_grad for n, p in result.globals["transformer"].named_parameters()} == {True, False}
+
+def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
+    """While the LoRA does nothing they are one number in every step and for every --seed, whatever is dropped; it falls
+    when the pictures themselves are learned; and it is the training's loss, with its mask."""
+    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [job.noise for job in jobs]) # nobody looks
+    add_item(data, "dog", mask=Image.fromarray(np.eye(64, dtype=bool)))
+    flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--sample_every", 1, *NATIVE, *EXACT]
+    for more in (["--lr", 0, "--lora_dropout", 0.9], ["--lr", 0, "--seed", 1], ["--max_steps", 5, "--warmup_steps", 0],
+                 ["--lr", 0, "--mask_foreground_weight", 9]):
+        result = train(data, tmp_path, *flags, *more)
+        assert result.status == 0, result.err
+    first, second, learned, masked = [[r["val_loss"] for r in looks_of(tmp_path / f"run-{n}")] for n in range(4)]
+    assert len({*first, *second}) == 1 and len(learned) == 5 and learned[-1] < 0.98 * first[0]
+    assert abs(masked[0] / first[0] - 1) > 1e-3
+
+def test_two_processes_share_a_look(tmp_path, start, data):
+    """The same validation loss, PSNRs and sheet as one process."""
+    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2, *NATIVE,
+             *EXACT]
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
+    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two")
+    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
+    (one,), (two,) = looks_of(tmp_path / "one"), looks_of(tmp_path / "two")
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
+    assert two["psnr"]["data"] == pytest.approx(one["psnr"]["data"], abs=0.05)
+    a, b = [np.asarray(Image.open(tmp_path / d / "samples/step_000001_data.png"), int) for d in ("one", "two")]
+    assert a.shape == b.shape and np.abs(a - b).max() <= 1
+
+def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
+    """The input against the target by hand; groups are folders; the VAE alone is the ceiling of a perfect model."""
+    add_item(data, "deep/cat", [(64, 96), (96, 64)])
+    target = {}
+    real = cache.load_sample
+
+    def perfect(model, config, jobs, *_):
+        return [target[len(job.noise)] for job in jobs]
+    monkeypatch.setattr(cache, "load_sample", lambda *args: target.update(
+        {len(t["pixel_latent"]): t["pixel_latent"] for t in [real(*args)]}) or real(*args))
+    monkeypatch.setattr(predict, "denoise", perfect)
+    result = train(data / "target/../../data", tmp_path, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--val_data", data,
+                   *NATIVE, *EXACT)
+    assert result.status == 0, result.err
+    psnr = looks_of(tmp_path / "run-0")[0]["psnr"]
+    assert list(psnr) == ["data", "data/deep"]
+    got, want = [Image.open(data / kind / "deep/cat.png") for kind in ("control", "target")]
+    assert psnr["data/deep"]["input"] == pytest.approx(predict.psnr(got.resize(want.size, Image.LANCZOS), want))
+    assert psnr["data/deep"]["lora"] == psnr["data/deep"]["base"] == psnr["data/deep"]["vae"] > psnr["data/deep"]["input"]
+
+@pytest.mark.skipif(not FULL, reason="four trainings of a minute each: --full -k shared_positions -s")
+def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
+    """The toy edit by mixed-size packs, one sample at a time and padded batches, from the same stream of samples, has
+    the same quality. With the first sample's positions for the whole batch, as stock diffusers computes it, it has not.
+    -s prints the table; the pictures are in the test's folder."""
+    first, psnr = [], {}
+
+    def shared(pos_embed, shapes, txt_len, device, real=rope_patch.sample_freqs):
+        if not torch.is_grad_enabled(): # pictures are drawn with the right positions, as the stock pipeline does
+            return real(pos_embed, shapes, txt_len, device)
+        img_freqs, txt_freqs = real(pos_embed, first[0], txt_len, device)
+        return img_freqs[torch.arange(sum(map(prod, shapes))) % len(img_freqs)], txt_freqs
+
+    def remember_first(*args, real=rope_patch.sample_shapes):
+        first[:] = real(*args)
+        return real(*args)
+    ways = {"mixed": [], "one": ["--max_tokens", 1], "padded": ["--batching", "padded"], "shared": []}
+    for name, flags in ways.items():
+        if name == "shared":
+            monkeypatch.setattr(rope_patch, "sample_freqs", shared)
+            monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
+        result = run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", tmp_path / name, *flags)
+        assert result.status == 0, result.err
+        psnr[name] = looks_of(tmp_path / name)[-1]["psnr"]["val"]["lora"]
+        print(f"\n{name:8} {psnr[name]:.2f} dB in {tmp_path / name}")
+    for way in ("one", "padded"):
+        show(f"{way}, dB from mixed", abs(psnr[way] - psnr["mixed"]), 0.3)
+        assert abs(psnr[way] - psnr["mixed"]) < 0.3
+    assert psnr["shared"] < psnr["mixed"] - 3
+
+TWENTY = ["--max_steps", 20, "--batch_size", 8]
+
+@pytest.mark.skipif(not FULL, reason="as in test_consistency.py, but for twenty steps: --full")
+@pytest.mark.parametrize("flags", [["--batching", "padded"], ["--max_tokens", 1]])
+def test_twenty_steps_are_the_same_steps(tmp_path, flags):
+    """Twenty optimizer steps at the demo's own settings: one packed batch a step, padded, one at a time."""
+    want, got = train_log(tmp_path / "a", *TWENTY), train_log(tmp_path / "b", *TWENTY, *flags)
+    assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-5)
