@@ -156,16 +156,15 @@ def read_lora(path):
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
         a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
         trained = meta.get("transformer.target_modules")
-        gone = a.keys() ^ b.keys() | {t for t in trained if not any(k.endswith("." + t) for k in a)} if isinstance(
-            trained, list) else a.keys() ^ b.keys()
-        for what, names in (("no key of a LoRA of Qwen-Image is", [k for k in state or ["(an empty file)"] if not (
-                                k.startswith("transformer.") and ".lora_" in k)]),
-                            ("lora_A or lora_B is missing of", gone),
-                            ("ranks do not go together of", [k for k in a.keys() & b.keys() if not (
-                                a[k].ndim == b[k].ndim == 2 and a[k].shape[0] == b[k].shape[1])]),
-                            ("the training diverged: NaN or Inf in", [k for k, v in state.items() if not v.isfinite().all()])):
-            for name in names:
-                raise ValueError(f"{what} {name}")
+        trained = trained if isinstance(trained, list) else []
+        wrong = [f"{k} is no LoRA's for Qwen-Image" for k in state if not k.startswith("transformer.") or ".lora_" not in k]
+        wrong += [f"lora_A or lora_B of {k} is missing" for k in a.keys() ^ b.keys()]
+        wrong += [f"lora_A and lora_B of {t} are missing" for t in trained if not any(k.endswith("." + t) for k in a)]
+        wrong += [f"lora_A and lora_B of {k} do not go together" for k in a.keys() & b.keys()
+                  if not (a[k].ndim == b[k].ndim == 2 and a[k].shape[0] == b[k].shape[1])]
+        wrong += [f"NaN or Inf in {k}: its training diverged" for k, v in state.items() if not v.isfinite().all()]
+        if wrong or not state:
+            raise ValueError([*wrong, "it is empty"][0])
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError) as e:
         raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]}; take another "
                          "file (tools/convert_lora.py reads peft's folders)") from None
