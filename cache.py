@@ -47,12 +47,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
+from diffusers import AutoencoderKLQwenImage, DiffusionPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from PIL import Image
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 VERSION = "2.0" # of the cache files
@@ -105,7 +105,7 @@ def load_extra(flag):
     except ModuleNotFoundError as e:
         if not e.name.startswith("extras"):
             raise
-        raise InputError(f"--{flag}: needs extras/{EXTRAS[flag]}.py; copy it here, or leave the flag out") from None
+        raise InputError(f"--{flag}: needs extras/{EXTRAS[flag]}.py; copy it here, or leave the flag out")
 
 def pixels(text):
     """'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
@@ -148,10 +148,10 @@ def add_data_flags(parser):
          help="dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written")
     flag("--repeats", type=number(int, 1), nargs="+", metavar="N",
          help="how often an epoch has each --data, one number each (default: 1)")
-    flag("--reg_data", nargs="+", default=[], metavar="DIR", help="folders of NAME.png + NAME.txt without controls, trained "
-         "beside the edits as text-to-image, so that the model does not forget (default: none)")
-    flag("--val_data", nargs="*", metavar="DATA", help="datasets that are looked at, not trained on: their loss, pictures "
-         "without and with the LoRA (default: none; the toy dataset has its own)")
+    flag("--reg_data", nargs="+", default=[], metavar="DIR", help="folders of NAME.png + NAME.txt without controls, "
+         "trained beside the edits as text-to-image, so that the model does not forget (default: none)")
+    flag("--val_data", nargs="*", metavar="DATA", help="datasets that are looked at, not trained on: their loss, "
+         "pictures without and with the LoRA (default: none; the toy dataset has its own)")
     flag("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
          help="area of the target; several: each step draws one; native: keep each picture's size")
     flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="area of the controls, likewise")
@@ -208,7 +208,8 @@ def parse_data_args(parser, tiny):
 
 def start_processes(args):
     """-> (rank, number of processes), as torchrun says. They meet for objects on the CPU, for gradients on --device."""
-    transformers.utils.logging.disable_progress_bar() # a bar for each of three small models would hide ours
+    for library in (diffusers, transformers): # a bar for each small model would hide ours
+        library.utils.logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
         stream.reconfigure(errors="backslashreplace")
     cuda = args.device.startswith("cuda")
@@ -239,19 +240,17 @@ def write_file(path, data):
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(tmp, "xb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(tmp, path)
-        except BaseException:
-            tmp.unlink(missing_ok=True)
-            raise
+        with open(tmp, "xb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
         sync_folder(path.parent)
     except OSError as e:
+        with contextlib.suppress(OSError): # what a kill leaves here, prepare_folder deletes
+            tmp.unlink()
         raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or mend the "
-                         "folder's permissions, and run again") from None
+                         "folder's permissions, and run again")
 
 def sync_folder(path):
     """A rename is safe from power loss only when the folder is on the disk too (Windows cannot do that)."""
@@ -271,7 +270,7 @@ def prepare_folder(path, remedy):
                 if time.time() - tmp.stat().st_mtime > 3600:
                     tmp.unlink()
     except OSError as e:
-        raise InputError(f"{path}: cannot be written ({e.strerror}); {remedy}") from None
+        raise InputError(f"{path}: cannot be written ({e.strerror}); {remedy}")
 
 NO_DIGEST = "0" * 64
 
@@ -294,9 +293,9 @@ def read_tensors(path, meta_key="json", key=None):
         meta = json.loads(header["__metadata__"][meta_key])
         digest = meta.pop("digest").encode()
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; run cache.py again") from None
+        raise InputError(f"{path}: missing; run cache.py again")
     except (OSError, SafetensorError, KeyError, ValueError, AttributeError, TypeError) as e:
-        raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}") from None
+        raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
     if hashlib.sha256(data.replace(digest, NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
         raise InputError(f"{path}: content does not match its digest; {fix}")
     if key is not None and (meta.get("key"), meta.get("version")) != (key, VERSION):
@@ -370,7 +369,7 @@ def read_folder(data, alone=False):
             if not alone and not controls[0]:
                 raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png")
             if further := left.get(("control", further, "picture")):
-                raise InputError(f"{further[0]}: of the target of that name, or a further one of {name}?; rename a target")
+                raise InputError(f"{further[0]}: control of its target or a further one of {name}?; rename a target")
             if not caption:
                 raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
             lines = [line.strip() for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
@@ -379,9 +378,9 @@ def read_folder(data, alone=False):
             problems.append(str(e))
     strays = [path for paths in left.values() for path in paths]
     strays += [data / "metadata.jsonl"] * (not alone and (data / "metadata.jsonl").exists())
-    return samples, problems + [error_line(f"{path}: not used, as no target goes by that name (NAME, controls also NAME_1, "
-                                           "NAME_2, ...) or its format is not read; delete it, or save it as PNG")
-                                for path in strays]
+    return samples, problems + [
+        error_line(f"{path}: not used, as no target goes by that name (NAME, controls also NAME_1, NAME_2, ...) or its "
+                   "format is not read; delete it, or save it as PNG") for path in strays]
 
 def read_manifest(path, alone=False, settings=None):
     """metadata.jsonl, lines of JSON with target, control, prompt and mask; or with `settings`, {field: type},
@@ -409,7 +408,7 @@ def read_row(manifest, where, line, alone, settings):
         need = ["prompt"] + ["target"] * (settings is None) + ["control"] * (not alone)
         wrong = [k for k in [*need, *row] if k not in row or not isinstance(row[k], known.get(k, ()))]
     except (ValueError, RecursionError, AttributeError, TypeError) as e:
-        raise InputError(f"{where}: no JSON object ({e}); one a line, no comma behind its last field") from None
+        raise InputError(f"{where}: no JSON object ({e}); one a line, no comma behind its last field")
     if wrong:
         raise InputError(f"{where}: field {wrong[0]!r} is missing, unknown or of a wrong type; want {', '.join(known)} "
                          '("control": [] for a picture without controls)')
@@ -466,7 +465,7 @@ def open_image(path):
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
         what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
         what = str(e) if isinstance(e, Image.DecompressionBombError) else what
-        raise InputError(f"{path}: {what}; replace it") from None
+        raise InputError(f"{path}: {what}; replace it")
     if image.width * image.height > MAX_PIXELS:
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
     if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
@@ -503,7 +502,7 @@ def read_image(path):
         try:
             image.load()
         except (OSError, ValueError, SyntaxError) as e:
-            raise InputError(f"{path}: broken picture ({e}); replace it, or go on without it: --skip_bad") from None
+            raise InputError(f"{path}: broken picture ({e}); replace it, or go on without it: --skip_bad")
         image = image.transpose(turn) if turn is not None else image
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
@@ -557,23 +556,23 @@ def find_model(model, parts, weights=True):
             folder = Path(snapshot_download(model, ignore_patterns=None if weights else "*.safetensors",
                                             allow_patterns=["model_index.json", *[f"{p}/*" for p in parts]]))
         except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-            raise InputError(f"--model {model}: neither a folder nor to be had from the hub ({type(e).__name__}); check "
-                             "the name and the network, or log in with `hf auth login`") from None
-    names = dict(tokenizer="tokenizer_config.json", processor="preprocessor_config.json", scheduler="scheduler_config.json")
-    files = [folder / "model_index.json", *[folder / part / names.get(part, "config.json") for part in parts]]
-    for part in [folder / part for part in parts if weights]:
-        files += [*part.glob("*.safetensors"), *part.glob("tokenizer.json")]
-        for index in part.glob("*.safetensors.index.json"):
-            files += [part / shard for shard in set(json.loads(index.read_text())["weight_map"].values())]
+            raise InputError(f"--model {model}: neither a folder nor to be had from the hub ({type(e).__name__}); "
+                             "check the name and the network, or log in: hf auth login")
+    files = [folder / "model_index.json"]
+    for part in [folder / part for part in parts]:
+        files += [*part.glob("*.json")] or [part / "config.json"]
+        files += part.glob("*.safetensors") if weights else []
     for file in files:
         try:
             if file.suffix == ".safetensors":
                 safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
-            else:
-                json.loads(file.read_text())
-        except (OSError, ValueError, SafetensorError) as e:
-            raise InputError(f"{file}: missing or broken ({str(e).splitlines()[0]}); --model wants a complete diffusers "
-                             "folder: download it again (after a git clone: git lfs pull)") from None
+                continue
+            content = json.loads(file.read_text())
+            if file.name.endswith(".safetensors.index.json") and weights:
+                files += [file.parent / name for name in set(content["weight_map"].values())] # the loop gets there too
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
+            raise InputError(f"{file}: missing or broken ({str(e).splitlines()[0]}); download it again (after a git "
+                             "clone: git lfs pull), as --model wants a complete diffusers folder")
     return folder
 
 def load_pipeline(folder):
@@ -583,14 +582,12 @@ def load_pipeline(folder):
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
             raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEdit(Plus)Pipeline")
-        tokenizer = Qwen2Tokenizer.from_pretrained(folder, subfolder="tokenizer")
         image_processor = Qwen2VLImageProcessor.from_pretrained(folder, subfolder="processor")
-        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
+        pipe = DiffusionPipeline.from_pretrained(
+            folder, vae=None, text_encoder=None, transformer=None, processor=None)
     except (OSError, KeyError, ValueError) as e:
-        raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?") from None
-    pipe = getattr(diffusers, name)(scheduler=scheduler, vae=None, text_encoder=None, tokenizer=tokenizer,
-                                    processor=Processor(tokenizer, image_processor), transformer=None)
-    pipe.register_to_config(_name_or_path=str(folder)) # as from_pretrained does
+        raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?")
+    pipe.processor = Processor(pipe.tokenizer, image_processor)
     return pipe
 
 def load_part(cls, folder, dtype):
@@ -599,7 +596,7 @@ def load_part(cls, folder, dtype):
         model, info = cls.from_pretrained(folder, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); download it again") from None
+        raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); download it again")
     if missing := sorted(info["missing_keys"]): # they would be random numbers
         raise InputError(f"{folder}: {len(missing)} tensors are missing, for instance {missing[0]}; download it again")
     return model.requires_grad_(False).eval()
@@ -619,8 +616,8 @@ def load_encoder(pipe, part, args):
             make_low_bit(encoder, args.quantize_text_encoder, args.text_encoder_device)
         pipe.text_encoder = encoder.to(args.text_encoder_device)
     except torch.OutOfMemoryError:
-        raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text encoder, 16 "
-                         "GB in bf16; --quantize_text_encoder takes less, or give cpu") from None
+        raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text encoder, "
+                         "16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
 
 def drop_encoders(pipe):
     """Both leave their devices, and the host's memory."""
@@ -769,9 +766,9 @@ def is_cached(sample):
     return all(file.exists() for file in files_of(sample))
 
 def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
-    """Encodes what the cache lacks, each process its share -> problems, the same on every process; a bad sample stops no
-    others. The encoders come only if there is something to do, one after the other, and have left when this returns.
-    With `verify` every file is read, and what is damaged is encoded again."""
+    """Encodes what the cache lacks, each process its share -> problems, the same on every process; a bad sample stops
+    no others. The encoders come only if there is something to do, one after the other, and have left when this
+    returns. With `verify` every file is read, and what is damaged is encoded again."""
     jobs = {file: (sample, *job) for sample in samples for file, job in files_of(sample).items()} # a shared file once
     # dealt by key, not by place in the list: a process that lists the files later finds some of them there already
     mine = [file for file in jobs if int(file.stem, 16) % world_size == rank]
@@ -827,14 +824,15 @@ def encode_files(pipe, jobs, args, quiet):
     drop_encoders(pipe)
     return problems
 
-def load_sample(sample, scale, text, pipe=None):
-    """One of the sample's scales and texts (a key of sample.texts) from the cache, or with `pipe` encoded now:
-    control_latent, img_shapes, prompt_embed and, where there are a target and a mask, pixel_latent and edit_mask."""
-    if pipe is None:
-        latents, prompt = [read_tensors(file, key=file.stem)[0] for file in (scale["file"], sample.texts[text]["file"])]
-    else:
-        latents, prompt = encode_latents(pipe, sample, scale), encode_text(pipe, sample, *text)
-    return latents | dict(prompt_embed=prompt["prompt_embed" if text[0] else "empty_prompt_embed"])
+def load_latents(sample, scale, pipe=None):
+    """encode_latents of one of sample.scales, from the cache, or with `pipe` now."""
+    return encode_latents(pipe, sample, scale) if pipe else read_tensors(scale["file"], key=scale["file"].stem)[0]
+
+def load_text(sample, text, pipe=None):
+    """prompt_embed (T, 3584) of one of the keys of sample.texts, likewise."""
+    file = sample.texts[text]["file"]
+    tensors = encode_text(pipe, sample, *text) if pipe else read_tensors(file, key=file.stem)[0]
+    return tensors["prompt_embed" if text[0] else "empty_prompt_embed"]
 
 # ---- indexes: a dataset's samples and their files --------------------------------------------------------------------
 
@@ -852,7 +850,8 @@ def write_index(path, samples, geometry, models):
     below = lambda encoded: encoded | dict(file=encoded["file"].relative_to(path.parent).as_posix())
     rows = [asdict(s) | dict(scales=[below(scale) for scale in s.scales],
                              texts=[[*key, below(text)] for key, text in s.texts.items()]) for s in samples]
-    write_file(path, json.dumps(dict(version=VERSION, models=models, geometry=geometry, samples=rows), indent=1).encode())
+    index = dict(version=VERSION, models=models, geometry=geometry, samples=rows)
+    write_file(path, json.dumps(index, indent=1).encode())
 
 def read_index(path):
     """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
@@ -867,7 +866,7 @@ def read_index(path):
             raise ValueError(f"version {index['version']}, {len(samples)} samples")
         return samples, index["geometry"], index["models"]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {e}); run cache.py again") from None
+        raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {e}); run cache.py again")
 
 def open_index(path, folder, texts):
     """read_index -> (samples, geometry). InputError if another model has encoded them, or if a text is missing that
@@ -928,9 +927,9 @@ def describe(samples):
     tokens = [sum(h * w for _, h, w in shapes) + s.texts[p, True]["tokens"] for s, shapes in pairs for p in s.prompts]
     bent, name = max((abs(w / h * s.sizes[0][1] / s.sizes[0][0] - 1), s.name) for s, [(_, h, w), *_] in pairs)
     return (f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts, "
-            f"{len({tuple(shapes[0]) for _, shapes in pairs})} target sizes, up to {max(len(s.controls) for s in samples)} "
-            f"controls, {min(tokens)} to {max(tokens)} tokens; sides rounded to 32 change the aspect by at most {bent:.1%} "
-            f"({name})")
+            f"{len({tuple(shapes[0]) for _, shapes in pairs})} target sizes, "
+            f"up to {max(len(s.controls) for s in samples)} controls, {min(tokens)} to {max(tokens)} tokens; "
+            f"sides rounded to 32 change the aspect by at most {bent:.1%} ({name})")
 
 def look_after(cache_dir, prune):
     """Names the files that no index in this folder knows; deletes them only when asked."""
@@ -953,7 +952,8 @@ def main():
     args = parse_data_args(parser, TINY)
     rank, world_size = start_processes(args)
     folder = find_model(args.model, ENCODERS)
-    samples, held_out, _, problems = make_cache(load_pipeline(folder), folder, args, rank, world_size, verify=args.verify)
+    pipe = load_pipeline(folder)
+    samples, held_out, _, problems = make_cache(pipe, folder, args, rank, world_size, verify=args.verify)
     if rank == 0 and args.prune and problems:
         raise InputError("--prune: would delete what the samples above need once they are mended; mend them first")
     if rank == 0:
@@ -963,8 +963,8 @@ def main():
     if not samples or (problems and not args.skip_bad):
         sys.exit(1)
     if rank == 0:
-        print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(held_out)} held-out ones. next: python train.py, "
-              "with the same flags")
+        print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(held_out)} held-out ones. "
+              "next: python train.py, with the same flags")
 
 if __name__ == "__main__":
     main()

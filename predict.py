@@ -11,9 +11,9 @@ $ python predict.py --model ... --lora out/RUN --scales 0 0.5 1 --seed 0 1 ...  
 $ python predict.py --model ... --lora out/RUN LIGHTNING --shift 3 --num_inference_steps 4 --true_cfg_scale 1 ...
 $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir edited   # eight share the work
 
-A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt, height,
-width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first, into
---cache_dir; then the encoders leave, and the transformer comes: another LoRA, seed or scale encodes nothing again.
+A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
+height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
+into --cache_dir; then the encoders leave, and the transformer comes: another LoRA, seed or scale encodes nothing again.
 A picture that was made with the same settings stays. Shape letters as in rope_patch.py.
 """
 import argparse
@@ -52,7 +52,8 @@ from cache import InputError, number, pixels
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
-SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None, shift=None)
+SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
+                shift=None)
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
 JOB = dict(out=str, negative_prompt=str, height=int, width=int, size_from=int, seed=int, num_inference_steps=int,
            true_cfg_scale=(int, float), sigmas=list, shift=(int, float)) # what a line of jobs.jsonl may set
@@ -60,8 +61,8 @@ JOB = dict(out=str, negative_prompt=str, height=int, width=int, size_from=int, s
 # ---- the transformer and its LoRAs -----------------------------------------------------------------------------------
 
 def load_transformer(folder, dtype, weights=True):
-    """The frozen transformer, patched so that a batch may hold any sizes. Weights are memory-mapped from the files until
-    they are copied to the device (if --dtype matches the files). Without weights: on the meta device, for its shapes."""
+    """The frozen transformer, patched so that a batch may hold any sizes. Its weights stay in the files, memory-mapped,
+    until they are copied to the device (if the dtypes match). Without weights: on the meta device, for its shapes."""
     if weights:
         transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", dtype)
     else:
@@ -81,8 +82,8 @@ def add_memory_flags(parser):
                              "forward and backward pass; with it raise --max_tokens: more tokens a pass, fewer copies")
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
-    """Brings the transformer, with its LoRAs, to the device, in few bits, sharded or offloaded as the flags say. Block by
-    block, so that the device never holds more than one that is not packed yet."""
+    """Brings the transformer, with its LoRAs, to the device, in few bits, sharded or offloaded as the flags say: block
+    by block, so that the device never holds more than one that is not packed yet."""
     pack = lambda block: block
     if quantize != "none":
         if any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
@@ -97,7 +98,7 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
         return transformer.to(device)
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize, --offload or --fsdp take less "
-                         "(train.py --plan says how much)") from None
+                         "(train.py --plan says how much)")
 
 class LoraLinear(lora.Linear): # a class because peft takes one in the place of its own
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here
@@ -132,10 +133,11 @@ def find_lora(path):
         try:
             return Path(hf_hub_download(f"{user}/{repo}", *(name or [LORA_FILE])))
         except Exception as e: # a dozen kinds, as in find_model
-            raise InputError(f"{path}: neither here nor on the hub with a {(name or [LORA_FILE])[0]} ({type(e).__name__}); "
-                             "check the name, add the file's, or log in with `hf auth login`") from None
+            raise InputError(f"{path}: neither here nor on the hub with a {(name or [LORA_FILE])[0]} "
+                             f"({type(e).__name__}); check the name, add the file's, or log in: hf auth login")
     if not file.is_file() or file.suffix != ".safetensors":
-        raise InputError(f"{file}: no LoRA; want a .safetensors file, a folder with {LORA_FILE}, or user/repo of the hub")
+        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE}, or user/repo of the "
+                         "hub")
     return file
 
 def read_lora(path):
@@ -157,7 +159,7 @@ def read_lora(path):
         a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
         trained = meta.get("transformer.target_modules")
         trained = trained if isinstance(trained, list) else []
-        wrong = [f"{k} is no LoRA's for Qwen-Image" for k in state if not k.startswith("transformer.") or ".lora_" not in k]
+        wrong = [f"{k} is none of Qwen-Image's" for k in state if not re.match(r"transformer\..+\.lora_", k)]
         wrong += [f"lora_A or lora_B of {k} is missing" for k in a.keys() ^ b.keys()]
         wrong += [f"lora_A and lora_B of {t} are missing" for t in trained if not any(k.endswith("." + t) for k in a)]
         wrong += [f"lora_A and lora_B of {k} do not go together" for k in a.keys() & b.keys()
@@ -166,8 +168,8 @@ def read_lora(path):
         if wrong or not state:
             raise ValueError([*wrong, "it is empty"][0])
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError) as e:
-        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]}; take another "
-                         "file (tools/convert_lora.py reads peft's folders)") from None
+        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]}; take "
+                         "another file (tools/convert_lora.py reads peft's folders)")
     return state, meta
 
 def lora_config(path):
@@ -208,7 +210,7 @@ def load_loras(transformer, paths, scales):
             QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name,
                                                                  metadata=config or None)
         except (TypeError, ValueError, KeyError, RuntimeError) as e:
-            raise InputError(f"{path}: diffusers cannot load it ({str(e).splitlines()[0]}); take another file") from None
+            raise InputError(f"{path}: diffusers cannot load it ({str(e).splitlines()[0]}); take another file")
     if names:
         transformer.set_adapters(names, list(scales))
 
@@ -237,16 +239,18 @@ def prompts_of(sample, settings):
     return [sample.prompts[0]] + [settings["negative_prompt"]] * (settings["true_cfg_scale"] > 1)
 
 def load_job(sample, settings, seed, device, pipe=None):
-    """What denoise needs to draw a sample, from the cache (or with `pipe` encoded now): noise (I_0, 64), as stock draws it
-    for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes; and `settings`, those of SAMPLING."""
+    """What denoise needs to draw a sample, from the cache (or with `pipe` encoded now): noise (I_0, 64), as stock draws
+    it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and the settings of
+    SAMPLING."""
     scale = sample.scales[0]
-    tensors = [cache.load_sample(sample, scale, (prompt, True), pipe) for prompt in prompts_of(sample, settings)]
-    controls, embeds = tensors[0]["control_latent"], [t["prompt_embed"].to(device) for t in tensors]
+    controls = cache.load_latents(sample, scale, pipe)["control_latent"]
+    embeds = [cache.load_text(sample, (prompt, True), pipe).to(device) for prompt in prompts_of(sample, settings)]
     _, h, w = scale["img_shapes"][0]
     shape = 1, controls.shape[1] // 4, 2 * h, 2 * w # a token is 2x2 of the latent's pixels
     noise = randn_tensor((1, *shape), torch.Generator().manual_seed(seed), torch.device(device), embeds[0].dtype)
-    return SimpleNamespace(noise=QwenImageEditPlusPipeline._pack_latents(noise, *shape)[0], control_latent=controls.to(device),
-                           prompt_embeds=embeds, img_shapes=scale["img_shapes"], **{k: settings[k] for k in SAMPLING})
+    noise, = QwenImageEditPlusPipeline._pack_latents(noise, *shape)
+    return SimpleNamespace(noise=noise, control_latent=controls.to(device), prompt_embeds=embeds,
+                           img_shapes=scale["img_shapes"], **{k: settings[k] for k in SAMPLING})
 
 def make_schedule(job, config):
     """-> (scheduler, timesteps) of this job. The timesteps' shift depends on the target's number of tokens, unless
@@ -264,8 +268,8 @@ def make_schedule(job, config):
 @torch.no_grad()
 def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
     """Euler steps from each job's noise -> its latents (I_0, 64). The conditional and unconditional runs of all jobs go
-    through the transformer together, at most max_tokens tokens a forward pass; jobs may differ in everything, the number
-    of steps too. bar: a tqdm, one per job and step."""
+    through the transformer together, at most max_tokens tokens a forward pass; jobs may differ in everything, the
+    number of steps too. bar: a tqdm, one per job and step."""
     schedules = [make_schedule(job, scheduler_config) for job in jobs]
     latents = [job.noise for job in jobs]
     for i in range(max(len(timesteps) for _, timesteps in schedules)):
@@ -303,8 +307,8 @@ def decode(vae, latents, img_shapes):
     return VaeImageProcessor(16).postprocess(vae.decode(z, return_dict=False)[0][:, :, 0])[0]
 
 def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, pipe=None, share=slice(None), bar=None):
-    """[(sample, settings, seed)] -> yields (place in the list, PIL image), many drawn at once. share: which of the packs
-    this process draws. Without a VAE nothing is decoded, nor yielded."""
+    """[(sample, settings, seed)] -> yields (place in the list, PIL image), many drawn at once. share: which of the
+    packs this process draws. Without a VAE nothing is decoded, nor yielded."""
     lengths = []
     for sample, settings, _ in items:
         images = sum(h * w for _, h, w in sample.scales[0]["img_shapes"])
@@ -376,7 +380,7 @@ def read_flags():
     flag("--prompt", help="the instruction")
     flag("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
     flag("--out", type=Path, default="out.png", help="PNG of --image")
-    flag("--out_dir", type=Path, default="out/predict", help="folder for many PNGs: of --jobs, or of a folder's pictures")
+    flag("--out_dir", type=Path, default="out/predict", help="folder for many PNGs: of --jobs, or of an --image folder")
     flag("--seed", type=int, nargs="+", default=[0], help="of the noise; several: each sample once per seed")
     # with which LoRA
     flag("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all active together "
@@ -403,7 +407,8 @@ def read_flags():
     flag("--upscale", action=argparse.BooleanOptionalAction,
          help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
     # memory
-    flag("--max_tokens", type=number(int, 1), default=20_000, help="tokens per forward pass; lower it if memory runs out")
+    flag("--max_tokens", type=number(int, 1), default=20_000,
+         help="tokens per forward pass; lower it if memory runs out")
     add_memory_flags(parser)
     flag("--transformer_device", help="default: --device")
     parser.set_defaults(**SAMPLING)
@@ -447,8 +452,9 @@ def read_samples(args):
     folder = args.image[0]
     if not folder.is_dir():
         return [cache.make_sample("--prompt", folder, args.out.stem, None, args.image, [args.prompt])], []
-    names = {path: stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
-             for (stem, kind), paths in cache.find_files(folder).items() if kind in ("picture", "other") for path in paths}
+    names = {path: stem if (len(paths), kind) == (1, "picture") else path.relative_to(folder).as_posix() # a.png, a.jpg
+             for (stem, kind), paths in cache.find_files(folder).items() if kind in ("picture", "other")
+             for path in paths}
     if not names:
         raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
     return [cache.make_sample("--prompt", folder, name, None, [p], [args.prompt]) for p, name in names.items()], []
@@ -471,11 +477,11 @@ def complete_settings(sample, args, stretched):
              f"sigmas {sigmas}; give numbers that fall, from at most 1 to above 0"),
             (s["shift"] is not None and s["shift"] <= 0, f"shift {s['shift']}; give a number above 0"),
             (s["num_inference_steps"] < least, f"{s['num_inference_steps']} steps; give at least {least}"),
-            (not 1 <= (s["size_from"] or 1) <= max(1, pictures), f"size_from {s['size_from']} of {pictures} pictures; count "
-                                                                 "from 1"),
+            (not 1 <= (s["size_from"] or 1) <= max(1, pictures),
+             f"size_from {s['size_from']} of {pictures} pictures; count from 1"),
             (min(s["height"] or 32, s["width"] or 32) < 32, "height or width below 32 pixels; give more"),
-            (out.suffix.lower() != ".png" or out.is_absolute() or ".." in out.parts, f"'out' is {str(out)!r}; give a PNG below "
-                                                                                     "--out_dir"),
+            (out.suffix.lower() != ".png" or out.is_absolute() or ".." in out.parts,
+             f"'out' is {str(out)!r}; give a PNG below --out_dir"),
             ("seed" in own and len(args.seed) > 1, "its own seed, and --seed gives several; leave one out")):
         if wrong:
             raise InputError(f"{args.jobs or '--image'}: {sample.name}: {what}")
@@ -503,7 +509,7 @@ def plan_pictures(samples, args, many, transformer_print):
     return list(pictures.values())
 
 def draw(args, folder, scheduler_config, pictures, quiet):
-    """Draws these pictures, many at once, and saves each when it is done -> problems: one that fails stops no others."""
+    """Draws these pictures, many at once, saves each when it is done -> problems: one that fails stops no others."""
     transformer, problems = load_transformer(folder, args.dtype), []
     load_loras(transformer, args.lora, args.lora_scale)
     for path, scale in zip(args.lora, args.lora_scale) if not quiet else []:
@@ -517,8 +523,8 @@ def draw(args, folder, scheduler_config, pictures, quiet):
         if args.lora:
             transformer.set_adapters([f"lora{i}" for i in range(len(args.lora))], [s * scale for s in args.lora_scale])
         items = [(p.sample, p.sample.settings, p.seed) for p in some]
-        for i, image in draw_samples(transformer, vae, scheduler_config, items, args.max_tokens, args.transformer_device,
-                                     bar=bar):
+        for i, image in draw_samples(transformer, vae, scheduler_config, items, args.max_tokens,
+                                     args.transformer_device, bar=bar):
             try:
                 save_png(image, some[i].path, some[i].settings)
                 tqdm.write(f"{some[i].path}: {image.width}x{image.height} | {some[i].sample.prompts[0]}")
@@ -562,14 +568,15 @@ def main():
         except InputError as e:
             problems.append(str(e))
     texts = lambda s: [(prompt, True) for prompt in prompts_of(s, s.settings)]
-    good, wrong = cache.plan_samples(pipe, good, texts, geometry | dict(target_pixels=[geometry["target_pixels"]]), args,
-                                     rank > 0)
+    geometry["target_pixels"] = [geometry["target_pixels"]]
+    good, wrong = cache.plan_samples(pipe, good, texts, geometry, args, rank > 0)
     problems += wrong
     pictures = plan_pictures(good, args, many, cache.fingerprint(folder / "transformer"))
     missing = [p for p in pictures if not (many and finished(p.path, p.settings))]
     cache.prepare_folder(place, "choose another folder")
     if rank == 0 and len(missing) < len(pictures):
-        print(f"{place}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the same settings")
+        print(f"{place}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, made with the "
+              "same settings")
 
     # encode it all, let the encoders go, then draw. all_gather in encode_samples also waits until all have looked
     problems += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size)

@@ -574,9 +574,8 @@ def plan_packs(lengths, max_tokens, padded=False):
     the longest. A pure function: all processes plan alike."""
     packs = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for pack in packs[-1:] if padded else packs:
-            tokens = lengths[pack[0]] * len(pack) + lengths[pack[0]] if padded else sum(
-                lengths[j] for j in pack) + lengths[i]
+        for pack in packs:
+            tokens = lengths[pack[0]] * (len(pack) + 1) if padded else sum(lengths[j] for j in [*pack, i])
             if tokens <= max_tokens:
                 pack.append(i)
                 break

@@ -362,8 +362,8 @@ def stock_area(area):
 
 def encoder_flags(**changes):
     """What the command line gives to the functions that encode."""
-    return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", max_sequence_length=1024,
-                                  quantize_text_encoder="none", cache_dir="cache") | changes)
+    return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="cache",
+                                  max_sequence_length=1024, quantize_text_encoder="none") | changes)
 
 def stock_pipeline(folder):
     """The unmodified pipeline, with weights, and with our processor, since its own needs torchvision."""
@@ -429,7 +429,8 @@ def everything(model, name, *positional):
 
 @pytest.mark.parametrize("variant, dtype, lora, name", GRID, ids=str)
 def test_stock_call_is_bitwise_stock(variant, dtype, lora, name):
-    assert_bitwise(everything(patched_model(variant, dtype, lora), name), everything(hot_model(variant, dtype, lora), name))
+    patched, stock = patched_model(variant, dtype, lora), hot_model(variant, dtype, lora)
+    assert_bitwise(everything(patched, name), everything(stock, name))
 
 def test_stock_arguments_keep_their_order():
     order = list(inspect.signature(QwenImageTransformer2DModel.forward).parameters)[1:-1] # not self, not return_dict
@@ -463,7 +464,8 @@ BATCHES = {
     "twelve samples": random_batch(12),
 }
 MIXTURES = [(batch, mode, variant, DTYPE) for batch in BATCHES for mode in MIXED_MODES for variant in ("v1", "2511")]
-MIXTURES += [("one to six pictures", mode, variant, DTYPE) for mode in MIXED_MODES for variant in ("layered", "2511 layered")]
+MIXTURES += [("one to six pictures", mode, variant, DTYPE) for mode in MIXED_MODES
+             for variant in ("layered", "2511 layered")]
 MIXTURES += [(batch, mode, variant, BFLOAT) for mode in MIXED_MODES
              for batch, variant in (("mixed sizes", "v1"), ("one to six pictures", "2511"))]
 MIXTURES = [m for m in MIXTURES if m[:2] != ("holes in the text", "packed")] # packed mode takes no mask
@@ -491,9 +493,9 @@ def test_text_positions_of_the_first_sample_are_wrong_for_the_others():
 
 @pytest.mark.parametrize("garbage", [1e3, float("nan")])
 @pytest.mark.parametrize("mode, argument, variant", [
-    ("padded", "hidden_states", "v1"), ("padded", "encoder_hidden_states", "2511"), ("precomputed", "hidden_states", "2511"),
-    ("precomputed", "encoder_hidden_states", "v1"), ("precomputed", "image frequencies", "v1"),
-    ("precomputed", "text frequencies", "v1")])
+    ("padded", "hidden_states", "v1"), ("padded", "encoder_hidden_states", "2511"),
+    ("precomputed", "hidden_states", "2511"), ("precomputed", "encoder_hidden_states", "v1"),
+    ("precomputed", "image frequencies", "v1"), ("precomputed", "text frequencies", "v1")])
 def test_padding_never_leaks(mode, argument, variant, garbage):
     """Outputs and LoRA gradients stay bitwise the same, and pads get no gradient."""
     model, samples, answers = patched_model(variant, lora=True), BATCHES["holes in the text"], []
@@ -654,11 +656,11 @@ def test_gradients_equal_stock_one_at_a_time(tmp_path):
     losses = []
     for position in range(4):
         sample, scale, text = ns["draw"](position)
-        t, g = cache.load_sample(sample, scale, text), ns["generator"]("noise", position)
+        t, g = cache.load_latents(sample, scale), ns["generator"]("noise", position)
         s = ns["draw_timestep"](g, len(t["pixel_latent"]))
         noise = torch.randn(t["pixel_latent"].shape, generator=g)
         x = torch.cat([(1 - s) * t["pixel_latent"] + s * noise, t["control_latent"]])
-        v = stock(hidden_states=x[None], encoder_hidden_states=t["prompt_embed"][None], timestep=s[None],
+        v = stock(hidden_states=x[None], encoder_hidden_states=cache.load_text(sample, text)[None], timestep=s[None],
                   img_shapes=[[tuple(i) for i in t["img_shapes"].tolist()]], return_dict=False)[0][0, :len(noise)]
         weight = 1 + t["edit_mask"] if "edit_mask" in t else torch.ones(len(noise))
         losses.append(((v - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum() / weight.sum())
@@ -708,9 +710,11 @@ def test_two_ranks_equal_one(tmp_path):
     one = train_log(tmp_path / "one", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", port, HERE / "train.py",
-               "--cache_dir", toy_cache(), "--val_data", *EXACT, "--device", "cpu", "--out_dir", tmp_path / "two", *flags]
-    job = subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", port,
+               HERE / "train.py", "--cache_dir", toy_cache(), "--val_data", *EXACT, "--device", "cpu",
+               "--out_dir", tmp_path / "two", *flags]
+    job = subprocess.run(list(map(str, command)), capture_output=True, text=True,
+                         env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert job.returncode == 0, job.stderr
     two = log_of(tmp_path / "two")
     show("two processes", max(abs(a / b - 1) for a, b in zip(losses_of(two), losses_of(one))), 1e-6)
@@ -834,11 +838,13 @@ def test_single_job_equals_stock_pipeline(version, pictures, settings, tiny_v1, 
     pipe, area = stock_pipeline(tiny_v1 if version == "v1" else TINY), 1024 * 1024 if FULL else 96 * 96
     job = job_of(pipe, photos[:pictures], tmp_path, area, **settings)
     images = [Image.open(p) for p in photos[:pictures]]
-    call = dict(prompt="add a red border", negative_prompt=" ", num_inference_steps=3, true_cfg_scale=4.0, output_type="latent")
+    call = dict(prompt="add a red border", negative_prompt=" ", num_inference_steps=3, true_cfg_scale=4.0,
+                output_type="latent")
     with stock_area(area):
         stock, other = [pipe(image=images if version == "plus" else images[0], generator=torch.manual_seed(seed),
                              **call | settings).images[0] for seed in (3, 4)]
-    ours, = predict.denoise(patch_qwen_model_for_multi_resolution(pipe.transformer), pipe.scheduler.config, [job], 10_000)
+    patch_qwen_model_for_multi_resolution(pipe.transformer)
+    ours, = predict.denoise(pipe.transformer, pipe.scheduler.config, [job], 10_000)
     show("latents, from the stock pipeline", rel(ours, stock), 1e-5)
     assert rel(ours, stock) <= 1e-5 < 1e-3 < rel(ours, other) # another seed is another picture
 

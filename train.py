@@ -69,7 +69,8 @@ parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 flag, on_off = parser.add_argument, argparse.BooleanOptionalAction
 cache.add_model_flags(parser)
 cache.add_data_flags(parser)
-flag("--use_cache", action=on_off, default=True, help="--no-use_cache: encode each batch anew, with all models on the device")
+flag("--use_cache", action=on_off, default=True,
+     help="--no-use_cache: encode each batch anew, with all models on the device")
 # LoRA
 flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
 flag("--lora_alpha", type=number(float, 0), help="the LoRA works at alpha / rank times its weights (default: the rank)")
@@ -78,7 +79,8 @@ flag("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], 
      help="linear layers by the ends of their names; attention: all of its, text's too; all-linear: all of the blocks")
 flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
      help="other arguments of peft.LoraConfig, as use_dora=true (default: none)")
-flag("--pretrained_lora", metavar="PATH", help="start from this LoRA (file, folder, user/repo): rank, alpha, layers are its")
+flag("--pretrained_lora", metavar="PATH",
+     help="start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag("--base_lora", metavar="PATH", help="a LoRA to add to the frozen weights, such as Lightning's; sample with both")
 # step
 flag("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
@@ -105,10 +107,11 @@ flag("--mask_background_weight", type=number(float, 0), default=1.0, help="of th
 # memory
 flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
      help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
-flag("--fsdp", action="store_true", help="shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of it, "
-     "plus two whole blocks while they compute")
+flag("--fsdp", action="store_true", help="shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of "
+     "it, plus two whole blocks while they compute")
 predict.add_memory_flags(parser)
-flag("--compile", action="store_true", help="torch.compile the blocks: minutes at the start, then faster; needs a compiler")
+flag("--compile", action="store_true",
+     help="torch.compile the blocks: minutes at the start, then faster; needs a compiler")
 # run
 flag("--seed", type=int, default=0, help="of everything that is random")
 flag("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
@@ -132,9 +135,11 @@ for wrong, what in (
         (lora_args.get("use_dora") and args.quantize != "none",
          "--lora_args: a DoRA needs the norms of a base in full precision; leave out --quantize"),
         (str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")),
-         "--lora_args: this start is taken out of the base's weights, which the LoRA's file could not tell; take another"),
-        (args.dtype == "float16", "--dtype: gradients would vanish in float16, as losses are not scaled here; take bfloat16"),
-        (args.fsdp and "WORLD_SIZE" not in os.environ, "--fsdp: wants processes; start with torchrun --nproc_per_node=N"),
+         "--lora_args: this start is taken out of the base's weights, of which the LoRA's file says nothing; take "
+         "another"),
+        (args.dtype == "float16", "--dtype: gradients vanish in float16, as losses are not scaled here; take bfloat16"),
+        (args.fsdp and "WORLD_SIZE" not in os.environ,
+         "--fsdp: wants processes; start with torchrun --nproc_per_node=N"),
         (args.sample_every and not args.val_data, "--sample_every: there is nothing to look at; give --val_data"),
         (not args.use_cache and any(map(cache.is_index, args.data + args.val_data)),
          "--use_cache: an index is a cache; leave out --no-use_cache"),
@@ -163,9 +168,10 @@ def step_of(path):
     return int(path.name.split("-")[-1])
 
 run_name = cache.run_name(args.model, args.data)
-runs = [p for p in Path("out").glob("*") if re.fullmatch(re.escape(run_name) + r"-\d+", p.name) and (p / "log.jsonl").exists()]
+runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(run_name) + r"-\d+", p.parent.name)]
 newest = max(runs, default=None, key=step_of) # (a folder without a log is that of a run that never began)
-out_dir = Path(args.out_dir or (newest if args.resume and newest else f"out/{run_name}-{step_of(newest or Path('0')) + 1:03d}"))
+next_run = f"out/{run_name}-{step_of(newest) + 1 if newest else 1:03d}"
+out_dir = Path(args.out_dir or (args.resume and newest) or next_run)
 log = out_dir / "log.jsonl"
 if out_dir.exists() and not (args.resume or args.plan or all(p.name.startswith(".") for p in out_dir.glob("*"))):
     raise InputError(f"--out_dir {out_dir}: is not empty; go on with --resume, or give another folder")
@@ -181,8 +187,8 @@ def read_checkpoint(path):
 def refuse_changes(begun):
     changes = [f"{k}: {begun.get(k)} -> {v}" for k, v in json.loads(json.dumps(config)).items() if begun.get(k) != v]
     if changes:
-        raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old ones, or "
-                         "start a new run")
+        raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
+                         "ones, or start a new run")
 
 step, checkpoint = 0, None
 saved = sorted(out_dir.glob("checkpoint-*"), key=step_of, reverse=True) if args.resume else []
@@ -208,7 +214,7 @@ if rank == 0 and not args.plan:
     try:
         lock.acquire(blocking=False) # ours until this process ends, however it ends
     except filelock.Timeout:
-        raise InputError(f"--out_dir {out_dir}: another run is at work in it; wait, or give another folder") from None
+        raise InputError(f"--out_dir {out_dir}: another run is at work in it; wait, or give another folder")
 
 # ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
@@ -273,16 +279,16 @@ dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gra
 def load_item(sample, scale, text, g, s=None):
     """What the loss needs of a sample, on the device: x0 (I_0, C), noise (I_0, C), s, controls (sum I_c, C), prompt
     (T, J), img_shapes, weight (I_0,). g: where the noise comes from, and s if it is not given."""
-    t = cache.load_sample(sample, scale, text, live)
+    t = cache.load_latents(sample, scale, live)
     x0, shapes = t["pixel_latent"].to(args.device, torch.float32), [tuple(shape) for shape in scale["img_shapes"]]
     s = draw_timestep(g, len(x0)) if s is None else torch.tensor(s)
     noise, weight = torch.randn(x0.shape, generator=g).to(args.device), torch.ones(len(x0), device=args.device)
     if "edit_mask" in t:
         mask = t["edit_mask"].to(args.device)
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
-    controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])] # none if they are dropped
-    return SimpleNamespace(x0=x0, noise=noise, s=s, controls=controls.to(args.device, dtype),
-                           prompt=t["prompt_embed"].to(args.device, dtype), img_shapes=shapes, weight=weight)
+    controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to(args.device, dtype) # none if dropped
+    prompt = cache.load_text(sample, text, live).to(args.device, dtype)
+    return SimpleNamespace(x0=x0, noise=noise, s=s, controls=controls, prompt=prompt, img_shapes=shapes, weight=weight)
 
 def flow_loss(model, items):
     """-> [(loss, weight)] of these items, of any sizes, in one forward pass. The step's loss is the sum of all losses
@@ -302,11 +308,11 @@ def flow_loss(model, items):
 # ---- model: frozen base, LoRA in fp32 --------------------------------------------------------------------------------
 
 def find_layers(transformer, names):
-    """--lora_targets -> LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has: peft is
-    silent as long as any name fits."""
+    """--lora_targets -> LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has: peft
+    is silent as long as any name fits."""
     linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
-    presets = {"attention": ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]}
-    presets["all-linear"] = [*presets["attention"], "img_mod.1", "txt_mod.1", "net.0.proj", "net.2"]
+    attention = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    presets = {"attention": attention, "all-linear": [*attention, "img_mod.1", "txt_mod.1", "net.0.proj", "net.2"]}
     targets = [end for name in names for end in presets.get(name, [name])]
     for end in targets:
         if not any(name == end or name.endswith("." + end) for name in linears):
@@ -327,18 +333,17 @@ if args.pretrained_lora:
 else:
     lora_config = dict(find_layers(transformer, args.lora_targets), r=args.lora_rank,
                        lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha)
+lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
 torch.manual_seed(args.seed)
 try:
-    lora = predict.add_lora(transformer, **lora_config | dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian")
-                            | lora_args) # {name: parameter}: all that learns
+    lora = predict.add_lora(transformer, **lora_config) # {name: parameter}: all that learns
 except (TypeError, ValueError) as e:
-    raise InputError(f"--lora_args: peft refuses them ({str(e).splitlines()[0]}); see peft.LoraConfig") from None
+    raise InputError(f"--lora_args: peft refuses them ({str(e).splitlines()[0]}); see peft.LoraConfig")
 
 def deal_packs(lengths):
     """Indices of `lengths` in packs of at most --max_tokens -> for each process [(pack, counts)], of about equal FLOPs:
-    the next longest sample goes to whoever has least to do. Everybody computes the same, so nobody has to be told. With
-    --fsdp a forward pass is everybody's, so that all make the same number; one that only keeps the others company counts
-    0, all others 1."""
+    the next longest sample goes to whoever has least to do. Everybody computes the same, so nobody has to be told. A
+    pack counts 1; with --fsdp, where each forward pass is everybody's, 0 if it only keeps the others company."""
     # a token of an n-token sample costs 24 dim^2 in the linears and 4 n dim in the attention, a block
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
     longest_first, shares = sorted(range(len(lengths)), key=lambda i: -lengths[i]), [[] for _ in range(world_size)]
@@ -369,7 +374,7 @@ try:
     optimizer = getattr(importlib.import_module(module), name)(
         lora.values(), **dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args))
 except (ImportError, AttributeError, TypeError, ValueError) as e:
-    raise InputError(f"--optimizer {args.optimizer}: {str(e).splitlines()[0]}; give a class and its arguments") from None
+    raise InputError(f"--optimizer {args.optimizer}: {str(e).splitlines()[0]}; give a class and its arguments")
 say(f"{args.model}: LoRA on {sum('.lora_A.' in n for n in lora)} layers, {sum(p.numel() for p in lora.values()):,} "
     f"parameters, {args.dtype} base on {args.device}, {world_size} process{'es' * (world_size > 1)}")
 
@@ -421,8 +426,8 @@ def load_checkpoint(weights, tensors, state):
         optimizer.state[lora[name]][key] = value.to(args.device) if move else value
 
 def begin_log():
-    """The first line tells how the run was begun. Of a killed run stay the steps up to its checkpoint: those after it are
-    about to be taken again, and the last line may be half a line."""
+    """The first line tells how the run was begun. Of a killed run stay the steps up to its checkpoint: those after it
+    are about to be taken again, and the last line may be half a line."""
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
     kept = lines[:1] or [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
     for line in lines[1:]:
@@ -438,7 +443,7 @@ def write_log(sync=False, **record):
                 f.flush()
                 os.fsync(f.fileno())
     except OSError as e:
-        raise InputError(f"{log}: cannot be written ({e.strerror}); free some space, then --resume") from None
+        raise InputError(f"{log}: cannot be written ({e.strerror}); free some space, then --resume")
 
 if args.resume:
     say(f"{out_dir}: going on after step {step}")
@@ -448,8 +453,8 @@ if checkpoint:
 if rank == 0:
     need = 12 * sum(p.numel() for p in lora.values()) * (args.keep + 1) / 1e9 # the LoRA and AdamW's two moments, fp32
     if need > (free := shutil.disk_usage(out_dir).free / 1e9):
-        raise InputError(f"--out_dir {out_dir}: checkpoints need {need:.3f} GB, {free:.3f} GB are free; lower --keep, or "
-                         "give a folder on another disk")
+        raise InputError(f"--out_dir {out_dir}: checkpoints need {need:.3f} GB, {free:.3f} GB are free; lower --keep, "
+                         "or give a folder on another disk")
     for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # a dead process's, as we hold the lock; and the run
         shutil.rmtree(left) if left.is_dir() else left.unlink()    # is not done: it continues
     begin_log()
@@ -458,7 +463,7 @@ if args.tracker != "none" and rank == 0:
     try:
         track = cache.load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
     except ConnectionError as e:
-        raise InputError(f"--tracker {args.tracker}: {e}") from None
+        raise InputError(f"--tracker {args.tracker}: {e}")
 
 # ---- a look at the held-out samples: they are samples like any other -------------------------------------------------
 
@@ -467,8 +472,8 @@ sampling = predict.SAMPLING | (predict.TINY_SAMPLING if args.model == "tiny" els
 base_pictures, vae = {}, None # drawn at the first look; loaded for it
 
 def validation_loss():
-    """The training's loss over the held-out samples, at four noise levels each. The noise depends on a sample's place in
-    --val_data and not on --seed, so that the curves of all runs compare."""
+    """The training's loss over the held-out samples, at four noise levels each. The noise depends on a sample's place
+    in --val_data and not on --seed, so that the curves of all runs compare."""
     runs = [(i, (k + 0.5) / 4) for i in range(len(looks)) for k in range(4)]
     sums = torch.zeros(2, device=args.device)
     for pack, counts in deal_packs([count_tokens(*looks[i]) for i, _ in runs])[rank]:
@@ -490,7 +495,7 @@ def show(i, picture):
     """-> (a row of the contact sheet, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone).
     Where the sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
     sample, scale, text = looks[i]
-    t, shapes = cache.load_sample(sample, scale, text, live), scale["img_shapes"]
+    t, shapes = cache.load_latents(sample, scale, live), scale["img_shapes"]
     latents = [t["pixel_latent"], *t["control_latent"].split([h * w for _, h, w in shapes[1:]])]
     decode = lambda k: predict.decode(vae, latents[k].to(args.device), shapes[k:])
     target, *controls = [cache.read_image(path) if Path(path).is_file() else decode(k)
@@ -500,8 +505,8 @@ def show(i, picture):
     return [predict.side_by_side(controls), text[0], base_pictures[i], picture, target], psnrs
 
 def look():
-    """Validation loss into the log; contact sheets of the held-out samples, shared by all processes, into samples/; a line
-    of mean PSNRs for each group of them."""
+    """Validation loss into the log; contact sheets of the held-out samples, which all processes draw, into samples/; a
+    line of mean PSNRs for each group of them."""
     global vae
     vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
     vae.to(args.vae_device)
@@ -525,7 +530,8 @@ def look():
     for i, (row, psnrs) in sorted((i, shown) for share in shares for i, shown in share.items()):
         rows.setdefault(held_out[i].root, []).append(row)
         groups.setdefault("/".join([held_out[i].root, *Path(held_out[i].name).parent.parts]), []).append(psnrs)
-    sheets = {name: predict.contact_sheet(r, ["control", "instruction", "base", "LoRA", "target"]) for name, r in rows.items()}
+    titles = ["control", "instruction", "base", "LoRA", "target"]
+    sheets = {name: predict.contact_sheet(r, titles) for name, r in rows.items()}
     for name, sheet in sheets.items():
         predict.save_png(sheet, out_dir / "samples" / f"step_{step:06d}_{name}.png")
     means = {name: dict(zip(("input", "base", "lora", "vae"), np.mean(p, 0).tolist())) for name, p in groups.items()}
@@ -535,7 +541,7 @@ def look():
         f"{'':20} pictures   input    base    LoRA  VAE alone")
     for name, m in means.items():
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(groups[name]), **m))
-    say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
+    say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: {', '.join(titles)}")
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
@@ -570,14 +576,14 @@ while step < args.max_steps and not stopping:
     # forward and backward, pack by pack: the gradients of sums add up
     loss_sum, weight_sum, seen = 0.0, 0.0, [0.0] * len(drawn) # seen: each sample's loss
     for pack, counts in deal_packs(lengths)[rank]:
-        torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed()) # only LoRA dropout draws from this
+        torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed()) # of LoRA dropout, nothing else
         try:
             losses = flow_loss(transformer, [load_item(*drawn[i], generator("noise", positions[i])) for i in pack])
             (counts * sum(loss for loss, _ in losses)).backward()
         except torch.OutOfMemoryError:
             names = ", ".join(f"{drawn[i][0].name}: {lengths[i]:,}" for i in pack)
-            raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); lower "
-                             "it, or raise --gradient_checkpointing, then --resume") from None
+            raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); "
+                             "lower it, or raise --gradient_checkpointing, then --resume")
         for i, (loss, weight) in zip(pack, losses):
             seen[i] += counts * (loss / weight).item()
         loss_sum += counts * sum(loss.detach() for loss, _ in losses)
@@ -591,8 +597,8 @@ while step < args.max_steps and not stopping:
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken
         raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} "
-                         f"({', '.join(s.name for s, _, _ in drawn)}); check these samples, and start a new run with a lower "
-                         "--lr (--pretrained_lora goes on from a checkpoint)")
+                         f"({', '.join(s.name for s, _, _ in drawn)}); check these samples, and start a new run with a "
+                         "lower --lr (--pretrained_lora goes on from a checkpoint)")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -3,8 +3,8 @@
 
 int8 and fp8 (e4m3): a byte a weight and a scale per row, as in torchao's weight-only configs; nf4: bitsandbytes' half
 byte, and a scale per 64 weights. Why not a library's layers: fully_shard fails on the tensors of torchao 0.18, and
-autograd keeps bf16 copies of their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64;
-diffusers' layerwise casting has no scales, and cannot load a LoRA. GUIDE.md has the errors that were measured.
+autograd keeps bf16 copies of their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of
+64; diffusers' layerwise casting has no scales, and cannot load a LoRA. GUIDE.md has the errors that were measured.
 """
 import torch
 

@@ -69,7 +69,7 @@ def step_bytes(model, flow_loss, pack, checkpointed):
 
 
 def model_bytes(model, quantize="none"):
-    """Bytes of the weights, LoRAs apart, with the linear layers in so many bits. The model may be on the meta device."""
+    """Bytes of the weights, LoRAs apart, the linear layers in so many bits. The model may be on the meta device."""
     total = sum(p.numel() * p.itemsize for name, p in model.named_parameters() if ".lora_" not in name)
     for name, module in model.named_modules() if quantize != "none" else []:
         if isinstance(module, torch.nn.Linear) and ".lora_" not in name:
@@ -125,8 +125,8 @@ def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal
     say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding fours of "
         f"neighbours in length would compute {padded / sum(lengths):.2f} times as many")
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / epoch:.1f} epochs; "
-        f"{len(packs) / len(steps) / processes:.1f} forward passes a step and process, the heaviest (of {len(steps)} steps) "
-        f"of {len(heaviest)} samples and {cost(of_pack(heaviest)):,} tokens (--max_tokens {args.max_tokens:,})")
+        f"{len(packs) / len(steps) / processes:.1f} forward passes a step and process, the heaviest (of {len(steps)} "
+        f"steps) of {len(heaviest)} samples and {cost(of_pack(heaviest)):,} tokens (--max_tokens {args.max_tokens:,})")
     say(f"parameters: {sum(p.numel() for p in transformer.parameters()):,}, of which {lora_bytes // 4:,} in the LoRA")
     encoders = encoder_bytes(folder, transformer.dtype, args.quantize_text_encoder)
     say(f"encoders, in GiB: VAE {encoders[0] / GIB:.1f}, text {encoders[1] / GIB:.1f}; "

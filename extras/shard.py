@@ -1,10 +1,10 @@
 """
 --fsdp and --offload: the transformer's frozen blocks split over processes, or waiting in host memory.
 
-Both are FSDP2 (torch's fully_shard): a block is gathered when it is entered, in the forward as in the backward pass, and
-freed behind it. Between processes the next block comes while this one computes; from host memory alone it does not. All
-other layers and the LoRAs are whole on every device, so that train.py's one all-reduce and its checkpoints serve as ever.
-(diffusers' group offloading has taken a block away when its backward pass began.)
+Both are FSDP2 (torch's fully_shard): a block is gathered when it is entered, in the forward as in the backward pass,
+and freed behind it. Between processes the next block comes while this one computes; from host memory alone it does not.
+All other layers and the LoRAs are whole on every device, so that train.py's one all-reduce and its checkpoints serve as
+ever. (diffusers' group offloading has taken a block away when its backward pass began.)
 """
 import warnings
 
@@ -28,9 +28,11 @@ def shard(transformer, device, offload, fsdp, pack):
     if device.type == "cuda":
         torch.cuda.set_device(device) # where FSDP2 works
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
+                                world_size=1)
     ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (1, ranks) if fsdp else (ranks, 1), mesh_dim_names=("copies", "parts"))["parts"]
+    mesh = init_device_mesh(device.type, (1, ranks) if fsdp else (ranks, 1), mesh_dim_names=("copies", "parts"))
+    mesh = mesh["parts"]
     for i, block in enumerate(blocks):
         pack(block)
         if not fsdp and i not in away:

@@ -57,8 +57,9 @@ def within(seconds):
 def samples_of(pipe, data, texts=None, reg_data=(), **geometry):
     """A dataset's planned samples by name, and what is wrong with it. Pictures keep their sizes."""
     problems, samples = [], []
-    for root, alone in [(root, False) for root in (data if isinstance(data, list) else [data])] + [(r, True) for r in reg_data]:
-        found, wrong = cache.read_dataset(root, alone)
+    data = data if isinstance(data, list) else [data]
+    for root in [*data, *reg_data]:
+        found, wrong = cache.read_dataset(root, alone=root in reg_data)
         samples, problems = samples + found, problems + wrong
     texts = texts or (lambda s: [(prompt, True) for prompt in s.prompts])
     geometry = dict(target_pixels=["native"], control_pixels="native", upscale=True) | geometry
@@ -97,8 +98,8 @@ def cached_files(cache_dir):
 def train(data, tmp_path, *flags):
     """Two steps -> result of run_script, with the losses. data: a dataset or an index."""
     out_dir = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
-    result = run_script("train.py", "--data", data, "--val_data", "--out_dir", out_dir, "--max_steps", 2, "--batch_size", 2,
-                        "--lora_rank", 2, *ON_DEVICE, *flags)
+    result = run_script("train.py", "--data", data, "--val_data", "--out_dir", out_dir, "--max_steps", 2,
+                        "--batch_size", 2, "--lora_rank", 2, *ON_DEVICE, *flags)
     result.losses = [r["loss"] for r in log_of(out_dir)] if (out_dir / "log.jsonl").exists() else []
     return result
 
@@ -157,8 +158,8 @@ def in_child(script, flags, env, prelude, output):
     os._exit(status)
 
 def starter(folder):
-    """-> start(script, *flags, env={}, prelude=None): a process of its own: pid, wait() -> status (-9 of SIGKILL), alive(),
-    output(). Forked after the imports, so that it costs less than a second."""
+    """-> start(script, *flags, env={}, prelude=None): a process of its own: pid, wait() -> status (-9 of SIGKILL),
+    alive(), output(). Forked after the imports, so that it costs less than a second."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["predict", "models"])
 
@@ -221,9 +222,10 @@ def steps_of(out_dir):
 def pipes(tiny_v1):
     """The tiny model under both names, with encoders. Plus is what 2509 and 2511 are."""
     pipes = {family: cache.load_pipeline(folder) for family, folder in (("Plus", TINY), ("v1", tiny_v1))}
+    args = encoder_flags(dtype=DTYPE_NAME, vae_device=DEVICE, text_encoder_device=DEVICE)
     for pipe in pipes.values():
         for part in ("vae", "text"):
-            cache.load_encoder(pipe, part, encoder_flags(dtype=DTYPE_NAME, vae_device=DEVICE, text_encoder_device=DEVICE))
+            cache.load_encoder(pipe, part, args)
     return pipes
 
 @pytest.fixture
@@ -243,8 +245,8 @@ def small(tmp_path_factory):
     flags = ["--data", folder / "data", "--val_data", *EXACT, "--device", "cpu"]
     assert run_script("cache.py", *flags, "--cache_dir", folder / "cache").status == 0
     training = ["--data", folder / "cache/tiny-data.json", "--val_data", *EXACT, "--device", "cpu", "--max_steps", 12,
-                "--save_every", 2, "--batch_size", 2, "--lora_rank", 2, "--lora_targets", "to_q", "to_v", "--lr_scheduler",
-                "constant", "--warmup_steps", 4]
+                "--save_every", 2, "--batch_size", 2, "--lora_rank", 2, "--lora_targets", "to_q", "to_v",
+                "--lr_scheduler", "constant", "--warmup_steps", 4]
     return SimpleNamespace(folder=folder, cache=folder / "cache", cache_flags=flags, flags=training)
 
 @pytest.fixture(scope="session")

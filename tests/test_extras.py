@@ -93,8 +93,8 @@ def test_fsdp_is_data_parallel_bit_for_bit_and_takes_turns(tmp_path, small, star
         assert train_on("turns", ranks, "--resume")[0] == pytest.approx(one, rel=1e-6)
 
 def test_a_look_under_fsdp_is_that_of_one_process(tmp_path, start, data):
-    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2, *NATIVE,
-             *EXACT, "--device", "cpu"]
+    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2,
+             *NATIVE, *EXACT, "--device", "cpu"]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
     ranks = start_ranks(start, *flags, "--fsdp", "--out_dir", tmp_path / "two")
     assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
@@ -189,7 +189,8 @@ def test_predict_py_draws_from_a_low_bit_base_in_host_memory(tmp_path, photos):
     flags = ["--image", photos[0], "--prompt", "make it blue", "--lora", lora, "--num_inference_steps", 2, *EXACT,
              "--target_pixels", "64*64", "--control_pixels", "64*64", "--device", "cpu", "--cache_dir", tmp_path / "c"]
     pictures = []
-    for n, more in enumerate(([], ["--offload", 2], ["--quantize", "int8", "--quantize_text_encoder", "int8", "--offload", "all"])):
+    int8 = ["--quantize", "int8", "--quantize_text_encoder", "int8"]
+    for n, more in enumerate(([], ["--offload", 2], [*int8, "--offload", "all"])):
         result = run_script("predict.py", *flags, *more, "--out", tmp_path / f"{n}.png")
         assert result.status == 0, result.err
         pictures.append(np.asarray(Image.open(tmp_path / f"{n}.png"), int))
@@ -261,7 +262,10 @@ def tell_peak():
     before = status_of_process("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     exit_now = os._exit
-    os._exit = lambda status: (print("PEAK", (status_of_process("VmHWM") - before) * 1024, flush=True), exit_now(status))
+    def say_and_exit(status):
+        print("PEAK", (status_of_process("VmHWM") - before) * 1024, flush=True)
+        exit_now(status)
+    os._exit = say_and_exit
 
 @pytest.mark.parametrize("checkpointed", [0, 2, 4] if FULL else [4])
 def test_the_plan_s_memory_is_what_the_training_takes(tmp_path, start, checkpointed):

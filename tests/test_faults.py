@@ -145,8 +145,8 @@ def test_orphans_are_swept_when_nobody_can_be_at_work_on_them(tmp_path):
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, small, start, unbroken):
-    """Two of each kind, the second ones while the checkpoint is being written; status 0, no DONE, and the resumed run is
-    the unbroken one."""
+    """Two of each kind, the second ones while the checkpoint is being written; status 0, no DONE, and the resumed run
+    is the unbroken one."""
     out_dir = tmp_path / "run"
     for n, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)):
         process = start("train.py", *small.flags, "--out_dir", out_dir, "--save_every", 100, *["--resume"] * (n > 0),
@@ -200,7 +200,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_file(tmp_path, small, s
     for path in tmp_path.glob("c/*/*.safetensors"):
         cache.read_tensors(path, key=path.stem)
 
-def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_old_one_stays(tmp_path, small, start, unbroken, monkeypatch):
+def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_old_one_stays(tmp_path, small, start, unbroken,
+                                                                           monkeypatch):
     out_dir = tmp_path / "run"
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--max_steps", 4).wait() == 0
     limit = min(p.stat().st_size for p in out_dir.glob("checkpoint-*/*")) - 1
@@ -308,9 +309,9 @@ def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
 
 def spoiled_samples():
     """For a child process: it cannot read a sample."""
-    def load_sample(*args):
+    def load_latents(*args):
         raise cache.InputError("b.png: spoiled; mend it")
-    cache.load_sample = load_sample
+    cache.load_latents = load_latents
 
 def test_a_rank_that_fails_says_why_and_the_other_ends_too(tmp_path, small, start):
     t0 = time.monotonic()

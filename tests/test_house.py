@@ -15,12 +15,15 @@ from models import is_one_line
 from test_consistency import HERE, TINY, run_script
 
 CORE = ["rope_patch.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
-EXTRAS = dict(low_bit=["--quantize", "int8"], shard=["--offload", "1"], plan=["--plan"], track=["--tracker", "tensorboard"])
+EXTRAS = dict(low_bit=["--quantize", "int8"], shard=["--offload", "1"], plan=["--plan"],
+              track=["--tracker", "tensorboard"])
 
 def imports_of(path):
     """-> ({modules imported at the top of a file}, {those imported anywhere in it})."""
-    tree, names = ast.parse(path.read_text()), lambda node: (
-        {a.name.split(".")[0] for a in node.names} if isinstance(node, ast.Import) else {(node.module or "").split(".")[0]})
+    def names(node):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        return {module.split(".")[0] for module in modules}
+    tree = ast.parse(path.read_text())
     of = lambda nodes: {name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for name in names(n)}
     return of(tree.body), of(ast.walk(tree))
 

@@ -204,14 +204,15 @@ def test_four_processes_with_three_samples_equal_one(tmp_path, start, ranks, bat
     """One has nothing to do."""
     flags = ["--max_steps", 3, "--batch_size", batch_size]
     one = train_log(tmp_path / "one", *flags)
-    processes = start_ranks(start, "--cache_dir", toy_cache(), "--val_data", *EXACT, *flags, "--out_dir", tmp_path / "many",
-                            preludes=[None] * ranks)
+    processes = start_ranks(start, "--cache_dir", toy_cache(), "--val_data", *EXACT, *flags,
+                            "--out_dir", tmp_path / "many", preludes=[None] * ranks)
     assert not any([p.wait() for p in processes]), [p.output() for p in processes]
     many = log_of(tmp_path / "many")
     assert losses_of(many) == pytest.approx(losses_of(one), rel=1e-6)
     for a, b in zip(one, many): # each sample's loss, whoever computed it
         assert a["samples"] == b["samples"] and a["timesteps"] == b["timesteps"]
-        assert b["losses"] == pytest.approx(a["losses"], abs=2e-5) and np.mean(a["losses"]) == pytest.approx(a["loss"], abs=2e-5)
+        assert b["losses"] == pytest.approx(a["losses"], abs=2e-5)
+        assert np.mean(a["losses"]) == pytest.approx(a["loss"], abs=2e-5)
     a, b = lora_of(tmp_path / "one"), lora_of(tmp_path / "many")
     assert rel(torch.cat([b[k].flatten() for k in a]), torch.cat([a[k].flatten() for k in a])) <= 1e-3
 
@@ -258,12 +259,15 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
     (["--lora_args", "init_lora_weights=pissa"], 2, "base"),
     (["--lora_args", "use_dora=true", "--quantize", "int8"], 2, "DoRA"),
     (["--lora_targets", "to_q", "to_kk"], 1, "to_k "), # peft would go on
-    (["--val_data", "--sample_every", 1], 2, "--val_data"), (["--fsdp"], 2, "torchrun"), (["--dtype", "float16"], 2, "bfloat16"),
+    (["--val_data", "--sample_every", 1], 2, "--val_data"),
+    (["--fsdp"], 2, "torchrun"),
+    (["--dtype", "float16"], 2, "bfloat16"),
     *[(line.split(), 2, line.split()[0].rstrip("=")) for line in (
         "--batch_size 0", "--max_steps 0", "--max_tokens 0", "--lora_rank 0", "--save_every 0", "--keep 0", "--lr fast",
         "--lr -1", "--lr nan", "--lr_scheduler step", "--caption_dropout_rate 1.5", "--lora_dropout -0.1",
-        "--warmup_steps -1", "--gradient_checkpointing -1", "--max_grad_norm 0", "--lora_targets", "--seed x", "--data=",
-        "--batching both", "--mask_foreground_weight -1", "--lora_args rank", "--offload some", "--mod tiny")]], ids=str)
+        "--warmup_steps -1", "--gradient_checkpointing -1", "--max_grad_norm 0", "--lora_targets", "--seed x",
+        "--data=", "--batching both", "--mask_foreground_weight -1", "--lora_args rank", "--offload some",
+        "--mod tiny")]], ids=str)
 def test_a_bad_flag_is_one_line_before_anything_slow(small, tmp_path, monkeypatch, flags, status, named):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name not in (
@@ -367,8 +371,8 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
 
 def test_two_processes_share_a_look(tmp_path, start, data):
     """The same validation loss, PSNRs and sheet as one process."""
-    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2, *NATIVE,
-             *EXACT]
+    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2,
+             *NATIVE, *EXACT]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
     ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two")
     assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
@@ -382,21 +386,22 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     """The input against the target by hand; groups are folders; the VAE alone is the ceiling of a perfect model."""
     add_item(data, "deep/cat", [(64, 96), (96, 64)])
     target = {}
-    real = cache.load_sample
+    real = cache.load_latents
 
     def perfect(model, config, jobs, *_):
         return [target[len(job.noise)] for job in jobs]
-    monkeypatch.setattr(cache, "load_sample", lambda *args: target.update(
+    monkeypatch.setattr(cache, "load_latents", lambda *args: target.update(
         {len(t["pixel_latent"]): t["pixel_latent"] for t in [real(*args)]}) or real(*args))
     monkeypatch.setattr(predict, "denoise", perfect)
-    result = train(data / "target/../../data", tmp_path, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--val_data", data,
-                   *NATIVE, *EXACT)
+    result = train(data / "target/../../data", tmp_path, "--cache_dir", tmp_path / "c", "--max_steps", 1,
+                   "--val_data", data, *NATIVE, *EXACT)
     assert result.status == 0, result.err
     psnr = looks_of(tmp_path / "run-0")[0]["psnr"]
     assert list(psnr) == ["data", "data/deep"]
     got, want = [Image.open(data / kind / "deep/cat.png") for kind in ("control", "target")]
     assert psnr["data/deep"]["input"] == pytest.approx(predict.psnr(got.resize(want.size, Image.LANCZOS), want))
-    assert psnr["data/deep"]["lora"] == psnr["data/deep"]["base"] == psnr["data/deep"]["vae"] > psnr["data/deep"]["input"]
+    deep = psnr["data/deep"]
+    assert deep["lora"] == deep["base"] == deep["vae"] > deep["input"]
 
 @pytest.mark.skipif(not FULL, reason="four trainings of a minute each: --full -k shared_positions -s")
 def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):

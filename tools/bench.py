@@ -1,6 +1,5 @@
 """
-How fast is a batch of mixed sizes? One LoRA training step (forward, loss, backward), computed in several ways in one
-interleaved run:
+How fast is a batch of mixed sizes? One training step of a LoRA, computed in several ways in one interleaved run:
 
     packed     rope_patch: all samples in one row, no pads, no mask
     padded     rope_patch: right-padded batches with a mask, in the order that the samples come in
@@ -9,11 +8,10 @@ interleaved run:
     bucketed   the same, one batch (equal shapes only: preset uniform)
     stock      the eager recipe of other trainers: one at a time, all blocks checkpointed, peft's LoRA layer in fp32
 
-$ python bench.py                                        # small model (d = 512, 2 blocks), three presets: some minutes
-$ python bench.py --preset mixed --rounds 15 --dtype bfloat16
-$ python bench.py --predict                              # sampling: N mixed jobs at once, or N stock pipeline calls
-$ python bench.py --cost                                 # does the time grow as the FLOPs do?
-$ python bench.py --size full --device cuda --preset mixed_1024  # the real 60 blocks, random weights
+$ python tools/bench.py                    # small model (d = 512, 2 blocks), three presets: some minutes
+$ python tools/bench.py --predict          # sampling: N mixed jobs at once, or N stock pipeline calls
+$ python tools/bench.py --cost             # does the time grow as the FLOPs do?
+$ python tools/bench.py --size full --device cuda --preset mixed_1024 --rounds 15  # the real 60 blocks, random weights
 
 Times are compared within a round only; a ratio's line gives median and quartiles over the rounds beside what the FLOPs
 say. The first round is not timed: there all ways must agree on the loss and on every LoRA gradient.
@@ -22,12 +20,15 @@ import argparse
 import ctypes
 import gc
 import os
+import sys
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+import transformers
 from diffusers import QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
 from diffusers.training_utils import cast_training_params
@@ -35,6 +36,7 @@ from peft import LoraConfig
 from PIL import Image
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cache
 import predict
 from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
@@ -58,23 +60,26 @@ PRESETS = dict(
                 ([(24, 40), (24, 40)], 300)],
     single_1024=[([(64, 64), (64, 64)], 500)])
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--size", choices=MODELS, default="small", help="full is the real shape: 41 GB of random bf16")
-parser.add_argument("--preset", nargs="+", choices=PRESETS, help="default: mixed mild uniform; full: those for it")
-parser.add_argument("--rounds", type=int, default=9, help="timed ones; at least 9 for a figure that is quoted")
-parser.add_argument("--device", default="cpu")
-parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 small, bfloat16 full")
-parser.add_argument("--threads", type=int, default=1, help="CPU: 1 counts processor time, more the wall clock's")
-parser.add_argument("--padded_batch", type=int, default=4, help="samples per padded batch")
-parser.add_argument("--checkpointing", type=int, help="blocks computed again in the backward pass (stock knows only "
-                    "all or none: all, if not 0); default: small none, full all")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+parser.add_argument("--size", choices=MODELS, default="small", help="full: the real shape, 41 GB of random bf16")
+parser.add_argument("--preset", nargs="+", choices=PRESETS, help="samples (default: mixed mild uniform; full: its own)")
+parser.add_argument("--rounds", type=cache.number(int, 1), default=9, help="timed ones; 9 or more for a quoted figure")
+parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model (default: float32; full: bfloat16)")
+parser.add_argument("--threads", type=int, default=1, help="of the CPU; 1 counts processor time, more the wall clock's")
+parser.add_argument("--padded_batch", type=cache.number(int, 1), default=4, help="samples per padded batch")
+parser.add_argument("--checkpointing", type=cache.number(int, 0), metavar="BLOCKS", help="blocks computed again in the "
+                    "backward pass; stock knows only all and none (default: none; full: all)")
 parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed and padded")
 parser.add_argument("--cost", action="store_true", help="time against tokens, and against the number of samples")
 parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
 args = parser.parse_args()
 dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
 cuda = args.device.startswith("cuda")
+if cuda and not torch.cuda.is_available():
+    parser.error(f"argument --device: {args.device}: no CUDA here; give cpu")
 torch.set_num_threads(args.threads)
+transformers.utils.logging.disable_progress_bar()
 layers = MODELS[args.size]["num_layers"]
 if args.checkpointing is None:
     args.checkpointing = layers if args.size == "full" else 0
@@ -151,20 +156,13 @@ OURS = ("packed", "padded", "sorted") # on the patched model; the others are sto
 def loss_of(samples, preds):
     return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
 
-def run_stock(model, samples):
-    """The stock model, for samples of equal shapes."""
-    return model(torch.stack([s.latents for s in samples]), torch.stack([s.prompt for s in samples]),
-                 timestep=torch.stack([s.timestep for s in samples]).to(dtype),
-                 img_shapes=[s.shapes for s in samples], return_dict=False)[0]
-
 def batches_of(samples, way):
     n = args.padded_batch
-    if way == "padded":
-        return [samples[i:i + n] for i in range(0, len(samples), n)]
     if way == "sorted":
-        by_length = sorted(samples, key=lambda s: -sum(s.lens))
-        n = max(1, n // 2) if len(samples) <= n else n     # one batch of everything would not be sorted at all
-        return [by_length[i:i + n] for i in range(0, len(samples), n)]
+        samples = sorted(samples, key=lambda s: -sum(s.lens))
+        n = max(1, n // 2) if len(samples) <= n else n # one batch of everything would not be sorted at all
+    if way in ("padded", "sorted"):
+        return [samples[i:i + n] for i in range(0, len(samples), n)]
     return [samples] if way in ("packed", "bucketed") else [[s] for s in samples]
 
 def step(way, models, samples):
@@ -174,12 +172,13 @@ def step(way, models, samples):
         p.grad = None
     total = 0.0
     for batch in batches_of(samples, way):
+        latents, prompts = [s.latents for s in batch], [s.prompt for s in batch]
+        times, shapes = torch.stack([s.timestep for s in batch]), [s.shapes for s in batch]
         if way in OURS:
-            run = run_packed if way == "packed" else run_padded
-            preds = run(model, [s.latents for s in batch], [s.prompt for s in batch],
-                        torch.stack([s.timestep for s in batch]), [s.shapes for s in batch])
+            preds = (run_packed if way == "packed" else run_padded)(model, latents, prompts, times, shapes)
         else:
-            preds = run_stock(model, batch)
+            preds = model(torch.stack(latents), torch.stack(prompts), timestep=times.to(dtype), img_shapes=shapes,
+                          return_dict=False)[0]
         loss = loss_of(batch, preds)
         loss.backward()
         total = total + loss.detach()
@@ -209,7 +208,7 @@ def peak_gib(f):
         f()
         return (torch.cuda.max_memory_allocated() - before) / 2**30
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)                       # what was freed goes back to the system
+    ctypes.CDLL(None).malloc_trim(0) # what was freed goes back to the system
     status = lambda key: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -288,7 +287,7 @@ def bench_training(preset, models):
     for way in list(ways):
         try:
             first = seconds(lambda: ways[way]())
-            for _ in range(2 if cuda or args.compile else 0):  # a GPU's clocks and allocator, and the compiler, warm up
+            for _ in range(2 if cuda or args.compile else 0): # a GPU's clocks and allocator, and the compiler, warm up
                 ways[way]()
             loss = ways[way]()
         except torch.OutOfMemoryError:
@@ -299,7 +298,7 @@ def bench_training(preset, models):
         if args.compile and way in OURS:
             print(f"{way:9s} first call, with what it compiles: {first:.1f} s")
         off = [((models[way].lora[name].grad - g).norm() / g.norm()).item() for name, g in want.items()]
-        if not (abs(loss / want_loss - 1) <= limit and all(x <= limit for x in off)):           # not: NaN fails, too
+        if not (abs(loss / want_loss - 1) <= limit and all(x <= limit for x in off)): # not: NaN fails, too
             raise SystemExit(f"error: {way}: loss {loss:.6f}, want {want_loss:.6f}, worst gradient off by "
                              f"{max(off):.1e}; it computes something else, so its time would mean nothing")
     times = interleave(ways, args.rounds)
@@ -321,7 +320,7 @@ def bench_training(preset, models):
 def bench_cost():
     """One sample of 512 to 16k tokens; then 4096 tokens cut into 1 to 16 samples: time over FLOPs should stay level."""
     model = make_ours()
-    tokens = lambda n: ([(n // 64, 32), (n // 64, 32 - 4)], n // 16)                  # n in all: target, control, text
+    tokens = lambda n: ([(n // 64, 32), (n // 64, 32 - 4)], n // 16) # n in all: target, control, text
     sets = {f"1 x {n}": [tokens(n)] for n in (512, 1024, 2048, 4096, 8192, 16384)}
     sets |= {f"{k} x {4096 // k}": [tokens(4096 // k)] * k for k in (2, 4, 8, 16)}
     samples = {name: make_samples(s) for name, s in sets.items()}
@@ -340,41 +339,45 @@ def bench_cost():
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 def bench_predict():
-    """Jobs of mixed sizes through predict.py's functions at once, and through stock pipeline calls one by one."""
-    area = 192 * 192
-    sizes = [(192, 192), (256, 128), (128, 256), (288, 160), (96, 96), (160, 224)]
-    folder = cache.find_model("tiny", cache.ENCODER_PARTS)
-    pipe = cache.load_pipeline(folder)
-    cache.load_encoders(pipe, folder, str(dtype)[6:], args.device, args.device)
-    MODELS[args.size]["joint_attention_dim"] = 64                                     # tiny's text encoder, and VAE
-    ours = make_model().eval()
+    """Jobs of mixed sizes through predict.py's functions at once, and through stock pipeline calls one by one. Both
+    encode pictures and prompts each time (ours into files, as predict.py does); neither decodes."""
+    area, sizes = 192 * 192, [(192, 192), (256, 128), (128, 256), (288, 160), (96, 96), (160, 224)]
+    geometry = dict(target_pixels=[area], control_pixels=area, upscale=True)
+    folder = cache.find_model("tiny", cache.ENCODERS)
+    pipe, models = cache.load_pipeline(folder), cache.encoder_fingerprints(folder)
+    flags = SimpleNamespace(dtype=str(dtype)[6:], vae_device=args.device, text_encoder_device=args.device,
+                            quantize_text_encoder="none", max_sequence_length=1024)
+    for part in ("vae", "text"):
+        cache.load_encoder(pipe, part, flags)
+    MODELS[args.size]["joint_attention_dim"] = 64 # tiny's text encoder, and VAE
+    ours = patch_qwen_model_for_multi_resolution(make_model().eval())
     pipe.transformer = share(make_model().eval(), ours)
-    patch_qwen_model_for_multi_resolution(ours)
     pipe.set_progress_bar_config(disable=True)
-    stock_code.VAE_IMAGE_SIZE = area                                                  # 1024 * 1024 there
-    defaults = dict(predict.SAMPLING, num_inference_steps=4, prompt="add a red border", target_pixels=area,
-                    control_pixels=area, upscale=True)
-
-    with tempfile.TemporaryDirectory() as tmp:
+    stock_code.VAE_IMAGE_SIZE = area # 1024 * 1024 there
+    with tempfile.TemporaryDirectory() as flags.cache_dir:
         jobs = []
         for i, (width, height) in enumerate(sizes):
-            picture = np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)
-            Image.fromarray(picture).save(f"{tmp}/{i}.png")
-            jobs.append(defaults | dict(image=[f"{tmp}/{i}.png"], seed=i, width=width, height=height))
+            file = f"{flags.cache_dir}/{i}.png"
+            Image.fromarray(np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)).save(file)
+            jobs.append(cache.make_sample("--predict", file, i, None, [file], ["add a red border"], settings={
+                **predict.SAMPLING, "num_inference_steps": 4, "width": width, "height": height}))
 
         def batch():
-            planned = [SimpleNamespace(**job) for job in jobs]
-            for job in planned:
-                predict.plan_job(pipe, job)
-                predict.encode_job(pipe, job, args.device)
-            predict.denoise(ours, pipe.scheduler.config, planned, max_tokens=20_000)
-            return [job.latents for job in planned]
+            encoded = []
+            for seed, job in enumerate(jobs):
+                texts = [(prompt, True) for prompt in predict.prompts_of(job, job.settings)]
+                cache.plan_sample(pipe, job, texts, geometry, models, flags)
+                for file, (part, what) in cache.files_of(job).items():
+                    tensors = (cache.encode_latents(pipe, job, what) if part == "vae" else
+                               cache.encode_text(pipe, job, *what))
+                    cache.write_tensors(file, tensors, dict(version=cache.VERSION, key=file.stem))
+                encoded.append(predict.load_job(job, job.settings, seed, args.device))
+            return predict.denoise(ours, pipe.scheduler.config, encoded, max_tokens=20_000)
 
         def single():
-            return [pipe(Image.open(job["image"][0]), generator=torch.Generator().manual_seed(job["seed"]),
-                         output_type="latent", **{k: job[k] for k in (
-                             "prompt", "negative_prompt", "true_cfg_scale", "num_inference_steps", "width", "height")}
-                         ).images[0] for job in jobs]
+            return [pipe(Image.open(job.controls[0]), job.prompts[0], generator=torch.Generator().manual_seed(seed),
+                         output_type="latent", **{k: v for k, v in job.settings.items() if k != "shift"}).images[0]
+                    for seed, job in enumerate(jobs)]
 
         with torch.no_grad():
             worst = torch.stack([(a - b).norm() / b.norm() for a, b in zip(batch(), single())]).max().item()
@@ -382,10 +385,9 @@ def bench_predict():
             raise SystemExit(f"error: predict: latents are off by {worst:.1e}; a time would mean nothing")
         head(f"predict: {len(jobs)} jobs of mixed sizes, 4 steps, CFG")
         times = interleave(dict(batch=batch, single=single), args.rounds)
-    lines = [f"worst distance of the latents {worst:.1e}",
-             f"N stock calls / one batch of N: {ratio(times, 'single', 'batch')}"]
-    print("\n".join(lines))
-    explain(lines)
+    line = f"N stock calls / one batch of N: {ratio(times, 'single', 'batch')}"
+    print(f"worst distance of the latents {worst:.1e}\n{line}")
+    explain([line])
 
 if args.predict:
     bench_predict()
