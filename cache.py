@@ -116,11 +116,11 @@ def pixels(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1048576, 1024*1024 or native")
     return area
 
-def number(kind, low, high=float("inf")):
+def number(kind, low, high=math.inf):
     """For argparse's type=: an int or a float from low to high; anything else ends the script with status 2."""
     def parse(text):
         if not low <= (value := kind(text)) <= high: # False for nan too
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text}; give {low} " + ("or more" if high == math.inf else f"to {high}"))
         return value
     parse.__name__ = kind.__name__ # argparse says "invalid int value"
     return parse
@@ -326,7 +326,8 @@ def read_dataset(root, alone=False):
         samples, problems = read_manifest(manifest, alone)
     else:
         held = ", ".join(sorted(p.name for p in root.iterdir())[:5]) if root.is_dir() else ""
-        raise InputError(f"{root}: {f'no dataset, it holds {held}' if root.exists() else 'does not exist'}; {LAYOUT}")
+        what = "no dataset" + f", it holds {held}" * bool(held) if root.exists() else "does not exist"
+        raise InputError(f"{root}: {what}; {LAYOUT}")
     if not samples and not problems:
         raise InputError(f"{root}: no pictures in it; {LAYOUT}")
     return samples, problems
@@ -389,24 +390,26 @@ def read_manifest(path, alone=False, settings=None):
     lines = read_text(path).split("\n") # not splitlines, which takes U+2028 in a prompt for the end of a line
     for n, line in [(n, line) for n, line in enumerate(lines, 1) if line.strip()]:
         try:
-            sample = read_row(path, f"{path}:{n}", line, alone, settings)
-            key = json.dumps([[os.path.realpath(p) for p in [sample.target or n, *sample.controls]], sample.prompts])
-            if seen.setdefault(key, n) != n:
+            sample = read_row(path, n, line, alone, settings)
+            pictures = [os.path.realpath(p) for p in (sample.target or str(n), *sample.controls)]
+            if seen.setdefault(key := json.dumps([pictures, sample.prompts]), n) != n:
                 raise InputError(f"{path}:{n}: the same as line {seen[key]}; delete one")
             samples.append(sample)
         except InputError as e:
             problems.append(str(e))
     return samples, problems
 
-def read_row(manifest, where, line, alone, settings):
-    """A line of a manifest -> Sample."""
+def read_row(manifest, n, line, alone, settings):
+    """A line of a manifest -> Sample, named as its target; without one by the line's number and its first picture."""
+    where = f"{manifest}:{n}"
     try:
         row = json.loads(line)
         if settings is not None and "image" in row:
             row.setdefault("control", row.pop("image"))
         known = dict(control=(str, list), prompt=(str, list)) | (settings or dict(target=str, mask=(str, type(None))))
         need = ["prompt"] + ["target"] * (settings is None) + ["control"] * (not alone)
-        wrong = [k for k in [*need, *row] if k not in row or not isinstance(row[k], known.get(k, ()))]
+        wrong = [k for k in [*need, *row] if k not in row or not isinstance(row[k], known.get(k, ()))
+                 or isinstance(row[k], bool)] # which is an int to Python
     except (ValueError, RecursionError, AttributeError, TypeError) as e:
         raise InputError(f"{where}: no JSON object ({e}); one a line, no comma behind its last field")
     if wrong:
@@ -414,10 +417,10 @@ def read_row(manifest, where, line, alone, settings):
                          '("control": [] for a picture without controls)')
     listed = lambda value: [value] if isinstance(value, str) else value
     target, mask = [find_picture(manifest, where, row[k], settings) if row.get(k) else None for k in ("target", "mask")]
-    names = listed(row.get("control", []))
-    controls = [find_picture(manifest, where, name, settings) for name in names]
-    return make_sample(where, manifest, Path(row.get("target") or [*names, where][0]).with_suffix(""), target, controls,
-                       listed(row["prompt"]), mask, {k: v for k, v in row.items() if k in (settings or ())})
+    controls = [find_picture(manifest, where, name, settings) for name in listed(row.get("control", []))]
+    name = Path(row["target"]).with_suffix("") if target else f"{n:03}" + "".join(f"-{p.stem}" for p in controls[:1])
+    return make_sample(where, manifest, name, target, controls, listed(row["prompt"]), mask,
+                       {k: v for k, v in row.items() if k in (settings or ())})
 
 def find_picture(manifest, where, name, settings):
     """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
@@ -437,13 +440,18 @@ def make_sample(where, root, name, target, controls, prompts, mask=None, setting
     for prompt in prompts or [""]:
         if not isinstance(prompt, str) or not prompt.strip():
             raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
-        if "<|" in prompt or re.search("[\ud800-\udfff]", prompt):
-            raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
+        check_text(where, prompt)
     return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(p.strip() for p in prompts)),
                   target and str(target), mask and str(mask), settings=settings or {})
 
+def check_text(where, prompt):
+    if "<|" in prompt or re.search("[\ud800-\udfff]", prompt):
+        raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
+
 def read_text(path):
     """A text file in UTF-8 (editors on Windows write a mark before it). InputError names the file."""
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; check the name")
     try:
         text = path.read_bytes().decode("utf-8-sig") if path.is_file() else "\0" # a FIFO would hang
         if "\0" not in text: # UTF-16 can pass for UTF-8
@@ -526,6 +534,8 @@ def fit_size(size, area, upscale=True):
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 ENCODERS = ["vae", "text_encoder", "tokenizer", "processor", "scheduler"] # folders of a model
+CONFIG_FILES = dict(tokenizer="tokenizer_config.json", processor="preprocessor_config.json",
+                    scheduler="scheduler_config.json") # the others': config.json
 
 class Processor: # a class because the pipeline keeps and calls it as pipe.processor
     """Qwen2VLProcessor without its video half, which cannot be loaded without torchvision: transformers' PIL image
@@ -560,7 +570,7 @@ def find_model(model, parts, weights=True):
                              "check the name and the network, or log in: hf auth login")
     files = [folder / "model_index.json"]
     for part in [folder / part for part in parts]:
-        files += [*part.glob("*.json")] or [part / "config.json"]
+        files += [part / CONFIG_FILES.get(part.name, "config.json"), *part.glob("*.json")]
         files += part.glob("*.safetensors") if weights else []
     for file in files:
         try:
@@ -587,6 +597,9 @@ def load_pipeline(folder):
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
     except (OSError, KeyError, ValueError) as e:
         raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?")
+    wanted = json.loads((folder / "text_encoder" / "config.json").read_text())["image_token_id"]
+    if pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") != wanted: # transformers makes an empty one of no files
+        raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
     pipe.processor = Processor(pipe.tokenizer, image_processor)
     return pipe
 
@@ -711,7 +724,7 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     """Adds to the sample what will be encoded of it, from its pictures' headers and hashes. texts: [(prompt, whether
     with pictures)]; geometry: dict(target_pixels=[...], control_pixels, upscale); models: encoder_fingerprints.
     InputError names what is wrong with it."""
-    pictures, sizes = [file_hash(path) for path in sample.controls], [image_size(path) for path in sample.controls]
+    sizes, pictures = [image_size(path) for path in sample.controls], [file_hash(path) for path in sample.controls]
     # without a target a control gives the result its shape: as in stock the last one
     shape = image_size(sample.target) if sample.target else sizes[(sample.settings.get("size_from") or 0) - 1]
     w, h = image_size(sample.mask) if sample.mask else shape
@@ -780,6 +793,8 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
             tqdm.write(f"{file}: damaged; encoding it again", file=sys.stderr)
             file.unlink()
     problems, missing = [], {file: job for file, job in jobs.items() if not file.is_file()}
+    if missing and pipe is None: # all --data are indexes
+        raise InputError(f"{next(iter(missing))}: missing; copy the whole cache, or run cache.py again")
     if missing:
         check_space(pipe, missing.values(), args, rank > 0)
         problems = encode_files(pipe, {file: job for file, job in missing.items() if file in mine}, args, rank > 0)
@@ -873,11 +888,11 @@ def open_index(path, folder, texts):
     texts(sample) asks for."""
     samples, geometry, models = read_index(path)
     for part, here in encoder_fingerprints(folder).items():
-        if models.get(part) != here:
+        if models.get(part, here) != here: # a cache of other origin names no model
             raise InputError(f"{path}: encoded with another model than {folder} ({part}); run cache.py with this one")
     for prompt, shown in [key for s in samples for key in texts(s) if key not in s.texts]:
         raise InputError(f"{path}: lacks the prompt {prompt!r} {'with' if shown else 'without'} pictures; run cache.py "
-                         "with the same --caption_dropout_rate and --prompt_image_dropout_rate")
+                         "with the same --val_data, --caption_dropout_rate and --prompt_image_dropout_rate")
     return samples, geometry
 
 def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=False):
@@ -913,8 +928,8 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
         problems += later
         for (roots, *_), samples in zip(wanted, sets):
             if rank == 0 and samples and not any(map(is_index, roots)):
-                write_index(Path(args.cache_dir, run_name(args.model, roots) + ".json"), samples, geometry,
-                            encoder_fingerprints(folder))
+                name = run_name(args.model, roots) + ("" if roots is args.data else "-val") + ".json"
+                write_index(Path(args.cache_dir, name), samples, geometry, encoder_fingerprints(folder))
     if rank == 0:
         print(describe(sets[0]))
     return *sets, geometry, problems

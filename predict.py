@@ -55,6 +55,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_w
 SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
                 shift=None)
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
+SHEET = "sheet.png" # in --out_dir
 JOB = dict(out=str, negative_prompt=str, height=int, width=int, size_from=int, seed=int, num_inference_steps=int,
            true_cfg_scale=(int, float), sigmas=list, shift=(int, float)) # what a line of jobs.jsonl may set
 
@@ -381,7 +382,8 @@ def read_flags():
     flag("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
     flag("--out", type=Path, default="out.png", help="PNG of --image")
     flag("--out_dir", type=Path, default="out/predict", help="folder for many PNGs: of --jobs, or of an --image folder")
-    flag("--seed", type=int, nargs="+", default=[0], help="of the noise; several: each sample once per seed")
+    flag("--seed", type=number(int, 0, 2**64 - 1), nargs="+", default=[0],
+         help="of the noise; several: each sample once per seed")
     # with which LoRA
     flag("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all active together "
          "(default: none; with --model tiny the newest run's)")
@@ -425,7 +427,7 @@ def read_flags():
     for flag in ("scales", "seed"):
         if len(set(getattr(args, flag))) < len(getattr(args, flag)):
             parser.error(f"argument --{flag}: one stands there twice; give each once")
-    if len(args.scales) > 1 and not args.lora:
+    if args.scales != [1.0] and not args.lora:
         parser.error("argument --scales: no LoRA; give --lora")
     if {"--sigmas", "--num_inference_steps"} <= given:
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
@@ -446,7 +448,10 @@ def find_geometry(args):
 def read_samples(args):
     """What the flags ask for -> (samples, problems)."""
     if args.jobs and args.jobs.suffix == ".jsonl" and args.jobs.name != "metadata.jsonl":
-        return cache.read_manifest(args.jobs, settings=JOB)
+        samples, problems = cache.read_manifest(args.jobs, settings=JOB)
+        if not samples and not problems:
+            raise InputError(f"--jobs {args.jobs}: no jobs in it; write lines of JSON into it")
+        return samples, problems
     if args.jobs:
         return cache.read_dataset(args.jobs)
     folder = args.image[0]
@@ -470,27 +475,32 @@ def complete_settings(sample, args, stretched):
     s["num_inference_steps"] = len(sigmas) or s["num_inference_steps"]
     numbers = all(isinstance(x, (int, float)) for x in sigmas)
     least, pictures = 1 if s["shift"] or not stretched else 2, len(sample.controls)
+    fits = lambda key, low, high: s.get(key) is None or low <= s[key] <= high
+    where = f"{args.jobs or '--image'}: {sample.name}"
+    cache.check_text(f"{where}: negative prompt", s["negative_prompt"])
     for wrong, what in (
             (not pictures, "a picture without a control cannot be edited; leave it out"),
             ("sigmas" in own and "num_inference_steps" in own, "both sigmas and num_inference_steps; leave one out"),
             (not numbers or any(not 1 >= x > y for x, y in zip(sigmas, [*sigmas[1:], 0])),
              f"sigmas {sigmas}; give numbers that fall, from at most 1 to above 0"),
-            (s["shift"] is not None and s["shift"] <= 0, f"shift {s['shift']}; give a number above 0"),
+            (not fits("shift", 1e-6, 1e6), f"shift {s['shift']}; give a number above 0"),
+            (not fits("true_cfg_scale", -1e6, 1e6), f"true_cfg_scale {s['true_cfg_scale']}; give a number"),
             (s["num_inference_steps"] < least, f"{s['num_inference_steps']} steps; give at least {least}"),
-            (not 1 <= (s["size_from"] or 1) <= max(1, pictures),
-             f"size_from {s['size_from']} of {pictures} pictures; count from 1"),
-            (min(s["height"] or 32, s["width"] or 32) < 32, "height or width below 32 pixels; give more"),
-            (out.suffix.lower() != ".png" or out.is_absolute() or ".." in out.parts,
+            (not fits("size_from", 1, pictures), f"size_from {s['size_from']} of {pictures} pictures; count from 1"),
+            (not fits("height", 32, 16_384) or not fits("width", 32, 16_384),
+             f"{s['width']} x {s['height']} pixels; give 32 to 16384 for --width and --height"),
+            (out.suffix.lower() != ".png" or out.is_absolute() or ".." in out.parts or "\0" in str(out),
              f"'out' is {str(out)!r}; give a PNG below --out_dir"),
+            (not fits("seed", 0, 2**64 - 1), f"seed {s.get('seed')}; give 0 to {2**64 - 1}"),
             ("seed" in own and len(args.seed) > 1, "its own seed, and --seed gives several; leave one out")):
         if wrong:
-            raise InputError(f"{args.jobs or '--image'}: {sample.name}: {what}")
+            raise InputError(f"{where}: {what}")
 
 def plan_pictures(samples, args, many, transformer_print):
     """-> [SimpleNamespace(sample, row, title, seed, scale, path, settings)]: one for each sample, seed and scale;
     settings: a hash of all that decides the picture. InputError if two would be written to one file."""
     loras = [[cache.file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
-    pictures = {}
+    pictures, sheet = {}, args.out_dir / SHEET
     for row, sample in enumerate(samples):
         files = [sample.scales[0]["file"].stem, *[text["file"].stem for text in sample.texts.values()]]
         decides = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
@@ -500,8 +510,8 @@ def plan_pictures(samples, args, many, transformer_print):
             words = [f"seed {seed}"] * (len(args.seed) > 1) + [f"LoRA x {scale:g}"] * (len(args.scales) > 1)
             end = f"-s{seed}" * (len(args.seed) > 1) + f"-x{scale:g}" * (len(args.scales) > 1)
             path = out.with_stem(out.stem + end)
-            if path in pictures:
-                raise InputError(f"{args.jobs}: two samples write {path}; give each its own 'out'")
+            if path in pictures or (many and path == sheet):
+                raise InputError(f"{args.jobs or '--image'}: two pictures would be {path}; give each its own name")
             settings = cache.content_key(files=files, transformer=transformer_print, quantize=args.quantize, seed=seed,
                                          loras=[[lora, s * scale] for lora, s in loras], **decides)
             pictures[path] = SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,
@@ -579,7 +589,7 @@ def main():
               "same settings")
 
     # encode it all, let the encoders go, then draw. all_gather in encode_samples also waits until all have looked
-    problems += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size)
+    problems += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size, verify=True)
     for p in problems if rank == 0 else []:
         print(p, file=sys.stderr)
     mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # dealt first: all deal the same list
@@ -587,7 +597,7 @@ def main():
     if world_size > 1:
         dist.barrier() # all are done: torchrun would end the others when one returns 1
     if rank == 0 and missing:
-        write_sheet(place / ("sheet.png" if many else f"{args.out.stem}-sheet.png"), pictures)
+        write_sheet(place / (SHEET if many else f"{args.out.stem}-sheet.png"), pictures)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)

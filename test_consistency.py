@@ -37,7 +37,6 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
-import diffusers
 import numpy as np
 import pytest
 import torch

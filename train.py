@@ -113,7 +113,7 @@ predict.add_memory_flags(parser)
 flag("--compile", action="store_true",
      help="torch.compile the blocks: minutes at the start, then faster; needs a compiler")
 # run
-flag("--seed", type=int, default=0, help="of everything that is random")
+flag("--seed", type=number(int, 0, 2**64 - 1), default=0, help="of everything that is random")
 flag("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", type=number(int, 0), default=0, help="steps between looks at --val_data; 0: only at the end")
 flag("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")

@@ -19,12 +19,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
 import cache
 import predict
-import rope_patch
 from extras import low_bit, plan
-from models import (curve_of, error_of, is_one_line, lora_tensors, small, start, start_ranks, train) # noqa: F401
-from test_consistency import (DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, data, # noqa: F401
-                              draw_picture, hot_model, log_of, lora_of, losses_of, make_batch, patched_copy, photos, rel, run,
-                              run_script, save, show)
+from models import curve_of, error_of, is_one_line, lora_tensors, small, start, start_ranks, train
+from test_consistency import (DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, data,
+                              draw_picture, hot_model, log_of, lora_of, losses_of, make_batch, patched_copy, photos,
+                              rel, run, run_script, save, show)
 
 def needs(quantize):
     """nf4 comes from a package that requirements.txt does not name."""

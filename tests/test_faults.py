@@ -26,8 +26,8 @@ from conftest import OPTIONS
 import cache
 import predict
 import rope_patch
-from models import (assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip, is_one_line, kill, refused, small, # noqa: F401
-                    start, start_ranks, steps_of, unbroken, until)
+from models import (assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip, is_one_line, kill,
+                    refused, small, start, start_ranks, steps_of, unbroken, until)
 from test_consistency import EXACT, HERE, add_item, log_of, losses_of, run_script
 
 def lines_of(out_dir):

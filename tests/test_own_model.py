@@ -16,7 +16,7 @@ import cache
 import predict
 import rope_patch
 from models import DTYPE_NAME, ON_DEVICE
-from test_consistency import DEVICE, DTYPE, data, log_of, rel, run_script, show # noqa: F401
+from test_consistency import DEVICE, DTYPE, data, log_of, rel, run_script, show
 
 MODEL = OPTIONS["model"]
 LIMIT = 1e-5 if DTYPE == torch.float32 else 1e-2

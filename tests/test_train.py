@@ -16,9 +16,9 @@ from PIL import Image
 import cache
 import predict
 import rope_patch
-from models import cached_files, is_one_line, pipes, plus, small, start, start_ranks, train # noqa: F401
-from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, globals_of_train, # noqa: F401
-                              log_of, lora_of, losses_of, rel, run_script, show, tiny_v1, toy_cache, train_log, train_toy)
+from models import cached_files, is_one_line, pipes, plus, small, start, start_ranks, train
+from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, globals_of_train, log_of,
+                              lora_of, losses_of, rel, run_script, show, tiny_v1, toy_cache, train_log, train_toy)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -1,0 +1,429 @@
+"""
+Encoded samples on disk: they are what the stock pipeline computes, they change when and only when their sources do, and
+no damage to them, to their index or to the model's folder goes unnoticed.
+"""
+import errno
+import os
+import pickle
+import re
+import shutil
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from transformers import Qwen2VLProcessor
+
+import cache
+import predict
+from models import (DTYPE_NAME, assert_same, cached_files, change_weight, damage_tensors, encode, flip, index_of,
+                    is_one_line, load, make_cache, pipes, plus, refused, samples_of, train)
+from test_consistency import (DEVICE, DTYPE, NATIVE, TINY, add_item, as_v1, copy_model, data, draw_picture,
+                              encoder_flags, rel, run_script, show, stock_area, tiny_v1)
+
+# ---- encoding equals the stock pipeline ------------------------------------------------------------------------------
+
+def given_by_stock(pipe, **call):
+    """What the stock pipeline hands to the transformer in its first step: keyword arguments of the call."""
+    processor = object.__new__(Qwen2VLProcessor) # its constructor needs torchvision, its call does so for videos only
+    processor.tokenizer, processor.image_processor = pipe.tokenizer, pipe.processor.image_processor
+    for name in ("image", "video"):
+        setattr(processor, f"{name}_token", f"<|{name}_pad|>")
+        setattr(processor, f"{name}_token_id", pipe.tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+    given, transformer = [], predict.load_transformer(TINY, DTYPE_NAME).to(DEVICE)
+    transformer.forward = lambda **kwargs: given.append(kwargs) or 1 / 0
+    with pytest.raises(ZeroDivisionError), stock_area(128 * 128): # so that it takes milliseconds
+        type(pipe)(**pipe.components | dict(transformer=transformer, processor=processor))(
+            **call, num_inference_steps=2, true_cfg_scale=1.0, output_type="latent")
+    return SimpleNamespace(**given[0])
+
+@pytest.mark.parametrize("family, sizes", [
+    ("Plus", [(96, 64), (100, 75)]), # enlarged
+    ("Plus", [(64, 96), (257, 301), (640, 64), (48, 80)]), # shrunk, long, one side rounded up; three controls
+    ("v1", [(96, 64), (100, 75)]), ("v1", [(64, 64), (64, 301)])], ids=str)
+@pytest.mark.parametrize("prompt", ["turn the {red} circle blue", "", "\u96ea \U0001f431\n 100% <b>"], ids=ascii)
+def test_samples_are_encoded_as_the_stock_pipeline_encodes_them(tmp_path, pipes, family, sizes, prompt):
+    pipe, data = pipes[family], add_item(tmp_path, "cat", sizes)
+    sample = samples_of(pipe, data, lambda s: [(prompt, True)], control_pixels=128 * 128)[0]["cat"]
+    got, name = encode(pipe, sample, prompt), "prompt_embed" if prompt else "empty_prompt_embed"
+    image, (width, height) = [Image.open(c) for c in sample.controls][0 if family == "v1" else slice(None)], sizes[0]
+    stock = given_by_stock(pipe, image=image, prompt=prompt, width=width, height=height)
+    assert torch.equal(got["control_latent"], stock.hidden_states[0, len(got["pixel_latent"]):])
+    assert torch.equal(got[name], stock.encoder_hidden_states[0])
+    assert got[name + "s_mask"].all() and stock.encoder_hidden_states_mask is None
+    assert list(map(tuple, got["img_shapes"].tolist())) == stock.img_shapes[0]
+    assert sample.texts[prompt, True]["tokens"] == len(got[name]) # known without encoding
+
+def test_sizes_are_the_stock_geometry():
+    assert cache.fit_size((1920, 1080), 1024 * 1024) == (1376, 768) # sqrt(area * 16 / 9) = 1365 is nearest to 43 * 32
+    assert cache.fit_size((64, 48), 1024 * 1024) == (1184, 896)
+    assert cache.fit_size((64, 48), 1024 * 1024, upscale=False) == (64, 64) # its own size, sides rounded to 32
+    assert cache.fit_size((4000, 3000), 1024 * 1024, upscale=False) == (1184, 896)
+    assert cache.fit_size((33, 330), "native") == (32, 320)
+    assert cache.fit_size((640, 64), 32 * 32) == (96, 32) # the stock formula gives a side of 0 here, and crashes
+
+def test_the_text_encoder_knows_rows_and_columns_of_a_picture(plus, monkeypatch):
+    """transformers from 5.3 on forgets them, as diffusers 0.42.1 passes no mm_token_type_ids (issue 14194): the pin."""
+    seen, model = [], plus.text_encoder.model.language_model
+    monkeypatch.setattr(model, "forward", lambda **kwargs: seen.append(kwargs["position_ids"]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.encode_prompt(plus, "go", [draw_picture((128, 64))], [(128, 64)])
+    time, row, column = seen[0][-3:, 0] # transformers may put text positions in front
+    assert not torch.equal(row, column) and not torch.equal(time, column)
+
+@pytest.mark.parametrize("mode, size", [("L", 64), ("1", 64), ("RGB", 128)])
+def test_the_edit_mask_is_the_edited_share_of_each_token(tmp_path, plus, mode, size):
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (0, 0, 24, 64)) # one and a half of the four columns of tokens
+    mask.putpixel((63, 63), 255) # and a single pixel
+    add_item(tmp_path, "cat", mask=mask.resize((size, size), Image.NEAREST).convert(mode))
+    sample, want = samples_of(plus, tmp_path)[0]["cat"], torch.tensor([[1, 0.5, 0, 0]] * 3 + [[1, 0.5, 0, 1 / 256]])
+    torch.testing.assert_close(encode(plus, sample)["edit_mask"].reshape(4, 4), want, rtol=0, atol=0.5 / 255 + 1e-6)
+
+def test_every_target_area_has_its_own_latents_and_all_share_the_text(data, tmp_path):
+    add_item(data, "wide", [(70, 64), (64, 64)])
+    areas = ["64*64", "128x64", "16384", "native"] # native is 64*64 here, so that its file is the first one's
+    result = make_cache(data, tmp_path / "c", "--control_pixels", 1024, "--target_pixels", *areas)
+    assert result.status == 0 and "3 samples" in result.out and "8.6% (wide)" in result.out, result.err
+    sample = index_of(tmp_path / "c")["cat"]
+    loaded = [cache.load_latents(sample, scale) for scale in sample.scales]
+    assert [t["img_shapes"].tolist() for t in loaded] == [[[1, n, n], [1, 2, 2]] for n in (4, 6, 8, 4)]
+    assert [len(t["pixel_latent"]) for t in loaded] == [16, 36, 64, 16] and len(cached_files(tmp_path / "c")) == 9 + 3
+
+def test_a_cached_sample_is_the_live_one_and_holds_what_the_contract_names(cached, plus):
+    """cat: 64x64 with one control and a mask; dog: 64x32 with three controls."""
+    lengths = dict(cat=dict(pixel_latent=16, control_latent=16, img_shapes=2, edit_mask=16),
+                   dog=dict(pixel_latent=8, control_latent=16 + 16 + 8, img_shapes=4))
+    for name, live in samples_of(plus, cached / "data")[0].items():
+        tensors, sample = load(cached / "cache", name)
+        text = dict.fromkeys(["prompt_embed", "prompt_embeds_mask"], sample.texts[sample.prompts[0], True]["tokens"])
+        assert {k: len(v) for k, v in tensors.items()} == lengths[name] | text
+        assert_same(tensors, encode(plus, live))
+        assert tensors["pixel_latent"].dtype == tensors["prompt_embed"].dtype == DTYPE
+
+def test_the_encoders_are_never_on_the_device_together(data, tmp_path, monkeypatch):
+    """All latents come first; when the text encoder comes, the VAE is gone from memory, and at the end both are."""
+    real, encoders = cache.load_encoder, {}
+
+    def load_encoder(pipe, part, args):
+        assert pipe.vae is pipe.text_encoder is None and not any(encoder() for encoder, _ in encoders.values())
+        real(pipe, part, args)
+        encoders[part] = weakref.ref(pipe.vae or pipe.text_encoder), pipe # which outlives the call
+    monkeypatch.setattr(cache, "load_encoder", load_encoder)
+    make_cache(data, tmp_path / "c")
+    assert list(encoders) == ["vae", "text"] and not any(encoder() for encoder, _ in encoders.values())
+
+# ---- what a cached file depends on -----------------------------------------------------------------------------------
+
+@pytest.fixture(scope="session")
+def cached(tmp_path_factory):
+    """A folder with model, data and cache, to be copied."""
+    folder = copy_model(tmp_path_factory.mktemp("cached") / "model").parent
+    add_item(folder / "data", "cat", mask=draw_picture())
+    add_item(folder / "data", "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
+    for path in folder.glob("data/*/*.png"):
+        overwrite(path, Image.open(path))
+    assert make_cache(folder / "data", folder / "cache", "--model", folder / "model", *NATIVE).status == 0
+    return folder
+
+@pytest.fixture
+def root(cached, tmp_path):
+    """Such a folder, to be changed; make(*flags) calls cache.py on it again."""
+    folder = shutil.copytree(cached, tmp_path / "root")
+    data, model, cache_dir = folder / "data", folder / "model", folder / "cache"
+    make = lambda *flags: make_cache(next(folder.glob("*/target")).parent, cache_dir, "--model", model, *NATIVE, *flags)
+    return SimpleNamespace(make=make, data=data, model=model, cache=cache_dir, index=cache_dir / "model-data.json")
+
+def overwrite(path, image=None):
+    """Other content under the same name, with the same time and, being BMP, the same length."""
+    times = path.stat()
+    (image or draw_picture((64, 64), seed=99)).save(path, format="BMP")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+CHANGES = { # of two items, cat with a mask and dog with three controls: how many latents and texts are encoded again
+    "folder's name": (lambda r, patch: r.data.rename(r.data.with_name("renamed")), 0, 0),
+    "item's name": (lambda r, patch: [p.rename(p.with_stem("tom")) for p in r.data.glob("*/cat.*")], 0, 0),
+    "transformer": (lambda r, patch: change_weight(r.model / "transformer"), 0, 0),
+    "target": (lambda r, patch: overwrite(r.data / "target/cat.png"), 1, 0),
+    "mask": (lambda r, patch: overwrite(r.data / "mask/cat.png"), 1, 0),
+    "control": (lambda r, patch: overwrite(r.data / "control/cat.png"), 1, 1),
+    "one control less": (lambda r, patch: (r.data / "control/dog_2.png").unlink(), 1, 1),
+    "order of controls": (lambda r, patch: [(r.data / f"control/{a}.png").rename(r.data / f"control/{b}.png")
+                                            for a, b in (("dog", "x"), ("dog_1", "dog"), ("x", "dog_1"))], 1, 1),
+    "caption": (lambda r, patch: (r.data / "target/cat.txt").write_text("add a blue border"), 0, 1),
+    "control size": (["--control_pixels", "32*32"], 2, 0),
+    "dtype": (["--dtype", "bfloat16" if DTYPE == torch.float32 else "float32"], 2, 2),
+    "empty prompt": (["--caption_dropout_rate", 0.1], 0, 2),
+    "no pictures": (["--prompt_image_dropout_rate", 0.1], 0, 1), # both have the same prompt
+    "VAE": (lambda r, patch: change_weight(r.model / "vae"), 2, 0),
+    "text encoder": (lambda r, patch: change_weight(r.model / "text_encoder"), 0, 2),
+    "tokenizer": (lambda r, patch: (r.model / "tokenizer/tokenizer_config.json").open("a").write("\n"), 0, 2),
+    "processor": (lambda r, patch: (r.model / "processor/preprocessor_config.json").open("a").write("\n"), 0, 2),
+    "model family": (lambda r, patch: [as_v1(r.model), [p.unlink() for p in r.data.glob("control/dog_*")]], 2, 2),
+    "preprocessing": (lambda r, patch: patch.setattr(cache, "PREPROCESSING", "another"), 2, 2),
+    "cache version": (lambda r, patch: [r.index.unlink(), patch.setattr(cache, "VERSION", "2.1")], 2, 2)}
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_encodes_again_what_it_touches_and_nothing_else(root, monkeypatch, kind):
+    change, latents, texts = CHANGES[kind]
+    if callable(change):
+        change(root, monkeypatch)
+    if latents + texts == 0: # not even the models are loaded
+        monkeypatch.setattr(cache, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
+    before, result = cached_files(root.cache), root.make(*change if isinstance(change, list) else ())
+    assert result.status == 0, result.err
+    new = [path.parent.name for path, time in cached_files(root.cache).items() if before.get(path) != time]
+    assert (new.count("latents"), new.count("text"), len(new)) == (latents, texts, latents + texts)
+
+def test_the_text_encoder_in_few_bits_gives_other_texts_and_the_same_latents(root):
+    before, want = cached_files(root.cache).keys(), load(root.cache)[0]["prompt_embed"]
+    assert root.make("--quantize_text_encoder", "int8").status == 0
+    error, new = rel(load(root.cache)[0]["prompt_embed"], want), cached_files(root.cache).keys() - before
+    show("int8 text encoder", error, 0.05)
+    assert 0 < error < 0.05 and [path.parent.name for path in new] == ["text", "text"]
+
+def test_a_large_weight_file_is_known_by_its_name_its_length_its_begin_its_middle_and_its_end(tmp_path):
+    path, size = tmp_path / "a", 2**25
+    path.write_bytes(bytes(size))
+    prints = [cache.fingerprint(tmp_path)]
+    for place in (0, size // 2, size - 1, size): # the last makes it longer
+        with open(path, "r+b") as f:
+            f.seek(place)
+            f.write(b"x")
+        prints.append(cache.fingerprint(tmp_path))
+    path.rename(tmp_path / "b")
+    assert len({*prints, cache.fingerprint(tmp_path)}) == 6
+
+# ---- files and indexes -----------------------------------------------------------------------------------------------
+
+def test_no_damage_to_a_cache_file_goes_unnoticed(tmp_path):
+    path, meta, tensors = tmp_path / "f.safetensors", dict(version="2.0", key="k"), dict(a=torch.zeros(4, 4))
+    cache.write_tensors(path, tensors, meta)
+    sound = path.read_bytes()
+    assert cache.read_tensors(path, key="k")[1] == meta
+    damaged = [sound + b"\0", *[sound[:n] for n in range(len(sound))]]
+    damaged += [flip(8 * n + n % 8)(sound) for n in range(len(sound))] # a bit of each byte
+    damaged += [sound[:n] + bytes(16) + sound[n + 16:] for n in range(0, len(sound) - 16, 8) if any(sound[n:n + 16])]
+    damaged += [safetensors.torch.save(tensors, {"json": m}) for m in ("[]", "5", '{"digest": 5}', '{"digest": ""}')]
+    cache.write_tensors(path, tensors, meta | dict(version="3.0"))
+    damaged.append(path.read_bytes())
+    for content in damaged:
+        path.write_bytes(content)
+        with refused(path):
+            cache.read_tensors(path, key="k")
+
+@pytest.mark.parametrize("write", [torch.save, pickle.dump])
+def test_no_pickle_is_ever_opened(tmp_path, write):
+    class Bomb:
+        def __reduce__(self): # unpickling it runs this
+            return os.mkdir, (str(tmp_path / "exploded"),)
+    for path in [tmp_path / f"a.{suffix}" for suffix in ("pt", "pth", "bin", "ckpt", "pkl", "safetensors", "json")]:
+        write(Bomb(), path.open("wb"))
+        for read in (cache.read_tensors, predict.read_lora, cache.read_index):
+            with refused(path):
+                read(path)
+    weights = copy_model(tmp_path / "model") / "vae/diffusion_pytorch_model.safetensors"
+    torch.save(safetensors.torch.load_file(weights), weights.with_suffix(".bin")) # harmless, but who knows?
+    weights.unlink()
+    with refused(weights.parent):
+        cache.load_part(cache.AutoencoderKLQwenImage, weights.parent, "float32")
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads(pickle.dumps(Bomb()))
+    assert (tmp_path / "exploded").exists() # so it would have gone off
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, fails):
+    """It is on the disk before it gets its name, and its name is before the call returns."""
+    path, calls, fsync, replace = tmp_path / "sub/f.bin", [], os.fsync, os.replace
+    cache.write_file(path, b"old")
+    with monkeypatch.context() as patch, refused(path, "No space"):
+        patch.setattr(os, fails, lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        cache.write_file(path, b"new")
+    assert path.read_bytes() == b"old" and os.listdir(path.parent) == ["f.bin"]
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append(path.read_bytes()) or replace(a, b))
+    cache.write_file(path, b"new")
+    (tmp_path / "plain").touch()
+    assert calls[1:] == [b"old", str(path.parent)] and ".tmp" in calls[0] and path.read_bytes() == b"new"
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode # a shared cache stays readable to the group
+
+def test_verify_names_every_damaged_file_and_encodes_only_these_again_to_the_same_bytes(data, tmp_path):
+    make_cache(data, tmp_path / "c")
+    damaged = [min(tmp_path.glob("c/latents/*")), max(tmp_path.glob("c/text/*"))]
+    before, sound = cached_files(tmp_path / "c"), [path.read_bytes() for path in damaged]
+    for path in damaged:
+        damage_tensors(path)
+    result, after = make_cache(data, tmp_path / "c", "--verify"), cached_files(tmp_path / "c")
+    assert result.status == 0 and set(re.findall(r"(.+): damaged", result.err)) == set(map(str, damaged))
+    assert {tmp_path / "c" / path for path in after if after[path] != before[path]} == set(damaged)
+    assert [path.read_bytes() for path in damaged] == sound
+
+REFUSED = { # what is done to a cache, where a and b are files of texts, or the training's flags; what is named
+    "cut": (lambda r, a, b: os.truncate(a, a.stat().st_size - 1), "text/"),
+    "another's copy": (lambda r, a, b: shutil.copy(b, a), "text/", "holds"),
+    "latents for a text": (lambda r, a, b: shutil.copy(next(r.cache.glob("latents/*")), a), "text/", "holds"),
+    "gone": (lambda r, a, b: a.unlink(), "text/", "missing"),
+    "index": (lambda r, a, b: r.index.write_text("{"), "data.json"),
+    "index of nothing": (lambda r, a, b: r.index.write_text('{"version": "2.0", "samples": []}'), "data.json"),
+    "index of version 3.0": (lambda r, a, b: r.index.write_text(r.index.read_text().replace('"2.0"', '"3.0"')), "3.0"),
+    "VAE": (lambda r, a, b: change_weight(r.model / "vae"), "data.json", "vae"),
+    "tokenizer": (lambda r, a, b: (r.model / "tokenizer/merges.txt").write_text("a b"), "data.json", "text"),
+    "model family": (lambda r, a, b: as_v1(r.model), "data.json", "pipeline"), # the encoder sees other pictures
+    "caption dropout": (lambda r, a, b: ["--caption_dropout_rate", 0.1], "data.json", "--caption_dropout_rate"),
+    "no pictures": (lambda r, a, b: ["--prompt_image_dropout_rate", 0.1], "data.json", "--prompt_image_dropout"),
+    "held out": (lambda r, a, b: ["--val_data", r.index], "data.json", "--val_data")}
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_training_refuses_an_index_that_does_not_fit_and_names_what(tmp_path, root, kind):
+    change, *named = REFUSED[kind]
+    flags = change(root, *sorted(root.cache.glob("text/*")))
+    result = train(root.index, tmp_path, "--model", root.model, *flags if isinstance(flags, list) else ())
+    assert result.status == 1 and len(result.losses) < 2 and is_one_line(result.errors[-1], *named), result.err
+
+def test_a_copied_cache_trains_and_looks_on_a_machine_without_the_pictures(tmp_path, data):
+    val, flags = add_item(tmp_path / "val", "dog", [(64, 32), (64, 64), (32, 64)]), ["--caption_dropout_rate", 0.5]
+    here = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--val_data", val, "--sample_every", 1, *flags)
+    there = shutil.copytree(tmp_path / "c", tmp_path / "there")
+    for folder in (data, val, tmp_path / "c"):
+        shutil.rmtree(folder)
+    val, = there.glob("tiny-val*.json")
+    again = train(there / "tiny-data.json", tmp_path, "--val_data", val, "--sample_every", 1, *flags)
+    assert again.losses == here.losses and len(here.losses) == 2, again.err
+    logs = [(tmp_path / run / "log.jsonl").read_text() for run in ("run-0", "run-1")]
+    looks = [re.findall(r'"val_loss": ([\d.]+)', log) for log in logs]
+    assert looks[0] == looks[1] and len(looks[0]) == len(list((tmp_path / "run-1/samples").glob("*.png"))) == 2
+
+# ---- several calls, datasets and processes share a cache, good items and bad ones ------------------------------------
+
+def test_an_index_holds_what_the_last_call_has_asked_for_and_files_stay_until_they_are_pruned(root):
+    """So that a training without dropout, between two with it, costs nothing."""
+    root.make("--caption_dropout_rate", 0.1)
+    before, files = root.index.read_text(), cached_files(root.cache)
+    assert root.make().status == 0 and cached_files(root.cache) == files
+    texts = {s.name: [prompt for prompt, _ in s.texts] for s in cache.read_index(root.index)[0]}
+    assert texts == dict.fromkeys(("cat", "dog"), ["add a red border"])
+    root.make("--caption_dropout_rate", 0.1)
+    assert root.index.read_text() == before and cached_files(root.cache) == files
+
+def test_a_dataset_that_is_trained_on_and_looked_at_keeps_all_its_files(data, tmp_path):
+    flags = ["--target_pixels", "64*64", "32*32", "--caption_dropout_rate", 0.1, "--prune"]
+    for other in (data, add_item(tmp_path / "other", "dog")):
+        assert make_cache(other, tmp_path / "c", "--val_data", data, *flags).status == 0
+        sample, = [s for s in cache.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
+        assert len(sample.scales) == 2 and ("", True) in sample.texts and cache.is_cached(sample)
+
+def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_datasets_always(data, tmp_path):
+    cache_dir, index = tmp_path / "c", tmp_path / "c/tiny-others.json"
+    for dataset in (data, add_item(tmp_path / "others", "dog", [(64, 32), (64, 64)])):
+        make_cache(dataset, cache_dir)
+    before, sound, caption = cached_files(cache_dir), index.read_bytes(), data / "target/good.txt"
+    for path in data.glob("*/cat.*"):
+        path.unlink()
+    result = make_cache(data, cache_dir)
+    assert result.status == 0 and "2 files" in result.out and cached_files(cache_dir) == before
+    assert [s.name for s in cache.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # so that nobody trains them
+    for spoil, named in ((lambda: index.write_text("{"), "others.json"), (caption.unlink, "--prune")):
+        spoil() # what must stay is not known now
+        result = make_cache(data, cache_dir, "--prune")
+        assert result.status == 1 and is_one_line(result.errors[-1], named) and cached_files(cache_dir) == before
+        index.write_bytes(sound)
+    caption.write_text("add a red border")
+    assert make_cache(data, cache_dir, "--prune").status == 0 and len(cached_files(cache_dir)) == 4
+    assert all(cache.is_cached(s) for path in cache_dir.glob("*.json") for s in cache.read_index(path)[0])
+
+def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
+    """Each rank decides alone which files are its own, perhaps when others have written theirs already."""
+    for n in range(5):
+        add_item(tmp_path / "data", str(n))
+    pipe, flags, written = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c"), []
+    samples, _ = cache.read_dataset(tmp_path / "data")
+    geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
+    cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags, quiet=True)
+    monkeypatch.setattr(cache.dist, "all_gather_object", lambda shares, mine: shares.__init__([mine] * 3))
+    for rank in range(3):
+        assert not cache.encode_samples(pipe, samples, flags, rank, 3)
+        written.append(len(cached_files(tmp_path / "c")))
+    assert written[0] < written[1] < written[2] == 10 and all(map(cache.is_cached, samples))
+
+def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypatch):
+    """Each is named once: before the encoding, or if it shows only when the picture is decoded, after it."""
+    bad, real = [data / "target/cat.txt"], cache.encode_samples
+    bad[0].unlink()
+    for kind in ("PNG", "JPEG", "WEBP", "BMP"):
+        bad.append(add_item(data, kind) / f"control/{kind}.png")
+        draw_picture((96, 64)).save(bad[-1], format=kind)
+        os.truncate(bad[-1], bad[-1].stat().st_size // 2)
+    monkeypatch.setattr(cache, "encode_samples", lambda *args: print("now", file=cache.sys.stderr) or real(*args))
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 1 and len(result.errors) == 5 and "error" not in result.out
+    assert all(sum(is_one_line(line, path) for line in result.errors) == 1 for path in bad), result.err
+    assert result.err.index("cat.txt") < result.err.index("now")
+    assert list(index_of(tmp_path / "c")) == ["good"] and load(tmp_path / "c", "good")
+    assert make_cache(data, tmp_path / "c", "--skip_bad").status == 0
+    assert len(train(data, tmp_path, "--cache_dir", tmp_path / "c", "--skip_bad").losses) == 2
+    for skip_bad in ([], ["--skip_bad"]):
+        for flags in (["--cache_dir", tmp_path / "c"], ["--no-use_cache"]):
+            result = train(data, tmp_path, *flags, *skip_bad)
+            assert result.status == 1 and result.err.count("cat.txt") == 1 and "error" not in result.out
+            assert not skip_bad or is_one_line(result.errors[-1], data), result.err
+        (data / "target/good.txt").unlink(missing_ok=True) # so that nothing is left
+
+@pytest.mark.parametrize("part, value", [("image", torch.nan), ("image", 1e5), ("prompt", torch.inf)])
+def test_what_is_not_finite_is_not_cached(data, tmp_path, monkeypatch, part, value):
+    real, first = getattr(cache, f"encode_{part}"), [torch.tensor([0])] # 1e5 is Inf in float16
+    monkeypatch.setattr(cache, f"encode_{part}", lambda *args: real(*args).index_fill(
+        0, first.pop(), value).half() if first else real(*args)) # only of the first sample
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "target/cat.png")
+    assert list(index_of(tmp_path / "c")) == ["good"]
+    tensors = [cache.read_tensors(f)[0] for f in (tmp_path / "c").glob("*/*.safetensors")]
+    assert len(tensors) == 3 and all(t.isfinite().all() for each in tensors for t in each.values())
+
+def test_a_full_disk_and_a_folder_that_is_none_are_told_before_the_models_are_loaded(root, monkeypatch):
+    size = sum(path.stat().st_size for path in root.cache.glob("*/*"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+    shutil.rmtree(root.cache)
+    assert root.make().status == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0.8 * size))
+    monkeypatch.setattr(cache, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
+    shutil.rmtree(root.cache)
+    assert is_one_line(root.make().errors[0], root.cache, "GB")
+    result = root.make("--cache_dir", root.model / "model_index.json") # a file
+    assert result.status == 1 and is_one_line(result.errors[0], "model_index.json", "cannot be written")
+
+# ---- flags and model folders -----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags", [
+    "--target_pixels 0", "--target_pixels 1024*", "--dtype float64", "--device banana", "--vae_device cuda:99",
+    "--data", "--max_sequence_length 0", "--data=", "--data a.json b", "--data a.json --reg_data b", "--model",
+    "--repeats 0", "--repeats 1 2", "--caption_dropout_rate 2", "--prompt_image_dropout_rate nan", "--no_such_flag",
+    "--mod no/such-model"]) # short for --model, but too late for the defaults that depend on it
+def test_a_bad_flag_is_told_before_any_model_is_loaded(monkeypatch, flags):
+    monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("not told before the work began"))
+    result = run_script("cache.py", *flags.split())
+    assert result.status == 2 and re.search(r"--\w+", flags)[0] in result.err.splitlines()[-1], result.err
+
+DAMAGES = {
+    "gone": os.unlink, "empty": lambda p: os.truncate(p, 0), "cut": lambda p: os.truncate(p, p.stat().st_size // 2),
+    "LFS pointer": lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 500000\n"),
+    "foreign": lambda p: safetensors.torch.save_file({"a": torch.ones(1)}, p, {"format": "pt"}), # the rest: random
+    "no shard": lambda p: p.with_suffix(".safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+    "Flux": lambda p: p.write_text('{"_class_name": "FluxPipeline"}')}
+PARTS = {
+    "vae/diffusion_pytorch_model.safetensors": ["gone", "cut", "foreign"], "vae/config.json": ["empty"],
+    "text_encoder/model.safetensors": ["gone", "LFS pointer", "no shard"], "tokenizer/tokenizer.json": ["gone", "cut"],
+    "transformer/diffusion_pytorch_model.safetensors": ["gone", "foreign"], "scheduler/scheduler_config.json": ["cut"],
+    "processor/preprocessor_config.json": ["gone"], "model_index.json": ["gone", "LFS pointer", "Flux"]}
+
+@pytest.mark.parametrize("file, how", [(file, how) for file in PARTS for how in PARTS[file]])
+def test_an_incomplete_model_is_named_on_a_line_of_its_own(data, tmp_path, monkeypatch, file, how):
+    """Also where a progress bar stands, as on a terminal."""
+    real, model = cache.tqdm.__init__, copy_model(tmp_path / "model")
+    monkeypatch.setattr(cache.tqdm, "__init__", lambda *args, **kwargs: real(*args, **kwargs | dict(disable=False)))
+    DAMAGES[how](model / file)
+    result = train(data, tmp_path, "--model", model, "--cache_dir", tmp_path / "c", *NATIVE)
+    named = (model / file).parent if how in ("gone", "no shard", "foreign") else model / file
+    assert result.status == 1 and is_one_line(result.errors[-1], named), result.err
+    assert re.search(r"(^|[\r\n])" + re.escape(result.errors[-1]), result.err), result.err

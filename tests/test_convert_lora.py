@@ -1,0 +1,108 @@
+"""tools/convert_lora.py: a LoRA in another form is the same LoRA, and a merged model is base + LoRAs."""
+import json
+import math
+
+import pytest
+import torch
+from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
+from safetensors.torch import load_file, save_file
+
+import predict
+from models import is_one_line, lora_tensors
+from test_consistency import TINY, copy_model, rel, run_script, show, stock_pipeline
+from test_lora_files import assert_effect, layers_of, lora_file, renamed, two_loras
+
+def convert(*flags):
+    result = run_script("tools/convert_lora.py", *flags)
+    assert result.status == 0, result.err
+    return result
+
+def predict_with(model, *loras, scales=(1.0, 1.0)):
+    """The answer of the stock model in this folder, with LoRAs loaded by the stock pipeline."""
+    pipe, g = stock_pipeline(model), torch.Generator().manual_seed(0)
+    for i, path in enumerate(loras):
+        pipe.load_lora_weights(str(path), adapter_name=f"l{i}")
+        pipe.set_adapters([f"l{j}" for j in range(i + 1)], list(scales[:i + 1]))
+    x = dict(hidden_states=torch.randn(1, 40, 64, generator=g), timestep=torch.tensor([0.5]),
+             encoder_hidden_states=torch.randn(1, 7, pipe.transformer.config.joint_attention_dim, generator=g))
+    with torch.no_grad():
+        return pipe.transformer(**x, img_shapes=[[(1, 4, 6), (1, 4, 4)]]).sample
+
+def peft_folder(folder, tensors, **config):
+    save_file(renamed("transformer.", "base_model.model.")(tensors), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config | dict(peft_type="LORA", some_new_field=1)))
+    return folder
+
+@pytest.mark.parametrize("config, scale", [ # adapter_config.json -> the true scale of a LoRA of rank 2
+    (dict(r=2, lora_alpha=6), 3), (dict(r=2, lora_alpha=6, use_rslora=True), 6 / math.sqrt(2)),
+    (dict(r=4, lora_alpha=6, rank_pattern={".*": 2}, alpha_pattern={".*to_q": 2, ".*": 4}),
+     lambda layer: 1 if "to_q" in layer else 2)], ids=["alpha", "rsLoRA", "patterns"])
+def test_a_peft_folder_keeps_the_scale_of_its_config_in_every_form(tmp_path, config, scale):
+    """peft -> ours -> ComfyUI -> ours: always the same change of the weights."""
+    lora = peft_folder(tmp_path, lora_tensors(), **config) / ("adapter_model.safetensors" if scale == 3 else "")
+    for n, to in enumerate(["diffusers", "comfyui", "diffusers"]):
+        convert(lora, "--to", to, "--out", file := tmp_path / f"{n}.safetensors")
+        predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), [file], [1.0])
+        assert_effect(transformer, lora_tensors(), scale)
+        lora = file
+
+def test_a_comfyui_file_is_the_same_lora_in_stock(tmp_path, two_loras):
+    """Its scale is alpha / rank in every layer, of rsLoRA too; what the training noted is kept."""
+    for path, alpha in zip(two_loras, (8, 16)):
+        notes = predict.read_lora(path)[1] | {"train.geometry": dict(upscale=True)}
+        ours, file = lora_file(tmp_path, load_file(path), **notes), tmp_path / f"{alpha}.safetensors"
+        convert(ours, "--to", "comfyui", "--out", file)
+        assert {f"diffusion_model.{name}.alpha": alpha for name in layers_of(load_file(path))} == {
+            k: v.item() for k, v in load_file(file).items() if "lora_" not in k}
+        assert predict.read_lora(file)[1] == {"train.geometry": dict(upscale=True)}
+        got, want = predict_with(TINY, file), predict_with(TINY, path)
+        show("ComfyUI's form, from diffusers'", rel(got, want), 1e-5)
+        assert rel(got, want) <= 1e-5 < 1e-3 < rel(predict_with(TINY), want)
+
+def test_a_merged_model_is_base_and_loras(tmp_path, two_loras, monkeypatch):
+    """Here and in stock diffusers. All its files can be read by everybody and edited without changing the original;
+    large ones are links. A failure leaves nothing behind."""
+    model, merged = copy_model(tmp_path / "base"), tmp_path / "m/merged"
+    with open(model / "vae/large.bin", "wb") as f:
+        f.truncate(2**26 + 1)
+    flags = [*two_loras, "--scale", 0.7, 1, "--to", "model", "--model", model, "--dtype", "float32", "--out", merged]
+    with monkeypatch.context() as patch:
+        patch.setattr(QwenImageTransformer2DModel, "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        result = run_script("tools/convert_lora.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[-1], "--out") and not [*(tmp_path / "m").iterdir()]
+    assert f"{two_loras[0]} + {two_loras[1]} as model" in convert(*flags).out
+    want, got = predict_with(TINY, *two_loras, scales=[0.7, 1.0]), predict_with(merged)
+    show("merged, from base and LoRAs", rel(got, want), 1e-5)
+    assert rel(got, want) <= 1e-5 < 1e-3 < rel(predict_with(TINY, *two_loras, scales=[1.0, 1.0]), want)
+    QwenImageEditPlusPipeline.from_pretrained(merged, processor=None)
+    large = merged / "vae/large.bin"
+    for file in [p for p in merged.rglob("*") if p.is_file() and p != large]:
+        assert file.stat().st_nlink == 1 and file.stat().st_mode == large.stat().st_mode, file # the umask's
+    assert large.samefile(model / "vae/large.bin") and [p.name for p in (tmp_path / "m").iterdir()] == ["merged"]
+
+def test_a_dora_is_merged_alone_and_nothing_else(tmp_path, two_loras):
+    dora, transformer = tmp_path / "dora.safetensors", predict.load_transformer(TINY, "float32")
+    predict.add_lora(transformer, r=2, target_modules=["to_q"], use_dora=True, init_lora_weights=False)
+    predict.save_lora(dora, transformer, {})
+    for flags in (["--to", "comfyui"], [two_loras[0], "--to", "model"]):
+        result = run_script("tools/convert_lora.py", dora, *flags, "--out", tmp_path / "b.safetensors")
+        assert result.status == 1 and is_one_line(result.errors[-1], "DoRA") and len([*tmp_path.iterdir()]) == 1
+    convert(dora, "--to", "model", "--dtype", "float32", "--out", tmp_path / "m")
+    want = predict_with(TINY, dora)
+    assert rel(predict_with(tmp_path / "m"), want) <= 1e-5 < 1e-3 < rel(predict_with(TINY), want)
+
+@pytest.mark.parametrize("flags, out, status, named", [
+    ("no --to comfyui", "x.safetensors", 1, "no LoRA"), ("p --to comfyui", "x", 2, "--out"),
+    ("p p --to diffusers", "x.safetensors", 2, "--to"), ("p --to comfyui --scale 2", "x.safetensors", 2, "--to"),
+    ("p --to model --scale 1 2", "x", 2, "--scale"), ("p --to model", "p", 1, "there already"),
+    ("q --to diffusers", "x.safetensors", 1, "adapter_config.json"), ("r --to diffusers", "x.safetensors", 1, "NaN"),
+    ("p --to model --model no", "x", 1, "--model"), ("p --to model", "q/adapter_model.safetensors/x", 1, "--out")])
+def test_nonsense_is_one_line_and_leaves_nothing(tmp_path, flags, out, status, named):
+    for name, factor in (("p", 1), ("q", 1), ("r", math.nan)):
+        (tmp_path / name).mkdir()
+        peft_folder(tmp_path / name, {k: v * factor for k, v in lora_tensors().items()}, r=2, lora_alpha=2)
+    (tmp_path / "q/adapter_config.json").unlink()
+    flags = [tmp_path / word if word in ("p", "q", "r", "no") else word for word in flags.split()]
+    result = run_script("tools/convert_lora.py", *flags, "--out", tmp_path / out)
+    assert result.status == status and (status == 2 or is_one_line(result.errors[-1])), result.err
+    assert named in result.errors[-1] and sorted(p.name for p in tmp_path.iterdir()) == ["p", "q", "r"]

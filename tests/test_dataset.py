@@ -1,0 +1,420 @@
+"""
+Folders and manifests -> samples, pictures -> pixels. What is right is read as a person means it; what is wrong is one
+line that names it, and the rest of the dataset goes on.
+"""
+import json
+import os
+import struct
+import unicodedata
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import cache
+from models import (ON_DEVICE, assert_same, encode, flip, index_of, is_one_line, make_cache, pipes, plus, refused,
+                    samples_of, train, within)
+from test_consistency import DEVICE, NATIVE, add_item, data, draw_picture, run_script, save, tiny_v1
+
+# ---- a bad item is named and left out --------------------------------------------------------------------------------
+
+def instead(file, make):
+    def spoil(d):
+        (d / file).unlink(missing_ok=True)
+        (d / file).parent.mkdir(exist_ok=True)
+        make(d / file)
+    return spoil
+
+def resized(file, *size):
+    return instead(file, lambda path: draw_picture(size).save(path))
+
+def caption(content):
+    return lambda d: (d / "target/cat.txt").write_bytes(content)
+
+def animation(path, **options):
+    draw_picture().save(path, save_all=True, append_images=[draw_picture(seed=s) for s in (1, 2)], **options)
+
+def chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+def claim_size(width, height):
+    """A PNG whose header, checksum included, says that it is this large."""
+    def make(path):
+        sound = save(draw_picture(), path).read_bytes()
+        path.write_bytes(sound[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) + sound[33:])
+    return make
+
+BAD_ITEMS = { # what is done to cat, and what the one line about it must name
+    "no control": (lambda d: (d / "control/cat.png").unlink(), "target/cat.png", "control/cat.png"),
+    "no caption": (lambda d: (d / "target/cat.txt").unlink(), "target/cat.txt"),
+    "blank caption": (caption(b"\xef\xbb\xbf \r\n\t"), "target/cat.txt"),
+    "Latin-1": (caption("caf\u00e9".encode("latin-1")), "target/cat.txt"),
+    "UTF-16 without its mark": (caption("red".encode("utf-16-le")), "target/cat.txt"),
+    "long caption": (caption(b"red " * 2000), "cat", "1024"),
+    "one long wording": (caption(b"red\n" + b"red " * 2000), "cat", "1024"),
+    "caption with a token of the template": (caption(b"a <|image_pad|> b"), "target/cat.txt", "<|image_pad|>"),
+    "two targets": (lambda d: draw_picture().save(d / "target/cat.jpg"), "cat.jpg", "cat.png"),
+    "two controls": (lambda d: draw_picture().save(d / "control/cat.WEBP"), "cat.WEBP", "cat.png"),
+    "two masks": (lambda d: [save(draw_picture(), d / f"mask/cat.{s}") for s in ("bmp", "png")], "cat.bmp", "cat.png"),
+    "two captions": (lambda d: (d / "target/cat.TXT").write_text("go"), "cat.TXT", "cat.txt"),
+    "second control, or another item's first": (lambda d: add_item(d, "cat_1"), "control/cat_1.png"),
+    "second control, but no first": (lambda d: (d / "control/cat.png").rename(d / "control/cat_1.png"), "cat.png"),
+    "31 pixels": (resized("control/cat.png", 64, 31), "control/cat.png", "64x31"),
+    "aspect above 10": (resized("target/cat.png", 32, 321), "target/cat.png", "32x321"),
+    "mask of another shape": (resized("mask/cat.png", 256, 64), "mask/cat.png", "256x64", "64x64"),
+    "empty file": (instead("control/cat.png", Path.touch), "control/cat.png", "empty file"),
+    "web page": (instead("control/cat.png", lambda p: p.write_text("<html>404</html>")), "control/cat.png"),
+    "GIF": (instead("target/cat.png", lambda p: animation(p, format="GIF")), "target/cat.png"),
+    "animated PNG": (instead("target/cat.png", animation), "target/cat.png", "animated"),
+    "animated WebP": (instead("target/cat.png", lambda p: animation(p, format="WEBP")), "target/cat.png", "animated"),
+    "3600 megapixels": (instead("control/cat.png", claim_size(60000, 60000)), "control/cat.png", "pixels"),
+    "121 megapixels": (instead("mask/cat.png", claim_size(11000, 11000)), "mask/cat.png", "megapixels"),
+    "FIFO as target": (instead("target/cat.png", os.mkfifo), "target/cat.png"),
+    "FIFO as control": (instead("control/cat.png", os.mkfifo), "control/cat.png"),
+    "FIFO as caption": (instead("target/cat.txt", os.mkfifo), "target/cat.txt"),
+    "folder as control": (instead("control/cat.png", Path.mkdir), "control/cat.png"),
+    "dangling link": (instead("control/cat.png", lambda p: p.symlink_to("nowhere.png")), "control/cat.png"),
+}
+
+@pytest.mark.parametrize("kind", BAD_ITEMS)
+def test_a_bad_item_is_named_and_left_out_and_the_others_stay(data, plus, kind):
+    spoil, *named = BAD_ITEMS[kind]
+    with within(2):
+        spoil(data)
+        samples, problems = samples_of(plus, data)
+    assert len(problems) == 1 and is_one_line(problems[0], *named), problems
+    assert "good" in samples and "cat" not in samples
+
+STRAYS = { # what is put beside two good items, and what the one line about it must name
+    "control": (lambda d: draw_picture().save(d / "control/dog.png"), "control/dog.png"),
+    "third control, but no second": (lambda d: draw_picture().save(d / "control/cat_2.png"), "control/cat_2.png"),
+    "mask": (lambda d: save(draw_picture(), d / "mask/dog.png"), "mask/dog.png"),
+    "numbered mask": (lambda d: save(draw_picture(), d / "mask/cat_1.png"), "mask/cat_1.png"),
+    "caption": (lambda d: (d / "target/dog.txt").write_text("add a border"), "target/dog.txt"),
+    "picture in another format": (lambda d: animation(d / "target/dog.gif"), "target/dog.gif"),
+    "link to a folder": (lambda d: (d / "target/dog").symlink_to(add_item(d / "../x", "x") / "target"), "target/dog"),
+    "manifest": (lambda d: (d / "metadata.jsonl").write_text("{}"), "metadata.jsonl"),
+}
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_no_file_is_passed_over_in_silence(data, plus, kind):
+    stray, name = STRAYS[kind]
+    stray(data)
+    samples, problems = samples_of(plus, data)
+    assert set(samples) == {"good", "cat"} and len(problems) == 1 and is_one_line(problems[0], data / name), problems
+
+NO_DATASET = { # what is there instead of a dataset, and what else the one line must name
+    "nothing": (lambda d: None,),
+    "empty folder": (Path.mkdir, "target/NAME.png"),
+    "empty folders": (lambda d: [(d / name).mkdir(parents=True) for name in ("target", "control")],),
+    "unknown folders": (lambda d: (d / "after").mkdir(parents=True), "after", "target/NAME.png", "import_data.py"),
+    "two folders of one meaning": (lambda d: [(d / x).mkdir(parents=True) for x in ("target", "training_images")],
+                                   "training_images", "target"),
+    "empty manifest": (lambda d: d.mkdir() or (d / "metadata.jsonl").write_text("\n \n"),),
+    "a table": (lambda d: d.mkdir() or (d / "metadata.csv").write_text("target,control,prompt\n"), "metadata.csv"),
+    "a text file": (lambda d: d.write_text("hello"), "target/NAME.png"),
+}
+
+@pytest.mark.parametrize("script, kind", [*(("cache.py", kind) for kind in NO_DATASET), ("train.py", "empty folder")])
+def test_no_dataset_is_one_line_and_status_1(tmp_path, monkeypatch, script, kind):
+    monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("a model was loaded"))
+    make, *named = NO_DATASET[kind]
+    make(tmp_path / "photos")
+    result = run_script(script, "--data", tmp_path / "photos", "--val_data", *ON_DEVICE)
+    assert result.status == 1 and len(result.errors) == 1 and "holds ;" not in result.err
+    assert is_one_line(result.errors[0], "photos", *named), result.err
+
+# ---- names, captions -------------------------------------------------------------------------------------------------
+
+NAMES = ["\u65e5\u672c \u8a9e", "\U0001f431", "[1] (2)*", "it's", 'quo"te', "a.b.c", "50%", "-dash", "tab\tand\nline",
+         "{x}", "#1;2", "Upper", "a/x", "b/x", "a/b/x", "cafe\u0301", "\udcff"]
+
+def test_names_of_every_kind_work(tmp_path):
+    """Also in what cache.py says of the largest change of aspect, train.py of each sample, and both in errors."""
+    for name in NAMES:
+        add_item(tmp_path / "data", name, [(70, 64), (64, 64)])
+    for old, new in (("target/cafe\u0301.txt", "target/caf\u00e9.txt"), # macOS takes names apart, Linux does not
+                     ("control/cafe\u0301.png", "control/caf\u00e9.png"), ("target/Upper.png", "target/Upper.PNG")):
+        (tmp_path / "data" / old).rename(tmp_path / "data" / new)
+    result = make_cache(tmp_path / "data", tmp_path / "c", "--control_pixels", "32*32")
+    assert result.status == 0, result.err
+    samples = index_of(tmp_path / "c")
+    assert set(samples) == {unicodedata.normalize("NFC", name) for name in NAMES}
+    assert len({s.scales[0]["file"] for s in samples.values()}) == len(NAMES)
+    result = train(tmp_path / "c/tiny-data.json", tmp_path, "--max_tokens", 1, "--max_steps", 1, "--batch_size", 17)
+    assert result.status == 0 and len(result.losses) == 1, result.err
+    strange = [tmp_path / f"data/control/{name}.png" for name in ("\udcff", "tab\tand\nline")]
+    for path in strange:
+        path.write_bytes(b"")
+    for result in (make_cache(tmp_path / "data", tmp_path / "c"), train(tmp_path / "data", tmp_path, "--no-use_cache")):
+        assert result.status == 1 and len(result.errors) == 2
+        assert all(is_one_line(line, "empty file") for line in result.errors), result.err
+
+def test_controls_differ_in_number_and_size_and_are_counted_not_spelled(tmp_path, plus):
+    add_item(tmp_path, "one", [(64, 64), (96, 32)])
+    add_item(tmp_path, "many", [(32, 32)] + [(32, 32 * (1 + k)) for k in range(1, 8)] * 2) # _10 follows _9, not _1
+    samples, problems = samples_of(plus, tmp_path)
+    assert not problems
+    assert samples["one"].scales[0]["img_shapes"] == [(1, 4, 4), (1, 2, 6)]
+    assert [h for _, h, _ in samples["many"].scales[0]["img_shapes"]] == [2] + [2 * (1 + k) for k in range(1, 8)] * 2
+
+def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_path, plus):
+    """Without the mark of an editor, line ends and repetitions."""
+    data = add_item(tmp_path / "data", "cat", caption="\ufeffone\r\n\n two two \nthree\none\n")
+    sample, wordings = samples_of(plus, data)[0]["cat"], ["one", "two two", "three"]
+    assert sample.prompts == wordings
+    for prompt in wordings:
+        assert sample.texts[prompt, True]["tokens"] == len(encode(plus, sample, prompt)["prompt_embed"])
+    run = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--caption_dropout_rate", 0.3, *NATIVE)
+    assert run.status == 0 and len(list((tmp_path / "c/text").iterdir())) == 4, run.err
+    drawn = [run.globals["draw"](p)[2] for p in range(600)]
+    counts = [drawn.count((prompt, True)) for prompt in ["", *wordings]]
+    assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
+    assert drawn == [run.globals["draw"](p)[2] for p in range(600)]
+
+# ---- manifests -------------------------------------------------------------------------------------------------------
+
+PROMPT = 'say "hi",\u2028 and\u0085go\u00a0on' # str.splitlines, but not JSON, takes two of these for ends of lines
+
+def write_rows(path, *rows, ascii=False):
+    """As an editor on Windows would, with a mark, line ends of two bytes, and blank lines."""
+    lines = [json.dumps(row, ensure_ascii=ascii) for row in rows]
+    path.write_text("\ufeff" + "\r\n\r\n".join(lines), encoding="utf-8", newline="")
+    return path
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("ascii", [False, True])
+def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, ascii, absolute):
+    data = add_item(tmp_path / "data", "cat", [(64, 32)] + [(32, 32 * (1 + k % 3)) for k in range(12)], PROMPT,
+                    mask=draw_picture((64, 32)))
+    add_item(data, "sub/[1] \U0001f431", [(64, 64), (32, 32)], "one\ntwo")
+    want, problems = samples_of(plus, data)
+    assert len(want) == 2 and not problems
+    named = lambda path: path if absolute or path is None else os.path.relpath(path, data)
+    rows = [dict(target=named(s.target), control=list(map(named, s.controls)), prompt=s.prompts, mask=named(s.mask))
+            for s in want.values()]
+    got, problems = samples_of(plus, write_rows(data / "rows.jsonl", *rows, ascii=ascii))
+    assert not problems and [cache.files_of(s) for s in got.values()] == [cache.files_of(s) for s in want.values()]
+
+def test_a_folder_with_a_manifest_but_no_target_folder_is_read_by_its_manifest(tmp_path, plus):
+    for name in "ab":
+        save(draw_picture(seed=ord(name)), tmp_path / f"{name}.png")
+    write_rows(tmp_path / "metadata.jsonl", dict(target="a.png", control="b.png", prompt="add a border"))
+    samples, problems = samples_of(plus, tmp_path)
+    assert samples["a"].controls == [str(tmp_path / "b.png")] and not problems
+
+ROW = '{"target": "target/cat.png", "control": ["control/cat.png"], "prompt": "go", %s}' # of equal keys the last counts
+BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line number
+    "no JSON": ('{"target": "target/cat.png", ',),
+    "no object": ('["target/cat.png"]',),
+    "deep": ("[" * 100_000,),
+    "no target": (ROW % '"target": null', "target"),
+    "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
+    "no prompt": (ROW % '"prompt": []', "prompt"),
+    "unknown column": (ROW % '"caption": "go"', "caption"),
+    "number among controls": (ROW % '"control": ["control/cat.png", 5]', "5"),
+    "NaN": (ROW % '"prompt": NaN', "prompt"),
+    "blank prompt": (ROW % '"prompt": ["go", " "]', "prompt"),
+    "half a character": (ROW % r'"prompt": "add a \ud83d"', r"\ud83d"),
+    "duplicate": (ROW % '"target": "target/good.png", "control": ["control/good.png"]', "line 1"),
+    "duplicate by a detour": (ROW % '"target": "./mask/../target/good.png", "control": ["control/good.png"]', "line 1"),
+    "missing picture": (ROW % '"control": ["control/tom.png"]', "control/tom.png"),
+    "parent": (ROW % '"control": ["../secret.png"]', "../secret.png"),
+    "absolute": (ROW % '"target": "/etc/passwd"', "/etc/passwd"),
+    "URL": (ROW % '"control": ["http://localhost:1/cat.png"]', "http://localhost:1/cat.png"),
+    "link to the outside": (ROW % '"control": ["control/link.png"]', "link.png"),
+    "link to itself": (ROW % '"control": ["control/loop.png"]', "loop.png"),
+    "folder": (ROW % '"target": "."', "'.'"),
+    "NUL": (ROW % r'"target": "a\u0000.png"', r"a\x00.png"),
+    "half a character in a name": (ROW % r'"target": "\ud83d.png"', r"\ud83d.png"),
+}
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
+    """Outside the folder lies secret.png, inside it a link to that."""
+    save(draw_picture(), data / "../secret.png")
+    (data / "control/link.png").symlink_to("../../secret.png")
+    (data / "control/loop.png").symlink_to("loop.png")
+    line, *named = BAD_ROWS[kind]
+    good = ROW.replace("cat", "good").replace(", %s", "")
+    (data / "metadata.jsonl").write_text(f"{good}\n{line}\n")
+    samples, problems = samples_of(plus, data / "metadata.jsonl")
+    assert list(samples) == ["target/good"]
+    assert len(problems) == 1 and is_one_line(problems[0], "metadata.jsonl:2", *named), problems
+
+# ---- several datasets, and pictures without controls -----------------------------------------------------------------
+
+def test_several_roots_are_one_dataset_and_repeats_are_the_stream(tmp_path):
+    """An epoch has each sample as often as --repeats says, the index knows it, and a resumed run cannot change it."""
+    for root, names in (("a", "xy"), ("b", "x")):
+        for name in names:
+            add_item(tmp_path / root, name, caption=f"{root} {name}")
+    data, epochs = [tmp_path / "a", tmp_path / "b"], []
+    flags = ["--val_data", "--max_steps", 1, "--lr_scheduler", "constant", "--lora_rank", 2, *NATIVE, *ON_DEVICE,
+             "--cache_dir", tmp_path / "c"]
+    for out_dir, roots in (("r", [*data, "--repeats", 1, 3]), ("n", [tmp_path / "c/tiny-a+b.json"])):
+        run = run_script("train.py", *flags, "--out_dir", tmp_path / out_dir, "--data", *roots)
+        assert run.status == 0 and run.globals["run_name"] == "tiny-a+b", run.err
+        drawn = [run.globals["draw"](p)[0] for p in range(5)]
+        epochs.append([f"{s.root}/{s.name}" for s in drawn])
+    assert epochs[0] == epochs[1] and sorted(epochs[0]) == ["a/x", "a/y", "b/x", "b/x", "b/x"]
+    other = run_script("train.py", *flags, "--data", *data, "--resume", "--out_dir", tmp_path / "r", "--max_steps", 2)
+    assert other.status == 1 and is_one_line(other.errors[0], "--resume", "data")
+
+def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_train_beside_edits(data, tmp_path, plus):
+    """The prompt has no picture then, the control has no token."""
+    for name in ("face", "more/face"):
+        save(draw_picture((96, 64)), tmp_path / f"faces/{name}.png")
+        (tmp_path / f"faces/{name}.txt").write_text("a face\nthe face")
+    samples, problems = samples_of(plus, data, reg_data=[tmp_path / "faces"])
+    sample = samples["more/face"]
+    got = encode(plus, sample)
+    assert not problems and got["control_latent"].shape == (0, 64) and got["img_shapes"].tolist() == [[1, 4, 6]]
+    stock, _ = plus.encode_prompt(["a face"], None, device=DEVICE)
+    assert torch.equal(got["prompt_embed"], stock[0]) and sample.texts["a face", True]["tokens"] == len(stock[0])
+    flags = ["--reg_data", tmp_path / "faces", "--repeats", 2, "--batch_size", 3, *NATIVE]
+    run = train(data, tmp_path, "--cache_dir", tmp_path / "c", *flags)
+    drawn = [run.globals["draw"](p)[0].name for p in range(6)]
+    assert len(run.losses) == 2 and sorted(drawn) == ["cat", "cat", "face", "good", "good", "more/face"]
+
+def test_a_manifest_says_that_a_picture_has_no_control_and_of_regularisation_need_not(data, plus):
+    rows = [dict(target="target/cat.png", control=[], prompt="a cat"), dict(target="target/good.png", prompt="a cat")]
+    path = write_rows(data / "rows.jsonl", *rows)
+    samples, problems = samples_of(plus, path)
+    assert list(samples) == ["target/cat"] and is_one_line(*problems, "rows.jsonl:3", "control")
+    samples, problems = samples_of(plus, [], reg_data=[path])
+    assert [s.controls for s in samples.values()] == [[], []] and not problems
+
+def test_version_1_of_the_model_takes_exactly_one_control(data, tmp_path, pipes):
+    draw_picture().save(data / "control/cat_1.png")
+    save(draw_picture(), tmp_path / "faces/face.png")
+    (tmp_path / "faces/face.txt").write_text("a face")
+    samples, problems = samples_of(pipes["v1"], data, reg_data=[tmp_path / "faces"])
+    assert list(samples) == ["good"] and len(problems) == 2
+    assert all(is_one_line(p, file, "one control") for p, file in zip(problems, ("control/cat_1.png", "face.png")))
+    folder = pipes["v1"].name_or_path
+    result = make_cache(data, tmp_path / "c", "--model", folder, "--prompt_image_dropout_rate", 0.5)
+    assert result.status == 1 and is_one_line(result.errors[0], "--prompt_image_dropout_rate", "v1")
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+TURNS = { # what the EXIF standard says about orientation 1 to 8
+    1: lambda a: a, 2: lambda a: a[:, ::-1], 3: lambda a: a[::-1, ::-1], 4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2), 6: lambda a: np.rot90(a, -1), 7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+    8: lambda a: np.rot90(a),
+}
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_pictures_are_turned_as_exif_says(tmp_path, suffix, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = save(draw_picture((96, 64)), tmp_path / f"a.{suffix}", exif=exif)
+    want = TURNS[orientation](np.asarray(Image.open(path).convert("RGB")))
+    assert np.array_equal(np.asarray(cache.read_image(path)), want)
+    assert cache.image_size(path) == (want.shape[1], want.shape[0])
+
+def strange_exif():
+    """Blocks with damage of every kind; all of them hold an orientation at first."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010e], exif[0x011a] = 6, "a description", 72.0
+    sound, rng = exif.tobytes(), np.random.default_rng(0)
+    yield from (b"", b"Exif\0\0", b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff")
+    yield from (sound[:n] for n in range(6, len(sound)))
+    for _ in range(300):
+        damaged = bytearray(sound)
+        for place in rng.integers(6, len(sound), 3):
+            damaged[place] = rng.integers(256)
+        yield bytes(damaged)
+
+@pytest.mark.filterwarnings("ignore") # of PIL, about the damage
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_damaged_exif_is_ignored(tmp_path, suffix):
+    for n, block in enumerate(strange_exif()):
+        path = save(draw_picture((96, 64)), tmp_path / f"{n}.{suffix}", exif=block)
+        assert cache.image_size(path) == cache.read_image(path).size, block
+
+@pytest.mark.parametrize("mode, suffix, level", [
+    ("RGBA", "png", 0), ("LA", "png", 0), ("P", "png", 0), ("RGB", "png", 0), ("L", "png", 0), ("RGBA", "webp", 3)])
+def test_what_is_transparent_becomes_white(tmp_path, mode, suffix, level):
+    """A quarter of the picture is transparent over a hidden 200, the rest opaque."""
+    gray, alpha = np.full((64, 64), 30, np.uint8), np.full((64, 64), 255, np.uint8)
+    gray[:32, :32], alpha[:32, :32] = 200, 0
+    image, options = Image.fromarray(gray), {}
+    if mode in ("RGBA", "LA"):
+        image = image.convert(mode[:-1])
+        image.putalpha(Image.fromarray(alpha))
+    else: # one colour, or one entry of the palette, is declared transparent
+        image = image.convert(mode)
+        options["transparency"] = (200, 200, 200) if mode == "RGB" else 200 if mode == "L" else image.getpixel((0, 0))
+    got = np.asarray(cache.read_image(save(image, tmp_path / f"a.{suffix}", **options)))
+    assert (got[:32, :32] == 255).all()
+    assert (abs(got[32:].astype(int) - 30) <= level).all()
+
+def test_half_transparent_is_half_white(tmp_path):
+    path = save(Image.new("RGBA", (32, 32), (0, 100, 200, 128)), tmp_path / "a.png")
+    assert cache.read_image(path).getpixel((0, 0)) == pytest.approx((127, 177, 227), abs=1)
+
+def test_16_bit_gray_is_scaled_not_clipped(tmp_path):
+    levels = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    got = np.asarray(cache.read_image(save(Image.fromarray(levels), tmp_path / "a.png"))).astype(float)
+    assert abs(got - (levels / 257)[..., None]).max() <= 1
+
+@pytest.mark.parametrize("mode, suffix", [("CMYK", "jpg"), ("1", "png"), ("L", "jpg"), ("P", "png"), ("L", "bmp")])
+def test_other_modes_become_rgb(tmp_path, mode, suffix):
+    path = save(draw_picture(mode=mode), tmp_path / f"a.{suffix}")
+    got = cache.read_image(path)
+    assert got.mode == "RGB" and np.array_equal(np.asarray(got), np.asarray(Image.open(path).convert("RGB")))
+
+def test_the_content_counts_not_the_suffix(tmp_path):
+    image, path = draw_picture(), tmp_path / "a.jpg"
+    image.save(path, format="PNG")
+    assert np.array_equal(np.asarray(cache.read_image(path)), np.asarray(image))
+    image.save(path, format="MPO", save_all=True, append_images=[image]) # a JPEG with a preview, as phones write them
+    assert cache.image_size(path) == cache.read_image(path).size == (64, 64)
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
+def test_no_damage_to_a_picture_is_a_traceback(tmp_path, suffix):
+    """A truncated file of any kind can be told; a flipped bit of a JPEG cannot, but must do no harm."""
+    path, rng = save(draw_picture((96, 64)), tmp_path / f"a.{suffix}"), np.random.default_rng(0)
+    sound = path.read_bytes()
+    cuts = [sound[:n] for n in sorted({int(n) for n in np.linspace(0, len(sound) // 2, 40)})]
+    flips = [flip(int(bit))(sound) for bit in [*range(8 * 60), *rng.integers(0, 8 * len(sound), 300)]]
+    for n, content in enumerate(cuts + flips):
+        path.write_bytes(content)
+        for read in (cache.image_size, cache.read_image):
+            try:
+                with within(5):
+                    read(path)
+                assert n >= len(cuts) or read is cache.image_size, f"cut to {len(content)} bytes went unnoticed"
+            except cache.InputError as e:
+                assert is_one_line(str(e), path)
+
+def test_a_picture_with_a_bomb_in_its_text_is_refused(tmp_path):
+    bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(80 * 2**20)))
+    path = save(draw_picture(), tmp_path / "a.png")
+    sound = path.read_bytes()
+    for where in (33, -12): # after the header, and before the end
+        path.write_bytes(sound[:where] + bomb + sound[where:])
+        with refused(path):
+            cache.read_image(path)
+
+def test_every_picture_of_a_sample_is_prepared_alike(tmp_path, plus):
+    """A turned picture with transparency equals the one that a person sees, as target, control, mask and prompt."""
+    seen = draw_picture((96, 64))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    hidden = seen.convert("RGBA")
+    hidden.putpixel((5, 5), (1, 2, 3, 0))
+    seen.putpixel((5, 5), (255, 255, 255))
+    samples = []
+    for name, image, options in (("seen", seen, {}), ("raw", hidden.transpose(Image.ROTATE_90), dict(exif=exif))):
+        for folder in ("target", "control", "mask"):
+            save(image, tmp_path / name / folder / "cat.png", **options)
+        (tmp_path / name / "target/cat.txt").write_text("add a red border")
+        samples.append(samples_of(plus, tmp_path / name)[0]["cat"])
+    assert samples[0].sizes == samples[1].sizes == [(96, 64), (96, 64)]
+    assert_same(*[encode(plus, s) for s in samples])

@@ -1,0 +1,260 @@
+"""
+LoRA files: those of any tool are loaded whole or refused; what train.py writes loads in stock diffusers and goes on; a
+LoRA to start from, and one to train on top of.
+"""
+import json
+import math
+import re
+
+import pytest
+import safetensors.torch
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+
+import cache
+import predict
+from models import DTYPE_NAME, ON_DEVICE, damage_tensors, is_one_line, lora_tensors, refused
+from test_consistency import (DEVICE, E, SMALL, TINY, assert_bitwise, curve, log_of, lora_of, rel, run_script, show,
+                              stock_pipeline, train_log, train_toy)
+
+def tiny_with(path, scale=1.0):
+    """The tiny transformer with this LoRA."""
+    transformer = predict.load_transformer(TINY, DTYPE_NAME)
+    predict.load_loras(transformer, [path], [scale])
+    return predict.place_transformer(transformer, DEVICE)
+
+def lora_file(folder, tensors, **meta):
+    path = folder / predict.LORA_FILE
+    safetensors.torch.save_file(tensors, path, metadata=dict(lora_adapter_metadata=json.dumps(meta)) if meta else None)
+    return path
+
+def layers_of(tensors):
+    return sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors})
+
+def assert_effect(transformer, tensors, scale):
+    """All layers of these tensors, and no others, work at this scale, or at that of scale(layer)."""
+    layers = {name: m for name, m in transformer.named_modules() if "lora0" in getattr(m, "lora_A", {})}
+    assert sorted(layers) == layers_of(tensors)
+    for name, m in layers.items():
+        got_b, got_a = [x["lora0"].weight.float().cpu() for x in (m.lora_B, m.lora_A)]
+        b, a = [tensors[f"transformer.{name}.lora_{x}.weight"].to(transformer.dtype).float() for x in "BA"]
+        want = (scale(name) if callable(scale) else scale) * b @ a
+        torch.testing.assert_close(m.scaling["lora0"] * got_b @ got_a, want)
+
+@pytest.fixture(scope="session")
+def two_loras(tmp_path_factory):
+    """Two random LoRAs with different layers, in diffusers' form: one with rsLoRA in its metadata."""
+    paths = []
+    for i, names in enumerate([("attn.to_q", "attn.to_out.0"), ("attn.to_q", "img_mlp.net.2")]):
+        tensors = {k: 0.05 * v for k, v in lora_tensors(rank=4, names=names).items()}
+        paths.append(lora_file(tmp_path_factory.mktemp(f"lora{i}"), tensors, **{
+            "transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_rslora": bool(i),
+            "transformer.target_modules": layers_of(tensors)}))
+    return paths
+
+# ---- files of other tools --------------------------------------------------------------------------------------------
+
+def renamed(old, new):
+    return lambda tensors: {k.replace(old, new): v for k, v in tensors.items()}
+
+def as_kohya(tensors):
+    names = {k: k.removeprefix("transformer.").rsplit(".lora_", 1)[0].replace(".", "_") for k in tensors}
+    return {f"lora_unet_{names[k]}.lora_{'down' if 'lora_A' in k else 'up'}.weight": v for k, v in tensors.items()}
+
+def with_alpha(tensors):
+    """alpha equal to the rank, which changes nothing."""
+    return tensors | {k.rsplit(".lora_", 1)[0] + ".alpha": torch.tensor(2.0) for k in tensors}
+
+FOREIGN = {
+    "diffusers": lambda t: t,
+    "ComfyUI": renamed("transformer.", "diffusion_model."),
+    "ComfyUI, alpha": lambda t: with_alpha(renamed("transformer.", "diffusion_model.")(t)),
+    "kohya, alpha": lambda t: with_alpha(as_kohya(t)),
+    "peft, adapter named": lambda t: {k.replace("transformer.tr", "tr").replace(".weight", ".default.weight"): v
+                                      for k, v in t.items()},
+    "no prefix": lambda t: {k.removeprefix("transformer."): v for k, v in t.items()},
+    "Qwen-Image-Lightning": lambda t: {k.removeprefix("transformer.").replace("lora_A", "lora_down").replace(
+        "lora_B", "lora_up"): v for k, v in with_alpha(t).items()},
+}
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_lora_of_any_tool_is_loaded_whole(tmp_path, kind):
+    assert_effect(tiny_with(lora_file(tmp_path, FOREIGN[kind](lora_tensors())), 0.5), lora_tensors(), 0.5)
+
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
+BAD_LORAS = { # what becomes of a good one's six layers, and what the error counts or names
+    "nothing in it": (lambda t: {}, "empty"),
+    "another model's layers": (renamed("to_q", "qkv"), "2 of 6"),
+    "more blocks than the model has": (renamed("blocks.1", "blocks.57"), "3 of 6"),
+    "A only": (lambda t: {k: v for k, v in t.items() if "lora_A" in k}, "lora_B"),
+    "one B missing": (lambda t: {k: v for k, v in t.items() if k != B}, "to_q"),
+    "wrong width": (lambda t: t | {A: torch.ones(2, 96)}, "1 of 12", "to_q", "96"),
+    "A and B of different rank": (lambda t: t | {B: torch.ones(128, 4)}, "to_q"),
+    "a vector": (lambda t: t | {A: torch.ones(128)}, "to_q"),
+    "NaN": (lambda t: t | {A: t[A].index_fill(1, torch.tensor(5), math.nan)}, "to_q"),
+    "a checkpoint": (lambda t: {f"{LAYER}.weight": torch.ones(128, 128)}, "to_q"),
+    "a text encoder's": (renamed("transformer.", "text_encoder."), "text_encoder"),
+    "of a layer that is not linear": (renamed("to_q", "norm_q"), "norm_q"),
+    "kohya of another model": (lambda t: as_kohya(renamed("attn.to_q", "self_attn.qkv")(t)),),
+    "a DoRA of kohya": (lambda t: as_kohya(t) | {"lora_unet_x.dora_scale": torch.ones(128, 1)}, "DoRA"), # loads by half
+    "peft's": (renamed("transformer.", "base_model.model."), "tools/convert_lora.py"), # its scale is in another file
+}
+
+@pytest.mark.parametrize("kind", BAD_LORAS)
+def test_a_lora_that_does_not_fit_is_an_error_with_counts(tmp_path, kind):
+    """diffusers itself only warns, and draws the base model's picture."""
+    change, *named = BAD_LORAS[kind]
+    with refused(tmp_path, *named):
+        tiny_with(lora_file(tmp_path, change(lora_tensors())))
+
+@pytest.mark.parametrize("layers", [["to_q", "to_out.0", "net.2"], layers_of(lora_tensors())], ids=["ends", "names"])
+def test_a_lora_without_half_of_what_was_trained_is_an_error(tmp_path, layers):
+    whole = lora_tensors()
+    meta = {f"transformer.{k}": v for k, v in dict(r=2, lora_alpha=2, target_modules=layers).items()}
+    assert_effect(tiny_with(lora_file(tmp_path, whole, **meta)), whole, 1)
+    for part in ("to_q", "lora_A"):
+        with refused(tmp_path):
+            predict.read_lora(lora_file(tmp_path, {k: v for k, v in whole.items() if part in k}, **meta))
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5000000000\n"
+
+@pytest.mark.parametrize("name, content", [
+    ("gone.safetensors", None), ("no/such/user", None), (".", None), ("empty.safetensors", b""),
+    ("pointer.safetensors", POINTER), ("picture.png", b"\x89PNG")])
+def test_a_lora_that_is_no_lora_is_one_line(tmp_path, monkeypatch, name, content):
+    monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("not told before the work began"))
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    result = run_script("predict.py", "--lora", tmp_path / name, *ON_DEVICE)
+    assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / name)
+
+@pytest.mark.parametrize("meta", ["{", "[]", "5", "null", '{"transformer.r": 2}', '{"transformer.rank_pattern": 3}'])
+def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):
+    path = tmp_path / predict.LORA_FILE
+    safetensors.torch.save_file(lora_tensors(), path, metadata=dict(lora_adapter_metadata=meta))
+    try:
+        tiny_with(path)
+    except cache.InputError as e:
+        assert is_one_line(str(e), path)
+
+def test_a_hub_id_is_fetched_unless_a_folder_of_ours_has_its_name(tmp_path, monkeypatch):
+    def download(repo, name):
+        if repo == "a/none":
+            raise ConnectionError
+        return f"/hub/{repo}/{name}"
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert predict.find_lora("a/b").as_posix() == f"/hub/a/b/{predict.LORA_FILE}"
+    assert predict.find_lora("a/b/deep/y.safetensors").as_posix() == "/hub/a/b/deep/y.safetensors"
+    with refused("a/none", "hub"):
+        predict.find_lora("a/none")
+    (tmp_path / "a").mkdir()
+    with refused("a/b"): # a path of ours, mistyped
+        predict.find_lora("a/b")
+
+# ---- what train.py writes, and reads ---------------------------------------------------------------------------------
+
+def first_item(ns):
+    return ns["load_item"](*ns["draw"](0), ns["generator"]("noise", 0))
+
+def stock_loss(ns, *loras):
+    """The stock model's loss, with LoRAs loaded by the stock pipeline, for the first sample of this training."""
+    pipe, item = stock_pipeline(TINY), first_item(ns)
+    for i, path in enumerate(loras):
+        pipe.load_lora_weights(str(path), adapter_name=f"l{i}")
+        pipe.set_adapters([f"l{j}" for j in range(i + 1)])
+    x = torch.cat([(1 - item.s) * item.x0 + item.s * item.noise, item.controls])
+    with torch.no_grad():
+        v = pipe.transformer(hidden_states=x[None], encoder_hidden_states=item.prompt[None], timestep=item.s[None],
+                             img_shapes=[item.img_shapes], return_dict=False)[0][0]
+    error = (v[:len(item.noise)] - (item.noise - item.x0)).square().mean(-1)
+    return ((error * item.weight).sum() / item.weight.sum()).item()
+
+ONE = ["--batch_size", 1, "--lr_scheduler", "constant", "--device", "cpu"]
+
+@pytest.mark.parametrize("kind", ["use_rslora=true", "use_dora=true"])
+def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog):
+    """The file in the stock pipeline, and as --pretrained_lora, give the loss of the model that was trained; stock says
+    nothing about its metadata; it resumes bit for bit; damaged it is refused. all-linear: every layer that learns."""
+    targets = "all-linear" if "rslora" in kind else "to_q"
+    run = [*ONE, "--lora_rank", 4, "--lora_alpha", 6, "--lora_args", kind, "--lora_targets", targets, "--max_steps", 2]
+    whole = train_toy(tmp_path / "a", *run)
+    assert whole.status == 0, whole.err
+    train_log(tmp_path / "r", *run, "--max_steps", 1)
+    assert curve(train_log(tmp_path / "r", *run, "--resume")) == curve(log_of(tmp_path / "a"))
+    assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
+    meta = predict.read_lora(tmp_path / "a")[1]
+    assert meta["train.config"]["lora_args"] == [[kind.split("=")[0], True]] and meta["train.config"]["data"]
+    assert {"commit", "torch", "peft"} <= meta["train.versions"].keys()
+    log = train_log(tmp_path / "b", "--pretrained_lora", tmp_path / "a", *ONE, "--max_steps", 1)
+    caplog.clear()
+    want = stock_loss(whole.globals, tmp_path / "a")
+    assert not [r for r in caplog.records if r.name.startswith("diffusers")], caplog.text
+    assert log[0]["loss"] == pytest.approx(want, rel=1e-6) and abs(want / stock_loss(whole.globals) - 1) > 1e-4
+    if targets == "all-linear":
+        model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
+        linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "_blocks." in n}
+        last = rf"blocks\.{len(model.transformer_blocks) - 1}\.(attn\.(add_q_proj|to_add_out)|txt_mlp)"
+        dead = {n for n in linears if re.search(last, n)}
+        assert set(layers_of(lora_of(tmp_path / "a"))) == linears - dead and len(dead) == 4
+        assert all(v.any() for k, v in lora_of(tmp_path / "a").items() if "lora_B" in k)
+    damage_tensors(tmp_path / "a" / predict.LORA_FILE)
+    with refused(tmp_path / "a"):
+        predict.read_lora(tmp_path / "a")
+
+def test_a_base_lora_is_part_of_the_frozen_base(tmp_path, two_loras):
+    """The first loss is stock's with the base LoRA loaded; only the trained one is saved; both in stock give the loss
+    after training; another base is refused when the run is resumed; the next command names both."""
+    flags, out_dir = [*ONE, "--lora_targets", "to_q", "--base_lora"], tmp_path / "my run"
+    run = train_toy(out_dir, *flags, two_loras[1], "--max_steps", 1)
+    first, want = log_of(out_dir)[0]["loss"], stock_loss(run.globals, two_loras[1])
+    show("first loss, from stock's", abs(first / want - 1), 1e-5)
+    assert first == pytest.approx(want, rel=1e-5) and first != pytest.approx(stock_loss(run.globals), rel=1e-4)
+    assert {k.rsplit(".lora_")[0].rsplit(".", 1)[1] for k in lora_of(out_dir)} == {"to_q"}
+    with torch.no_grad():
+        (loss, _), = run.globals["flow_loss"](run.globals["transformer"], [first_item(run.globals)])
+    want = stock_loss(run.globals, out_dir, two_loras[1])
+    assert loss.item() == pytest.approx(want, rel=1e-5) and want != pytest.approx(first, rel=1e-4)
+    assert f"--lora '{out_dir}' {two_loras[1]} --image" in run.out
+    result = train_toy(out_dir, *flags, two_loras[0], "--max_steps", 2, "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], "base_lora")
+
+@pytest.mark.parametrize("flags, status, named", [
+    ("--pretrained_lora GOOD --lora_rank 8", 2, "--lora_rank"), ("--pretrained_lora GOOD --lora_rank=8", 2, "rank"),
+    ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "2 of 6"),
+    ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--base_lora BAD", 1, "2 of 6"),
+    ("--pretrained_lora GOOD --lora_args use_rslora=true", 2, "--lora_args"), ("--lora_args =3", 2, "--lora_args"),
+    ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 1, "--lora_args"),
+    ("--lora_args init_lora_weights=nonsense", 1, "--lora_args")])
+def test_a_lora_to_start_from_that_does_not_fit_or_flags_is_refused(tmp_path, two_loras, flags, status, named):
+    bad = lora_file(tmp_path, renamed("to_q", "qkv")(lora_tensors()))
+    result = train_toy(tmp_path / "a", *flags.replace("GOOD", str(two_loras[0])).replace("BAD", str(bad)).split())
+    assert result.status == status and named in result.errors[-1] and (status == 2 or is_one_line(result.errors[-1]))
+
+def test_lora_on_a_bf16_base_is_cast_when_used():
+    """Master weights, their gradients and the file stay fp32, peft's own layer gives the same but for bf16's rounding,
+    scale and disable work; on an fp32 base nothing differs at all."""
+    x, config = torch.randn(3, 24, E), dict(r=4, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)
+    def compute(dtype, ours, scale):
+        torch.manual_seed(0)
+        model = QwenImageTransformer2DModel(**SMALL).to(dtype).requires_grad_(False)
+        predict.add_lora(model, **config) if ours else model.add_adapter(LoraConfig(**config))
+        cast_training_params(model)
+        layer = model.transformer_blocks[0].attn.to_q
+        weights = [p for p in layer.parameters() if p.requires_grad]
+        assert isinstance(layer, predict.LoraLinear) == ours and [w.dtype for w in weights] == [torch.float32] * 2
+        for n, p in enumerate(weights):
+            p.data.normal_(generator=torch.Generator().manual_seed(n))
+        layer.enable_adapters(scale > 0)
+        layer.scale_layer(scale or 1)
+        out = layer(x.to(dtype))
+        return [out, *(torch.autograd.grad(out.float().square().sum(), weights) if scale else [])]
+    for scale in (1, 0.5, 0):
+        exact = compute(torch.float32, False, scale)
+        assert_bitwise(compute(torch.float32, True, scale), exact)
+        out, *grads = compute(torch.bfloat16, True, scale)
+        assert out.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
+        assert [error < 2e-2 for error in map(rel, [out, *grads], exact)] == [True] * len(exact)

@@ -1,0 +1,70 @@
+"""tools/measure.py: what it measures is what was planted."""
+import json
+import runpy
+
+import numpy as np
+import pytest
+
+import cache
+import predict
+from models import is_one_line
+from test_consistency import HERE, TINY, add_item, draw_picture, encoder_flags, run_script, save
+
+drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
+
+@pytest.mark.parametrize("shift, zoom, colour", [
+    ((0.0, 0.0), 0.0, 0), ((0.3, 0.0), 0.0, 3), ((0.1, -0.2), 0.4, 0), ((0.0, 0.0), -0.8, 0)])
+def test_drift_is_the_planted_motion(shift, zoom, colour):
+    """Blobs moved by a known fraction of a pixel, under a border that is left out (and is wrong on purpose)."""
+    def blobs(shift=(0, 0), zoom=0, height=96, width=128):
+        y, x = np.mgrid[:height, :width].astype(float)
+        cx, cy = (width - 1) / 2, (height - 1) / 2
+        x, y = cx + (x - cx - shift[0]) / (1 + zoom / 100), cy + (y - cy - shift[1]) / (1 + zoom / 100)
+        blob = lambda at, r, level: level * np.exp(-((x - at[0]) ** 2 + (y - at[1]) ** 2) / 2 / r**2)
+        return np.repeat((60 + blob((40, 40), 8, 120) + blob((90, 60), 10, 100))[..., None], 3, -1)
+    keep = np.zeros((96, 128), bool)
+    keep[16:-16, 16:-16] = True
+    image = blobs(shift, zoom) + colour
+    image[~keep] = 0
+    image[16:19] = 0 # the soft edge of the edit
+    found = drift(image, blobs(), keep)
+    assert found["shift"] == pytest.approx(np.hypot(*shift), abs=0.01)
+    assert found["zoom"] == pytest.approx(abs(zoom), abs=0.01)
+    image[16:19] = blobs(shift, zoom)[16:19] + colour
+    assert drift(image, blobs(), keep)["colour"] == pytest.approx(colour, abs=0.3)
+    flat = np.full((96, 128, 3), 60)
+    assert drift(flat + colour, flat, keep) == dict(colour=colour) # there is nothing whose motion could be seen
+
+def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
+    """In a/ the edit is a border, drawn as the VAE draws it; in b/ nothing is kept; of c/ a picture is missing."""
+    names = ["a/x", "a/y", "a/z", "b/x", "top"]
+    for name in [*names, "c/lost"]:
+        add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
+    pipe, want, moved, keep = cache.load_pipeline(TINY), {}, [], np.arange(64)[:, None].repeat(96, 1) >= 16
+    cache.load_encoder(pipe, "vae", encoder_flags())
+    for n, name in enumerate(names):
+        image = draw_picture((96, 64), seed=n)
+        if name != "b/x": # whose control has nothing to do with it
+            save(image, tmp_path / f"data/control/{name}.png")
+        image.paste((9, 9, 9 + 80 * n), (0, 0, 96, 16))
+        save(image, tmp_path / f"data/target/{name}.png")
+        drawn = predict.decode(pipe.vae, cache.encode_image(pipe, image, (96, 64)), [(1, 4, 6)])
+        save(drawn, tmp_path / "out" / (name.replace("/", "-") + ".png"))
+        want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(predict.psnr(drawn, image))
+        moved.append(drift(drawn, image, keep)["shift"])
+    flags = [tmp_path / "out", tmp_path / "data", "--json", tmp_path / "m.json"]
+    result = run_script("tools/measure.py", *flags)
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "c-lost.png"), result.err
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert found.keys() == want.keys() == {"data", "data/a", "data/b"} and found["data/a"]["pictures"] == 3
+    lines = {line.split()[0]: line for line in result.out.splitlines()}
+    for group, m in found.items():
+        assert m["drawn"] == pytest.approx(np.mean(want[group])) == m["vae"] and m["input"] < m["drawn"]
+        assert f"{m['drawn']:7.1f} {m['vae']:7.1f}" in lines[group]
+        assert group == "data/b" or (m["shift"] < 1e-6 and m["colour"] == 0 and m["kept"] > m["input"])
+    assert "kept" not in found["data/b"]
+    assert run_script("tools/measure.py", *flags, "--model", "none").status == 1
+    plain = json.loads((tmp_path / "m.json").read_text())["data/a"]
+    assert "vae" not in plain and plain["shift"] == pytest.approx(np.median(moved[:3])) and plain["shift"] > 0.001
+    result = run_script("tools/measure.py", tmp_path / "data", tmp_path / "data")
+    assert result.status == 1 and is_one_line(result.errors[-1], "none of the pictures")

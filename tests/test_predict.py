@@ -1,0 +1,326 @@
+"""
+predict.py as a command: jobs, folders, seeds and scales; what is loaded, encoded and drawn again; its flags. That its
+pictures are the stock pipeline's is claim 5 of test_consistency.py; here are the other ways to sample.
+"""
+import json
+import math
+import re
+import shlex
+import shutil
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+import cache
+import predict
+from models import ON_DEVICE, cached_files, change_weight, is_one_line, start, start_ranks
+from test_consistency import (EXACT, HERE, NATIVE, TINY, add_item, copy_model, draw_picture, encoder_flags, job_of,
+                              photos, rel, run_script, save, show, stock_area, stock_pipeline)
+from test_lora_files import lora_file, two_loras
+
+def draw(*flags, steps=2):
+    """predict.py -> result of run_script, which went well."""
+    result = run_script("predict.py", *flags, "--num_inference_steps", steps, *ON_DEVICE)
+    assert result.status == 0, result.err
+    return result
+
+def write_jobs(folder, rows):
+    (folder / "jobs.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return folder / "jobs.jsonl"
+
+def apart(*paths):
+    """The largest difference of two pictures, in levels of 255. 1 is rounding: packs of other samples."""
+    a, b = [np.asarray(Image.open(path), int) for path in paths]
+    return abs(a - b).max()
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
+    """Several jobs may edit one picture; files are named by the line, or by `out`; the result has the last picture's
+    shape, or that of size_from; a job's own sizes and steps count."""
+    one, two = map(str, photos[:2])
+    good = [{}, dict(prompt="another"), dict(height=70, width=100, true_cfg_scale=2, seed=3),
+            dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),
+            dict(image=[one, two], size_from=1, num_inference_steps=3),
+            dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3])]
+    bad = {"missing.png": [dict(image=["missing.png"])], "'prompt'": [dict(prompt=None)], "'heigth'": [dict(heigth=3)],
+           "seed": [dict(seed=x) for x in ("3", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
+           "'out'": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
+           "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[1], num_inference_steps=3)],
+           "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
+           "at least 2": [dict(num_inference_steps=1)], "pixels; give 32": [dict(height=0), dict(width=31)],
+           "negative prompt": [dict(negative_prompt="<|im_end|>")]}
+    rows, out = [*good, *sum(bad.values(), [])], tmp_path / "o"
+    jobs = write_jobs(tmp_path, [dict(image=one, prompt="add a red border") | row for row in rows])
+    result = run_script("predict.py", "--jobs", jobs, "--out_dir", out, "--sigmas", 1, 0.5, *ON_DEVICE)
+    assert result.status == 1 and len(result.errors) == len(rows) - len(good), result.err
+    assert is_one_line(result.errors[0], "jobs.jsonl:7") and all(map(is_one_line, result.errors))
+    for named, several in bad.items():
+        assert sum(named in line for line in result.errors) >= len(several), (named, result.errors)
+    sizes = {p.relative_to(out).as_posix(): Image.open(p).size for p in out.rglob("*.png") if p.name != "sheet.png"}
+    names = [f"00{n}-{photos[0].stem}.png" for n in (1, 2, 3, 5, 6)]
+    assert sizes == {**dict.fromkeys(names, (96, 64)), "sub/b.png": (64, 128)}
+    assert apart(out / names[0], out / names[1]) > 1 # another prompt
+    assert apart(out / names[3], out / names[4]) <= 1 # the same sizes and steps
+
+@pytest.mark.parametrize("rows, more, named", [
+    ([], [], "no jobs"), ([dict(seed=3)], ["--seed", 1, 2], "own seed"), ([dict(out="a.png")] * 2, [], "a.png"),
+    ([dict(out="sheet.png"), {}], [], "sheet.png")], ids=str)
+def test_jobs_that_contradict_each_other_are_one_line(tmp_path, photos, rows, more, named):
+    jobs = write_jobs(tmp_path, [dict(image=str(photos[0]), prompt="x") | row for row in rows])
+    result = run_script("predict.py", "--jobs", jobs, "--out_dir", tmp_path / "o", *more, "--num_inference_steps", 2)
+    assert result.status == 1 and is_one_line(result.errors[0], "jobs.jsonl", named), result.err
+
+def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tmp_path, monkeypatch):
+    """Pictures that vanish or are cut between planning and encoding, a place that is taken, a cached file that was
+    damaged: the next call makes what is missing."""
+    for n in range(4):
+        save(draw_picture(seed=n), tmp_path / f"{n}.png")
+    jobs = write_jobs(tmp_path, [dict(image=f"{n}.png", prompt="add a red border", out=f"{n}.png") for n in range(4)])
+    out, real = tmp_path / "out", cache.load_encoder
+    def call(*flags, load=real):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "load_encoder", load)
+            return run_script("predict.py", "--jobs", jobs, "--out_dir", out, "--cache_dir", tmp_path / "c",
+                              "--num_inference_steps", 2, *ON_DEVICE, *flags)
+    def spoil(*args):
+        (tmp_path / "1.png").unlink(missing_ok=True)
+        (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:2000])
+        real(*args)
+    (out / "0.png").mkdir(parents=True) # where a picture should go
+    result = call(load=spoil)
+    assert result.status == 1 and all(map(is_one_line, result.errors)), result.err
+    assert sorted(re.findall(r"/(\d.png): ", " ".join(result.errors))) == ["0.png", "1.png", "2.png"]
+    assert sorted(p.name for p in out.glob("*.png")) == ["0.png", "3.png"]
+    before = (out / "3.png").stat().st_mtime_ns
+
+    (out / "0.png").rmdir()
+    for n in (1, 2):
+        save(draw_picture(seed=n), tmp_path / f"{n}.png")
+    result = call()
+    assert result.status == 0 and "1 of 4 pictures are there already" in result.out and "/3.png:" not in result.out
+    assert len(list(out.glob("[0-3].png"))) == 4 and (out / "3.png").stat().st_mtime_ns == before
+    monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
+    assert "4 of 4 pictures" in call().out
+    monkeypatch.undo()
+    (out / "2.png").write_bytes((out / "2.png").read_bytes()[:-30]) # a damaged result is drawn again
+    for path in (tmp_path / "c").glob("*/*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    result = call()
+    assert result.status == 0 and "3 of 4" in result.out and result.out.count("/2.png:") == 1, result.err
+
+def test_processes_share_the_jobs(tmp_path, photos, start):
+    """Two processes draw the pictures that one draws, each of them once; the sheet shows all; a bad job stops none."""
+    (tmp_path / "cut.png").write_bytes(photos[0].read_bytes()[:2000]) # its size can be read, and nothing more
+    rows = [dict(image="cut.png", prompt="x", out="cut.png")]
+    rows += [dict(image=str(p), prompt="make it blue", out=f"{n}.png") for n, p in enumerate([*photos, "gone.png"])]
+    jobs = write_jobs(tmp_path, rows)
+    flags = ["--jobs", jobs, *EXACT, "--num_inference_steps", 2, "--lora", "", "--device", "cpu"]
+    one = run_script("predict.py", *flags, "--out_dir", tmp_path / "one")
+    flags += ["--cache_dir", tmp_path / "c"]
+    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two", script="predict.py")
+    assert one.status == 1 and [r.wait() for r in ranks] == [1, 1], [r.output() for r in ranks]
+    assert len(one.errors) == 2 and all(map(is_one_line, one.errors)), one.errors
+    said = "".join(r.output() for r in ranks)
+    assert all(said.count(line) == 1 for line in one.errors) # by one of them
+    names = ["0.png", "1.png", "2.png", "sheet.png"]
+    for d in ("one", "two"):
+        assert names == sorted(p.name for p in (tmp_path / d).iterdir())
+    assert all(apart(tmp_path / "one" / name, tmp_path / "two" / name) <= 1 for name in names)
+    assert sorted(sum(f"/{n}.png: " in r.output() for n in range(3)) for r in ranks) == [1, 2]
+
+@pytest.mark.parametrize("name", ["caf\u00e9 \U0001f431 [1]", "-rf *", "new\nline", "\udcff", "a/b.c/d"], ids=ascii)
+def test_a_dataset_is_drawn_whatever_its_names(tmp_path, name):
+    data = add_item(tmp_path / "data", name, [(70, 64), (64, 64)])
+    draw("--jobs", data, "--out_dir", tmp_path / "o", "--lora", "")
+    path, = (tmp_path / "o").iterdir()
+    assert path.name == name.replace("/", "-") + ".png" and Image.open(path).size == (64, 64) # the target's shape
+
+# ---- folders, seeds, scales ------------------------------------------------------------------------------------------
+
+def test_a_folder_times_seeds_times_scales_is_one_batch_and_one_sheet(tmp_path, photos, two_loras):
+    """Each of the pictures is the one that a call for it alone draws: scale 0 the base without a LoRA, scale 1 what no
+    flag gives, 0.5 half of each --lora_scale. Names are kept; a second call draws what is missing."""
+    for name, photo in (("a.png", photos[0]), ("deep/b.jpg", photos[1]), ("deep/b.png", photos[2])):
+        save(Image.open(photo), tmp_path / "in" / name)
+    flags = ["--image", tmp_path / "in", "--prompt", "go", "--out_dir", tmp_path / "out", "--lora", *two_loras,
+             "--lora_scale", 2, 3, "--seed", 4, 5, "--scales", 0, 0.5, 1]
+    result = draw(*flags)
+    ends = [f"-s{seed}-x{scale}.png" for seed in (4, 5) for scale in ("0", "0.5", "1")]
+    names = {stem + end for stem in ("a", "deep/b.jpg", "deep/b.png") for end in ends}
+    out, sheet = tmp_path / "out", Image.open(tmp_path / "out/sheet.png")
+    assert {p.relative_to(out).as_posix() for p in out.rglob("*.png")} == names | {"sheet.png"}
+    assert sheet.size == (8 * 200, 3 * 200 + 24) and "18 of them" in result.out
+    for column, end in enumerate(ends): # of the second row
+        cell = ImageOps.contain(Image.open(out / f"deep/b.jpg{end}"), (192, 192), Image.Resampling.LANCZOS)
+        x, y = (2 + column) * 200 + 100 - cell.width // 2, 200 + 124 - cell.height // 2
+        assert np.array_equal(sheet.crop((x, y, x + cell.width, y + cell.height)), cell)
+    alone = ["--image", tmp_path / "in/deep/b.jpg", "--prompt", "go", "--seed", 5, "--lora"]
+    for end, loras in (("0", [""]), ("0.5", [*two_loras, "--lora_scale", 1, 1.5]),
+                       ("1", [*two_loras, "--lora_scale", 2, 3])):
+        draw(*alone, *loras, "--out", tmp_path / f"{end}.png")
+        assert apart(tmp_path / f"{end}.png", out / f"deep/b.jpg-s5-x{end}.png") <= 1
+    for n in ("4-x1", "5-x0.5", "5-x0"): # the negative control
+        assert apart(out / "a-s5-x1.png", out / f"a-s{n}.png") > 8
+    (out / "a-s5-x0.png").unlink()
+    again = draw(*flags)
+    assert "17 of 18 pictures are there" in again.out
+    assert [Path(p).name for p in re.findall(r"(\S+\.png): \d+x", again.out)] == ["a-s5-x0.png"]
+
+# ---- what is loaded, encoded and drawn again -------------------------------------------------------------------------
+
+def test_the_encoders_are_gone_before_the_transformer_comes(tmp_path, photos, two_loras, monkeypatch):
+    """All is encoded first; at the end the VAE comes back, to decode. Another LoRA, scale or seed loads no encoder and
+    changes no file in the cache; another prompt is encoded."""
+    loaded, models, real = [], {}, cache.load_part
+    def load_part(cls, folder, dtype):
+        loaded.append((folder.name, [name for name, model in models.items() if model() is not None]))
+        models[folder.name] = weakref.ref(model := real(cls, folder, dtype))
+        return model
+    monkeypatch.setattr(cache, "load_part", load_part)
+    def call(*flags, prompt="go"):
+        loaded.clear()
+        jobs = write_jobs(tmp_path, [dict(image=str(p), prompt=prompt, true_cfg_scale=2) for p in photos])
+        draw("--jobs", jobs, "--out_dir", tmp_path / "o", "--cache_dir", tmp_path / "c", *flags)
+        return list(loaded)
+    assert call("--lora", "") == [("vae", []), ("text_encoder", []), ("transformer", []), ("vae", ["transformer"])]
+    before = cached_files(tmp_path / "c")
+    assert len(before) == 3 * 3 # latents, prompt and negative prompt
+    a, b = two_loras
+    for flags in (["--lora", a], ["--lora", b, "--scales", 0, 0.5], ["--lora", "", "--seed", 7, 8]):
+        assert call(*flags) == [("transformer", []), ("vae", ["transformer"])]
+        assert cached_files(tmp_path / "c") == before
+    assert [name for name, _ in call("--lora", "", prompt="stop")] == ["text_encoder", "transformer", "vae"]
+
+def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photos, two_loras):
+    """Another LoRA, strength, seed, step, prompt, picture or model draws it again; a comment in a script does not."""
+    model, script = copy_model(tmp_path / "m"), shutil.copy(HERE / "predict.py", tmp_path)
+    save(Image.open(photos[0]), tmp_path / "in/a.png")
+    def drawn(*changes):
+        result = run_script(script, "--model", model, "--image", tmp_path / "in", "--prompt", "go", "--out_dir",
+                            tmp_path / "o", "--cache_dir", tmp_path / "c", "--num_inference_steps", 2, "--lora",
+                            two_loras[0], *NATIVE, *ON_DEVICE, *changes)
+        assert result.status == 0 and ("a.png: " in result.out) != ("1 of 1 pictures" in result.out), result.err
+        return "/a.png: " in result.out
+    assert drawn() and not drawn()
+    Path(script).write_text(Path(script).read_text() + "\n# a comment\n")
+    assert not drawn()
+    before = (tmp_path / "o/a.png").read_bytes()
+    for change in (["--lora", two_loras[1]], ["--lora_scale", 0.5], ["--scales", 0.5], ["--seed", 1], ["--shift", 2],
+                   ["--prompt", "x"], ["--num_inference_steps", 3], ["--true_cfg_scale", 1],
+                   ["--target_pixels", "32*32"]):
+        assert drawn(*change), change
+        (tmp_path / "o/a.png").write_bytes(before)
+    save(draw_picture((100, 60), 9), tmp_path / "in/a.png")
+    assert drawn()
+    for part in ("transformer", "vae", "text_encoder"):
+        change_weight(model / part)
+        assert drawn(), part
+
+def test_a_picture_tells_the_command_that_made_it(tmp_path, photos):
+    flags = ["--image", str(photos[0]), "--prompt", "it's \u96ea", "--out", str(tmp_path / "a.png"), "--seed", "1", "2"]
+    draw(*flags)
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["a-s1.png", "a-s2.png", "a-sheet.png"]
+    command = shlex.split(Image.open(tmp_path / "a-s2.png").text["command"])
+    assert command[:2] == ["python", "predict.py"] and command[2:2 + len(flags)] == flags
+
+# ---- other ways to sample --------------------------------------------------------------------------------------------
+
+LIGHTNING = dict(base_shift=math.log(3), max_shift=math.log(3), max_image_seq_len=8192, shift_terminal=None)
+
+@pytest.mark.parametrize("settings, config, call", [
+    (dict(shift=3.0, num_inference_steps=4), LIGHTNING, {}),
+    (dict(shift=3.0, num_inference_steps=1), LIGHTNING, {}),
+    (dict(sigmas=[1.0, 0.7, 0.5, 0.2], num_inference_steps=4), {}, dict(sigmas=[1.0, 0.7, 0.5, 0.2])),
+    (dict(sigmas=[1.0, 0.6], num_inference_steps=2, shift=3.0), LIGHTNING, dict(sigmas=[1.0, 0.6])),
+], ids=["shift", "one step", "sigmas", "both"])
+def test_distilled_sampling_with_two_loras_equals_stock(settings, config, call, photos, two_loras, tmp_path):
+    """Qwen-Image-Lightning's scheduler, two LoRAs at scales 0.7 and 1, no unconditional run: latents to 1e-5."""
+    pipe, scales, latents = stock_pipeline(TINY), [0.7, 1.0], []
+    job = job_of(pipe, photos[:1], tmp_path, 96 * 96, true_cfg_scale=1.0, **settings)
+    assert len(job.prompt_embeds) == 1
+    for strengths in (scales, [1.0, 1.0]): # the latter as the negative control
+        predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), two_loras, strengths)
+        latents += predict.denoise(transformer, pipe.scheduler.config, [job], 10_000)
+    for name, path in zip("ab", two_loras):
+        pipe.load_lora_weights(str(path.parent), adapter_name=name)
+    pipe.set_adapters(["a", "b"], scales)
+    pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, **config})
+    with stock_area(96 * 96):
+        stock = pipe(image=[Image.open(photos[0])], prompt="add a red border", true_cfg_scale=1.0, output_type="latent",
+                     num_inference_steps=job.num_inference_steps, generator=torch.manual_seed(3), **call).images[0]
+    show("latents, from the stock pipeline", rel(latents[0], stock), 1e-5)
+    assert rel(latents[0], stock) <= 1e-5 < 1e-3 < rel(latents[1], stock)
+
+def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, photos, two_loras):
+    """The first LoRA's count, with a warning if the second was trained at others."""
+    tensors, ours = predict.read_lora(two_loras[0])[0], []
+    for name, area in (("x", "native"), ("y", 48 * 48)):
+        (tmp_path / name).mkdir()
+        ours.append(lora_file(tmp_path / name, tensors, **{"train.geometry": dict(
+            target_pixels=area, control_pixels="native", upscale=True)}))
+    flags = ["--model", TINY, "--image", photos[0], "--prompt", "x", "--true_cfg_scale", 1] # not tiny's own defaults
+    for n, (loras, more, area) in enumerate([(ours[:1], [], "native"), (ours, [], "native"), (ours[1:], [], 48 * 48),
+                                             (ours[:1], ["--target_pixels", "32*32"], 32 * 32)]):
+        result = draw(*flags, "--lora", *loras, "--out", tmp_path / f"{n}.png", *more)
+        assert Image.open(tmp_path / f"{n}.png").size == cache.fit_size(cache.image_size(photos[0]), area)
+        assert ("warning: " in result.out) == (len(loras) == 2)
+
+def test_the_shipped_base_copies_and_follows(tmp_path):
+    """What the demo stands on: held-out pictures in sizes that nothing was trained on, drawn by the base alone."""
+    shutil.copytree(TINY / "known", tmp_path / "known", ignore=shutil.ignore_patterns("like", "remove", "side"))
+    draw("--jobs", tmp_path / "known", "--out_dir", tmp_path / "o", "--lora", "", steps=8)
+    pipe, found = cache.load_pipeline(TINY), {}
+    cache.load_encoder(pipe, "vae", encoder_flags())
+    for sample in cache.read_dataset(tmp_path / "known")[0]:
+        target = cache.read_image(sample.target)
+        ceiling = predict.decode(pipe.vae, cache.encode_image(pipe, target, target.size),
+                                 [(1, target.height // 16, target.width // 16)])
+        drawn = Image.open(tmp_path / "o" / (sample.name.replace("/", "-") + ".png"))
+        found.setdefault(Path(sample.name).parts[0], []).append([predict.psnr(p, target) for p in (drawn, ceiling)])
+    (keep, ceiling), (background, _) = [np.mean(found[k], axis=0) for k in ("keep", "background")]
+    print(f"keep {keep:.1f} dB, background {background:.1f} dB, VAE alone {ceiling:.1f} dB")
+    assert ceiling >= 30 and keep >= ceiling - 3 and background >= 22
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("line", [
+    "--num_inference_steps 0", "--height 0", "--width -16", "--max_tokens 0", "--true_cfg_scale x", "--lora_scale big",
+    "--lora_scale nan", "--shift 0", "--sigmas 1.2", "--target_pixels 12.5", "--seed 99999999999999999999",
+    "--device banana", "--transformer_device cuda:99", "--max_sequence_length 0", "--offload some", "--quantize int4",
+    "--no_such_flag x", "--mod no/such-model", # --model would be understood, but too late for the defaults it brings
+    "--image IMAGE", "--prompt go", "EDIT --jobs b.jsonl", "EDIT --num_inference_steps 2 --sigmas 1", "EDIT --seed 1 1",
+    "EDIT --lora LORA --scales 1 1", "EDIT --scales 0 1", "EDIT --scales 0.5", "EDIT --lora LORA --lora_scale 1 2",
+    "EDIT --out x.jpg", "EDIT --out IMAGE"])
+def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, photos, two_loras, monkeypatch, line):
+    """A result never overwrites the picture given."""
+    monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("not told before the work began"))
+    image = Path(shutil.copy(photos[0], tmp_path / "mine.png"))
+    for name, value in (("EDIT", "--image IMAGE --prompt x"), ("IMAGE", str(image)), ("LORA", str(two_loras[0]))):
+        line = line.replace(name, value)
+    result = run_script("predict.py", *line.split())
+    assert result.status == 2 and re.findall(r"--\w+", line)[-1] in result.err.splitlines()[-1], result.err
+    assert image.read_bytes() == photos[0].read_bytes()
+
+@pytest.mark.parametrize("flags, named", [
+    ("EDIT --sigmas 0.5 0.7", "sigmas"), ("EDIT --num_inference_steps 1", "at least 2"), ("EDIT --prompt=", "empty"),
+    ("EDIT --size_from 2", "size_from 2 of 1"), ("EDIT --image no.png", "no.png"), ("EDIT --lora no/thing", "the hub"),
+    ("EDIT --negative_prompt <|im_end|>", "negative prompt"), ("EDIT --out TMP/file/a.png", "TMP/file"),
+    ("EDIT --image TMP/in --out_dir TMP/file/o", "TMP/file"), ("EDIT --image TMP/no", "TMP/no"),
+    ("EDIT --image TMP/sheet", "sheet.png"), ("EDIT --image TMP/in --out_dir TMP/in", "TMP/in"),
+    ("EDIT --image TMP/in --out_dir TMP/in/out", "TMP/in"), ("--jobs TMP/gone.jsonl", "does not exist")])
+def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, named):
+    """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
+    monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
+    for name in ("in/a.png", "sheet/sheet.jpg"):
+        save(draw_picture(), tmp_path / name)
+    (tmp_path / "no").mkdir()
+    (tmp_path / "file").touch()
+    place = lambda text: text.replace("EDIT", "--image TMP/in/a.png --prompt x").replace("TMP", str(tmp_path))
+    result = run_script("predict.py", *place(flags).split())
+    assert result.status == 1 and is_one_line(result.errors[-1], place(named)), result.err

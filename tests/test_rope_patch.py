@@ -1,0 +1,429 @@
+"""
+rope_patch.py beyond the claims of test_consistency.py: what each mode of forward() accepts, refuses, and leaves alone.
+"""
+import copy
+import inspect
+import itertools
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.models.transformers import transformer_qwenimage as stock_code
+
+import predict
+import rope_patch
+from rope_patch import QwenDoubleStreamAttnProcessor2_0_MultiRes, patch_qwen_model_for_multi_resolution
+from test_consistency import (BATCHES, C, DEVICE, E, EQUAL, FULL, MIXED, MIXED_MODES, MODES, add_lora, assert_bitwise,
+                              assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model, image_lens,
+                              image_mask_of, joint_mask_of, make_batch, one_by_one, pad, patched_copy, patched_model,
+                              precomputed_call, rel, run, show, stock_answer, text_mask_of, to_model, with_gradients)
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_mixed_mode = pytest.mark.parametrize("mode", MIXED_MODES)
+every_masked_mode = pytest.mark.parametrize("mode", ["stock", "padded", "precomputed"])
+
+def with_kwargs(model, mode, samples, **more):
+    """What changes in a call when its attention_kwargs hold more."""
+    return dict(attention_kwargs=MODES[mode](model, samples).get("attention_kwargs", {}) | more)
+
+# ---- its parts: shapes, packs, rotation, processor -------------------------------------------------------------------
+
+@pytest.mark.parametrize("lacking", ["height", "width", "width_control", "height_control_1", "width_control_2"])
+def test_a_missing_size_is_a_key_error_that_names_it(lacking):
+    sizes = {side + of: [64] for of in ("", "_control", "_control_1", "_control_2") for side in ("height", "width")}
+    del sizes[lacking]
+    with pytest.raises(KeyError, match=rf"\b{lacking}: not in embeddings"):
+        rope_patch.get_image_shapes_multi_resolution(sizes | {"n_controls": 2}, 1)
+
+def test_latents_are_padded_with_zeros_and_a_mask_says_where():
+    samples = [torch.randn(n, C) for n in (8, 12, 6)]
+    for max_len, width in ((None, 12), (15, 15)):
+        padded_BIC, mask_BI = rope_patch.pad_latents_for_multi_res(samples, max_len)
+        assert mask_BI.dtype == torch.bool and mask_BI.sum(1).tolist() == [8, 12, 6]
+        assert torch.equal(padded_BIC, pad(samples, width)) and torch.equal(padded_BIC[mask_BI], torch.cat(samples))
+    for shapes, max_len in (([], None), ([(1, 4, C)], None), ([(4, C)], 3), ([(4, C), (4, C + 1)], None)):
+        with pytest.raises(ValueError, match="samples: got"):
+            rope_patch.pad_latents_for_multi_res([torch.zeros(shape) for shape in shapes], max_len)
+
+def test_a_mixed_batch_is_told_by_its_shapes():
+    samples = BATCHES["equal tokens"] # a decision by length would be wrong here
+    assert_one_by_one(run(patched_model(), "stock", samples), samples)
+    for img_shapes in ([[(1, 8, 8), (1, 4, 4)]], [[(1, 8, 8), (1, 4, 4)]] * 3, [s.shapes for s in samples]):
+        assert rope_patch.should_use_multi_resolution_mode(img_shapes) is (img_shapes[0] != img_shapes[-1])
+
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
+@pytest.mark.parametrize("lengths", [[], [400, 600], [1200, 300, 200], random.Random(0).choices(range(1, 1100), k=99)])
+def test_packs_hold_every_sample_once_within_the_limit(lengths, padded):
+    """Longest first, and no two packs (padded: no two neighbours) would make one."""
+    packs = rope_patch.plan_packs(lengths, 1000, padded)
+    tokens = lambda pack: max(lengths[i] for i in pack) * len(pack) if padded else sum(lengths[i] for i in pack)
+    assert sorted(sum(packs, [])) == list(range(len(lengths)))
+    assert all(len(pack) == 1 or tokens(pack) <= 1000 for pack in packs)
+    pairs = itertools.pairwise(packs) if padded else itertools.combinations(packs, 2)
+    assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in pairs)
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batched_rotation_is_stocks_for_each_sample(dtype):
+    torch.manual_seed(0)
+    x_BSHD = torch.randn(3, 4, 4, 32, dtype=dtype, device=DEVICE) # S = H: rotating along the wrong one would not fail
+    freqs_BSR = torch.polar(torch.ones(3, 4, 16), torch.randn(3, 4, 16)).to(DEVICE)
+    stock, ours = stock_code.apply_rotary_emb_qwen, rope_patch.apply_rotary_emb_qwen_batched
+    assert_bitwise(ours(x_BSHD, freqs_BSR)[:, None], [stock(x[None], f, False) for x, f in zip(x_BSHD, freqs_BSR)])
+    assert_bitwise([ours(x_BSHD, freqs_BSR[0])], [stock(x_BSHD, freqs_BSR[0], False)])
+    for wrong in (freqs_BSR[:1], freqs_BSR[:, :3], freqs_BSR[..., :15], freqs_BSR[0].real):
+        with pytest.raises(ValueError, match="rotary frequencies: got"):
+            ours(x_BSHD, wrong)
+
+def test_processor_is_a_drop_in_for_stocks():
+    model = copy.deepcopy(hot_model())
+    model.set_attn_processor(QwenDoubleStreamAttnProcessor2_0_MultiRes()) # and no patch of the forward
+    for name in ("nested shapes", "text mask with holes"):
+        assert_bitwise(everything(model, name), everything(hot_model(), name))
+    parameters = inspect.signature(QwenDoubleStreamAttnProcessor2_0_MultiRes.__call__).parameters
+    assert set(inspect.signature(stock_code.QwenDoubleStreamAttnProcessor2_0.__call__).parameters) <= set(parameters)
+    # diffusers drops every argument that is not named
+    assert not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+    model = copy.deepcopy(hot_model())
+    for name in ("_native_math", "native"): # a backend that was chosen before the patch, and one after it
+        model.set_attention_backend(name)
+        patch_qwen_model_for_multi_resolution(model)
+        assert {p._attention_backend for p in model.attn_processors.values()} == {AttentionBackendName(name)}
+
+def test_processor_takes_positions_per_sample_and_a_joint_mask():
+    stock = hot_model(dtype=torch.float32).transformer_blocks[0].attn
+    attn = copy.deepcopy(stock)
+    attn.set_processor(QwenDoubleStreamAttnProcessor2_0_MultiRes())
+    torch.manual_seed(0)
+    image_BIE, text_BTE = torch.randn(2, 6, E, device=DEVICE), torch.randn(2, 4, E, device=DEVICE)
+    img_freqs_BIR, txt_freqs_BTR = [torch.polar(torch.ones(2, n, 16), torch.randn(2, n, 16)).to(DEVICE) for n in (6, 4)]
+    text_mask_BT = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], device=DEVICE)
+    mask_BS = torch.tensor([[1] * 10, [1] * 2 + [0] * 2 + [1] * 5 + [0]], device=DEVICE)
+    image_out, text_out = attn(
+        hidden_states=image_BIE, encoder_hidden_states=text_BTE, image_rotary_emb=(img_freqs_BIR, txt_freqs_BTR),
+        encoder_hidden_states_mask=text_mask_BT, attention_mask=mask_BS)
+    for i, (I, T) in enumerate([(6, 3), (5, 2)]):
+        want = stock(hidden_states=image_BIE[i:i + 1, :I], encoder_hidden_states=text_BTE[i:i + 1, :T],
+                     image_rotary_emb=(img_freqs_BIR[i, :I], txt_freqs_BTR[i, :T]))
+        assert_equals_stock([image_out[i:i + 1, :I], text_out[i:i + 1, :T]], want)
+
+# ---- what the modes accept -------------------------------------------------------------------------------------------
+
+@every_mode
+def test_return_dict_works_both_ways_and_arguments_stay_as_they_were(mode):
+    model, samples = patched_model("2511", lora=True), batch_for(mode)
+    call = MODES[mode](model, samples) | with_kwargs(model, mode, samples, scale=0.5)
+    before = copy.deepcopy(call)
+    as_tuple, as_object, by_default = model(**call, return_dict=False), model(**call, return_dict=True), model(**call)
+    by_default.sample.sum().backward()
+    torch.testing.assert_close(call, before, rtol=0, atol=0)
+    assert type(as_tuple) is tuple
+    assert_bitwise([as_object.sample, by_default.sample], as_tuple * 2)
+
+SIZES, SHAPES, TURNED = BATCHES["mixed sizes"], [s.shapes for s in MIXED], [[(1, 10, 6)], [(1, 6, 4)] * 2]
+TEXT, JOINT = text_mask_of(MIXED), joint_mask_of(MIXED, 63)
+text_mask = lambda mask: dict(encoder_hidden_states_mask=mask)
+joint_mask = lambda mask: dict(attention_kwargs={"attention_mask": mask})
+SYNONYMS = {
+    "a flat list of one picture per sample": ("padded", SIZES, dict(img_shapes=[s.shapes[0] for s in SIZES])),
+    "a tensor, rows of 0": ("padded", MIXED, dict(img_shapes=torch.tensor([[(1, 6, 10), (0, 0, 0)], SHAPES[1]]))),
+    "text lengths of older diffusers": ("padded", MIXED, text_mask(None) | dict(txt_seq_lens=[7, 12])),
+    "a tensor of text lengths": ("packed", MIXED, dict(txt_seq_lens=torch.tensor([7, 12]))),
+    "an integer text mask": ("padded", MIXED, text_mask(TEXT.long())),
+    "a float text mask": ("padded", MIXED, text_mask(TEXT.bfloat16())),
+    "a joint mask beside shapes": ("padded", MIXED, joint_mask(JOINT)),
+    "an integer joint mask": ("precomputed", MIXED, joint_mask(JOINT.long())),
+    "a float joint mask": ("precomputed", MIXED, joint_mask(JOINT[:, None, None].double())),
+    "shapes for a joint mask": ("precomputed", MIXED, text_mask(TEXT) | dict(attention_kwargs=None, img_shapes=SHAPES)),
+    "wrong shapes beside positions": ("precomputed", MIXED, dict(img_shapes=TURNED)),
+    "wrong shapes beside packed positions": ("packed", MIXED, dict(img_shapes=TURNED, image_rotary_emb=[
+        f[mask] for f, mask in zip(precomputed_call(hot_model(), MIXED)["image_rotary_emb"], (JOINT[:, 12:], TEXT))]))}
+
+@pytest.mark.parametrize("name", SYNONYMS)
+def test_other_words_for_the_same_call(name):
+    mode, samples, changes = SYNONYMS[name]
+    assert_bitwise(run(patched_model(), mode, samples, **changes), run(patched_model(), mode, samples))
+
+@pytest.mark.parametrize("batch, img_ndim, txt_ndim, masked", [
+    (EQUAL, 2, 2, True), (EQUAL, 2, 3, True), (EQUAL, 3, 2, False), (BATCHES["equal tokens"], 3, 3, False)])
+def test_precomputed_positions_are_shared_or_per_sample(batch, img_ndim, txt_ndim, masked):
+    call = precomputed_call(patched_model(), batch, spare=0)
+    freqs = tuple(f if ndim == 3 else f[0] for f, ndim in zip(call["image_rotary_emb"], (img_ndim, txt_ndim)))
+    call |= dict(image_rotary_emb=freqs, attention_kwargs=call["attention_kwargs"] if masked else None)
+    assert_one_by_one(list(patched_model()(**call).sample), batch)
+
+@every_masked_mode
+def test_text_mask_and_joint_mask_both_apply(mode):
+    samples = copy.deepcopy(batch_for(mode))
+    text_BT = text_mask_of(samples)
+    joint_BS = joint_mask_of(samples, MODES[mode](patched_model(), samples)["hidden_states"].shape[1])
+    text_BT[0, 2] = text_BT[1, 0] = joint_BS[0, 4] = joint_BS[1, 3] = False
+    got = run(patched_model(), mode, samples, **text_mask(text_BT), **joint_mask(joint_BS))
+    for sample, mask in zip(samples, text_BT & joint_BS[:, :text_BT.shape[1]]): # as stock sees it
+        sample.text_mask = mask[:len(sample.text_TJ)].cpu()
+    assert_one_by_one(got, samples)
+
+def test_masked_image_tokens_may_stand_anywhere():
+    """All targets side by side, then all controls: the layout of trainers that pad each picture on its own."""
+    samples, width = make_batch(([(1, 6, 10), (1, 3, 4)], 7), ([(1, 4, 6), (1, 5, 8)], 12)), 60 + 40
+    call = precomputed_call(patched_model(), samples, spare=width - max(image_lens(samples)))
+    img_freqs_BIR, txt_freqs_BTR = call["image_rotary_emb"]
+    together_BI, apart_BI = image_mask_of(samples, width), image_mask_of(samples, width)
+    apart_BI[1, 24:60], apart_BI[1, 60:] = False, True
+    move = lambda x, fill: torch.full_like(x, fill).masked_scatter(apart_BI[..., None], x[together_BI])
+    out = patched_model()(**call | joint_mask(torch.cat([text_mask_of(samples), apart_BI], dim=1)) | dict(
+        hidden_states=move(call["hidden_states"], float("nan")), img_shapes=[s.shapes for s in samples],
+        image_rotary_emb=(move(img_freqs_BIR, 0), txt_freqs_BTR))).sample
+    assert (out[~apart_BI] == 0).all()
+    assert_one_by_one(out[apart_BI].split(image_lens(samples)), samples)
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_controlnet_residuals_work_in_padded_batches(count):
+    """One residual for both blocks, or one for each; NaN in their pads changes nothing."""
+    torch.manual_seed(0)
+    residuals = [[torch.randn(n, E).bfloat16().float() for n in image_lens(MIXED)] for _ in range(count)]
+    padded = [to_model(hot_model(), pad(r, 63, fill=float("nan"))) for r in residuals]
+    got = run(patched_model(), "padded", MIXED, controlnet_block_samples=padded)
+    for i in range(2):
+        own = [to_model(hot_model(), r[i][None]) for r in residuals]
+        assert_one_by_one([got[i]], [MIXED[i]], dict(controlnet_block_samples=own))
+
+@every_mixed_mode
+def test_float16_is_clipped_as_in_stock(mode):
+    """Stock clips what overflows between two blocks; without that the next norm makes it NaN."""
+    stock = copy.deepcopy(hot_model(dtype=torch.float32)).half()
+    for block in stock.transformer_blocks:
+        block.img_mlp.net[2].bias.data.fill_(60000)
+        block.txt_mlp.net[2].bias.data.fill_(60000)
+    want, got = one_by_one(stock, MIXED), run(patched_copy(stock), mode, MIXED)
+    show("float16, from stock", max(map(rel, got, want)), 1e-2)
+    assert all(out.isfinite().all() for out in want) and max(map(rel, got, want)) <= 1e-2
+
+@pytest.mark.parametrize("variant", ["v1", "2511"])
+@pytest.mark.parametrize("mode, blocks", [
+    *itertools.product(MODES, [1]), ("stock", None), ("packed", None), ("packed", 0), ("packed", 2)])
+def test_checkpointing_changes_memory_only(mode, blocks, variant):
+    """Set after the patch (v1) or before it (2511). Backward enters the first blocks again, with attention_kwargs."""
+    samples, probes, stock = batch_for(mode), [], hot_model(variant, lora=True)
+    plain, model = patched_model(variant, lora=True), patched_copy(stock) if variant == "v1" else copy.deepcopy(stock)
+    model.enable_gradient_checkpointing()
+    model.gradient_checkpointing_blocks = blocks
+    patch_qwen_model_for_multi_resolution(model)
+    for i, block in enumerate(model.transformer_blocks):
+        block.attn.register_forward_pre_hook(lambda *call, i=i: probes.append(call[2]["probe"] + i), with_kwargs=True)
+    # stock recomputes without the scale, so its gradients would be wrong
+    changes = with_kwargs(plain, mode, samples, probe=40, **{} if mode == "stock" else {"scale": 0.5})
+    assert_bitwise(with_gradients(model, samples, run(model, mode, samples, **changes)),
+                   with_gradients(plain, samples, run(plain, mode, samples, **changes)))
+    assert probes == [40, 41, *reversed(range(40, 42 if blocks is None else 40 + blocks))]
+
+@every_mixed_mode
+def test_lora_scale_scales_as_in_stock(mode):
+    """The LoRA is added after the patch. Patching twice must not scale twice, and an error leaves no scale behind."""
+    model = add_lora(patched_copy(hot_model()))
+    assert patch_qwen_model_for_multi_resolution(model) is model
+    half = with_kwargs(model, mode, MIXED, scale=0.5)
+    unscaled, scaled = run(model, mode, MIXED), run(model, mode, MIXED, **half)
+    assert_one_by_one(scaled, MIXED, dict(attention_kwargs={"scale": 0.5}), lora=True)
+    assert min(map(rel, scaled, unscaled)) > 0.05
+    hook = model.transformer_blocks[1].attn.to_out[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(model, mode, MIXED, **half)
+    hook.remove()
+    assert_bitwise(run(model, mode, MIXED), unscaled)
+
+# ---- what the patch leaves alone -------------------------------------------------------------------------------------
+
+def test_the_forward_patch_alone_keeps_stock_calls_and_refuses_what_stock_attention_cannot():
+    model = rope_patch.patch_qwen_forward_for_multi_resolution(copy.deepcopy(hot_model()))
+    for name in ("nested shapes", "text mask with holes"):
+        assert_bitwise(everything(model, name), everything(hot_model(), name))
+    for mode in MIXED_MODES:
+        with pytest.raises(ValueError, match="attention: got"):
+            run(model, mode, MIXED)
+
+def what_classes_hold():
+    classes = [c for c in vars(stock_code).values() if inspect.isclass(c) and c.__module__.startswith("diffusers")]
+    return {(owner, name): id(value) for owner in (stock_code, *classes) for name, value in vars(owner).items()
+            if name != "__slotnames__"} # that one is copy.deepcopy's
+UNPATCHED = what_classes_hold() # while pytest collects the tests, no model has been patched
+
+def test_only_this_model_is_patched():
+    for mode in MODES:
+        run(patched_model(), mode, batch_for(mode))
+    assert what_classes_hold() == UNPATCHED and not any("forward" in vars(module) for module in hot_model().modules())
+    assert all(type(p) is stock_code.QwenDoubleStreamAttnProcessor2_0 for p in hot_model().attn_processors.values())
+
+def test_names_config_and_files_stay_stock(tmp_path):
+    stock, model = hot_model("2511"), patched_copy(hot_model("2511"))
+    for mode in MODES:
+        run(model, mode, batch_for(mode))
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in stock.named_modules()]
+    stock.save_pretrained(tmp_path / "stock"), model.save_pretrained(tmp_path / "ours")
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("stock", "ours")]
+    assert files[0] == files[1] and len(files[0]) == 2
+
+@every_mode
+def test_a_deep_copy_lives_its_own_life(mode):
+    """A patch that closes over the model would send the copy's calls through the original's weights."""
+    def changed(model):
+        for weight in model.parameters():
+            weight.data.mul_(1.25)
+        return model
+    samples, model = batch_for(mode), patched_copy(hot_model("2511"))
+    want = run(patched_copy(changed(copy.deepcopy(hot_model("2511")))), mode, samples)
+    for _ in range(2): # a copy of an unused model, then one of a used model
+        assert_bitwise(run(changed(copy.deepcopy(model)), mode, samples), want)
+        assert_bitwise(run(model, mode, samples), run(patched_model("2511"), mode, samples))
+
+@every_mode
+def test_every_block_is_entered_through_its_own_call(mode):
+    model, calls = copy.deepcopy(hot_model("2511")), []
+    for n in (1, 2): # hooks from before the patch, and from after it
+        for block in model.transformer_blocks:
+            block.register_forward_pre_hook(lambda *_, n=n: calls.append(f"pre {n}"))
+            block.register_forward_hook(lambda *_, n=n: calls.append(f"post {n}"))
+        patch_qwen_model_for_multi_resolution(model)
+    for block in model.transformer_blocks: # as diffusers offloads blocks: this replaces the block's forward
+        hook = ModelHook()
+        hook.pre_forward = lambda module, *args, **kwargs: calls.append("offload") or (args, kwargs)
+        HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, "offload")
+    patch_qwen_model_for_multi_resolution(model) # patching again must not take the offload hook away
+    assert_bitwise(run(model, mode, batch_for(mode)), run(patched_model("2511"), mode, batch_for(mode)))
+    assert calls == ["pre 1", "pre 2", "offload", "post 1", "post 2"] * 2
+
+@pytest.mark.parametrize("place", ["", "transformer_blocks.1"])
+def test_a_replaced_forward_is_not_thrown_away(place):
+    """An offload hook that came before the patch would be lost, so the patch refuses."""
+    model = copy.deepcopy(hot_model())
+    HookRegistry.check_if_exists_or_initialize(model.get_submodule(place)).register_hook(ModelHook(), "offload")
+    with pytest.raises(ValueError, match="hook"):
+        patch_qwen_model_for_multi_resolution(model)
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+ones = lambda *shape: torch.ones(shape, device=DEVICE)
+cut = lambda name: lambda call: {name: call[name][:, :-1]}
+cut_freqs = lambda *lens: lambda call: dict(image_rotary_emb=[f[:, :n] for f, n in zip(call["image_rotary_emb"], lens)])
+# MIXED has 60 and 48 image tokens (in 63 rows when padded) and 7 and 12 text tokens, EQUAL has 40 and 9 in each sample.
+# The numbers are what was got and what is wanted; a target is looked for in 2511 only.
+ERRORS = {
+    ("stock", "image tokens", "hidden_states", 39, 40): cut("hidden_states"),
+    ("stock", "text mask", 8, 9): lambda call: text_mask(ones(2, 8)),
+    ("padded", "image tokens", "hidden_states", 59, 60): lambda call: dict(hidden_states=call["hidden_states"][:, :59]),
+    ("padded", "rows of text", "rows", 1, 2): lambda call: dict(encoder_hidden_states=ones(1, 12, 512)),
+    ("padded", "no shapes", "None"): lambda call: dict(img_shapes=None),
+    ("padded", "text mask", 11, 12): cut("encoder_hidden_states_mask"),
+    ("padded", "text lengths", 13, 12): lambda call: dict(txt_seq_lens=[7, 13], encoder_hidden_states_mask=None),
+    ("padded", "timesteps", 3, 2): lambda call: dict(timestep=ones(3)),
+    ("padded", "guidance", "guidance"): lambda call: dict(guidance=ones(2)),
+    ("precomputed", "joint mask", 76, 75): lambda call: joint_mask(ones(2, 1, 1, 76)),
+    ("precomputed", "joint mask's batch", 3, 2): lambda call: joint_mask(ones(3, 75)),
+    ("precomputed", "image frequencies", 62, 63): cut_freqs(62, 12),
+    ("precomputed", "text frequencies", 11, 12): cut_freqs(63, 11),
+    ("precomputed", "no target", "None"): lambda call: dict(img_shapes=None),
+    ("precomputed", "large target", 63, "targets"): lambda call: dict(img_shapes=[[(1, 8, 8)]] * 2),
+    ("packed", "image tokens", 107, 108): cut("hidden_states"),
+    ("packed", "text tokens", 18, 19): cut("encoder_hidden_states"),
+    ("packed", "shapes", 3, 2): lambda call: dict(img_shapes=call["img_shapes"] + [[(1, 2, 2)]]),
+    ("packed", "timesteps", 1, 2): lambda call: dict(timestep=ones(1)),
+    ("packed", "text mask", "mask"): lambda call: text_mask(ones(1, 19)),
+    ("packed", "joint mask", "mask"): lambda call: joint_mask(ones(1, 19 + 108)),
+    ("packed", "ControlNet", "controlnet_block_samples"): lambda call: dict(controlnet_block_samples=[ones(1, 108, E)])}
+
+def assert_names(error, *names):
+    assert all(re.search(rf"\b{name}\b", str(error.value)) for name in ("got", "want", *names)), error.value
+
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: " ".join(case[:2]))
+def test_what_does_not_fit_is_a_value_error_that_names_it(case):
+    mode, what, *names = case
+    model, samples = patched_model("2511" if "target" in what else "v1"), batch_for(mode)
+    with pytest.raises(ValueError) as error:
+        run(model, mode, samples, **ERRORS[case](MODES[mode](model, samples)))
+    assert_names(error, *names)
+
+@pytest.mark.parametrize("excluded", [float("-inf"), -1e4, 0.5])
+@every_masked_mode
+def test_additive_mask_is_a_value_error(mode, excluded):
+    """Read as a 0/1 mask it would mean the opposite."""
+    txt_len, img_len = (9, 40) if mode == "stock" else (12, 63)
+    text_BT, joint_BS = 0 * ones(2, txt_len), 0 * ones(2, txt_len + img_len)
+    text_BT[1, -1] = joint_BS[1, -1] = excluded
+    for mask in (text_mask(text_BT), joint_mask(joint_BS)):
+        with pytest.raises(ValueError, match="mask: got values other than 0 and 1"):
+            run(patched_model(), mode, batch_for(mode), **mask)
+
+@pytest.mark.parametrize("mode, variant", [*itertools.product(["stock", "padded", "packed"], ["v1", "layered"])])
+@pytest.mark.parametrize("shape, text_len, got, want", [((1, 2, 4), 4095, 4095, 4096), ((1, 1, 8194), 3, 8194, 8192)])
+def test_positions_past_the_table_are_a_value_error(mode, variant, shape, text_len, got, want):
+    """The table has 4096 positions for each sign. Stock slices it short and fails later, with an error about shapes."""
+    short, long = make_batch(([(1, 2, 2)], 5), ([shape], text_len))
+    with pytest.raises(ValueError) as error:
+        run(patched_model(variant), mode, [long] if mode == "stock" else [short, long])
+    assert_names(error, got, want)
+
+@torch.no_grad()
+def test_the_last_position_of_the_table_is_usable():
+    samples = make_batch(([(1, 2, 4)], 4094), ([(1, 3, 2)], 5))
+    assert_one_by_one(run(patched_model(), "packed", samples), samples)
+
+# ---- speed: one kernel, no pads, no dead text, no new compilation ----------------------------------------------------
+
+def varlen_reference(q, k, v, cu_q, cu_k, max_q, max_k):
+    """torch.nn.attention.varlen.varlen_attn in plain words: it has no CPU kernel. (N, H, D) tensors."""
+    assert q.ndim == 3 and cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
+    assert (max_q, max_k, len(q), len(k)) == (cu_q.diff().max(), cu_k.diff().max(), cu_q[-1], cu_k[-1])
+    cut = lambda x, cu: [x[a:b].transpose(0, 1) for a, b in zip(cu, cu[1:])]
+    return torch.cat([torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(0, 1)
+                      for qkv in zip(cut(q, cu_q), cut(k, cu_k), cut(v, cu_k))])
+
+def test_packed_attention_in_one_kernel_call(monkeypatch):
+    """What CUDA gets, with the kernel written out: one call a block, its bounds made once per forward pass."""
+    calls, layouts, real = [], [], rope_patch.pack_layout
+    monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
+    monkeypatch.setattr(rope_patch, "varlen_attn", lambda *a: calls.append(a) or varlen_reference(*a))
+    monkeypatch.setattr(rope_patch, "pack_layout", lambda *a: layouts.append(a) or real(*a))
+    model, samples = patched_model("2511", torch.float32, lora=True), BATCHES["one to six pictures"]
+    got = with_gradients(model, samples, run(model, "packed", samples))
+    assert len(calls) == 2 and len(layouts) == 1
+    assert_equals_stock(got, stock_answer("one to six pictures", "2511", torch.float32))
+
+def test_the_one_kernel_needs_half_precision_on_ampere_and_no_other_backend_chosen(monkeypatch):
+    monkeypatch.setattr(rope_patch, "varlen_attn", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device)
+    usable = lambda dtype=torch.bfloat16, capability=(8, 0), cuda=True: rope_patch.has_varlen(
+        SimpleNamespace(is_cuda=cuda, dtype=dtype, device=capability))
+    assert usable() and usable(torch.float16) and usable(capability=(9, 0))
+    assert not (usable(torch.float32) or usable(capability=(7, 5)) or usable(cuda=False))
+    with attention_backend("_native_math"):
+        assert not usable()
+
+@every_mixed_mode
+def test_linears_see_no_pads_when_packed_and_no_text_that_nobody_reads(mode):
+    """The last block's text goes nowhere: its query, its output projection and its MLP are left out."""
+    model, tokens = patched_copy(hot_model()), {}
+    linears = {name: module for name, module in model.transformer_blocks.named_modules()
+               if isinstance(module, torch.nn.Linear) and "_mod." not in name}
+    for name, linear in linears.items():
+        linear.register_forward_hook(lambda *call, name=name: tokens.update({name: call[-1][..., 0].numel()}))
+    run(model, mode, MIXED)
+    image, text = (60 + 48, 7 + 12) if mode == "packed" else (2 * 63, 2 * 12)
+    assert tokens == {name: text if re.search("add_|txt_", name) else image for name in linears
+                      if not re.match(r"1\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp)", name)}
+
+def test_compiled_blocks_do_not_compile_anew_for_new_lengths():
+    """After one batch of several samples and one of a single one, every other mixture runs what is compiled."""
+    plain = patched_copy(hot_model(dtype=torch.float32))
+    predict.add_lora(plain.requires_grad_(False), r=4, target_modules=["to_q", "net.2"], init_lora_weights=False)
+    model = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    for block in model.transformer_blocks[:None if FULL else 1]: # each takes 5 seconds
+        block.compile(dynamic=True, backend="eager")
+    for i, samples in enumerate([MIXED, MIXED[:1], BATCHES["one to six pictures"], BATCHES["one sample"]]):
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            got = with_gradients(model, samples, run(model, "packed", samples))
+        assert_equals_stock(got, with_gradients(plain, samples, run(plain, "packed", samples)))
+    torch._dynamo.reset()

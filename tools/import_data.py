@@ -1,0 +1,300 @@
+"""
+Other layouts -> ours, once. SOURCE is only read; OUT appears whole, or not at all. SOURCE is one of
+    a folder        of other trainers, with names in FOLDERS; controls NAME, NAME_1 or NAME_control_1 or, counted from
+                    0, NAME_0000; masks NAME_mask, beside the target or the control
+    a manifest      .jsonl, .json, .csv (commas, semicolons or tabs) with names in COLUMNS, or a metadata.* in a folder
+    parquet files   of the Hugging Face hub, in a folder (pip install datasets)
+    a 1.0 cache     a folder of .safetensors dictionaries, one a sample, with height and width instead of img_shapes
+The first three become a dataset: OUT/target, control and mask. Its pictures are hard links where possible: they take no
+space, but a program that changes one in place changes both. A cache becomes a cache, whose index train.py takes as
+--data. What is wrong is listed, a line each; then nothing is written, unless --skip_bad leaves those samples out.
+
+$ python tools/import_data.py downloads/musubi photos     # next: python tools/doctor.py photos
+$ python tools/import_data.py faces.csv faces --alone     # pictures without controls: a folder for --reg_data
+$ python tools/import_data.py old_cache cache/old         # next: python train.py --data cache/old/old_cache.json
+"""
+import argparse
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import safetensors
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
+import cache
+from cache import InputError, Sample, error_line
+from rope_patch import get_image_shapes_multi_resolution
+
+# what others call it: folders; and columns, with or without path_ before, _path or _file_name behind
+FOLDERS = dict(target=("target", "targets", "target_images", "training_images", "images"),
+               control=("control", "controls", "control_images"), mask=("mask", "masks", "mask_images"))
+COLUMNS = dict(
+    target=("target", "target_image", "target_img", "image", "output", "output_image", "edited_image", "file_name"),
+    control=("control", "control_image", "control_images", "edit_image", "edit_images", "source", "source_image",
+             "source_img", "input", "input_image", "original_image", "conditioning_image"), # also numbered, from 0 or 1
+    mask=("mask", "mask_image", "mask_img", "edit_mask", "control_mask"),
+    prompt=("prompt", "caption", "text", "instruction", "edit_prompt", "edit_instruction"))
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+def find_folders(source):
+    """-> {role: folder}. InputError if two mean the same."""
+    found = {}
+    for role, folder in [(role, source / name) for role, names in FOLDERS.items() for name in names]:
+        if folder.is_dir() and found.setdefault(role, folder) != folder:
+            raise InputError(f"{folder}: means the same as {found[role].name}/; keep one of them")
+    return found
+
+def meanings(role, stem, kind, targets):
+    """What a file may be, by its name: [(name of a target, "target", "caption", "mask" or which of its controls)]."""
+    found = [(stem, "caption")] if (role, kind) == ("target", "caption") else []
+    if kind == "picture":
+        found = [(stem, 0 if role == "control" else role)]
+        if stem.endswith("_mask") and not (role == "target" and stem in targets):
+            found += [(stem.removesuffix("_mask"), "mask")]
+        if role == "control" and (m := re.fullmatch(r"(?s)((.+?)(?:_control)?)_(\d+)", stem)):
+            found += [(name, int(m[3])) for name in {m[1], m[2]}] # the same one, unless it is NAME_control_1
+    return [(name, what) for name, what in found if name in targets]
+
+def read_folders(source, folders):
+    """-> (samples, problems)."""
+    files = {(role, *key): paths for role, folder in folders.items() for key, paths in cache.find_files(folder).items()}
+    images = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
+    masks = {s for s in images if s.endswith("_mask") and s[:-5] in images and ("target", s, "caption") not in files}
+    targets, samples, problems = {name: {} for name in sorted(images - masks)}, [], []
+    for key, paths in files.items():
+        owners = meanings(*key, targets)
+        for name, what in owners:
+            targets[name].setdefault(what if len(owners) == 1 else "unclear", []).extend(paths)
+        problems += [error_line(f"{path}: not used, as no target goes by that name or its format is not read; delete "
+                                "it, or save it as PNG") for path in paths if not owners]
+    for name, own in targets.items():
+        try:
+            samples.append(read_files(source, name, own, targets))
+        except InputError as e:
+            problems.append(str(e))
+    return samples, problems
+
+def read_files(source, name, files, targets):
+    """A target's {what: [paths]} -> Sample."""
+    target, numbers = files["target"][0], sorted(what for what in files if isinstance(what, int))
+    if "unclear" in files:
+        raise InputError(f"{files['unclear'][0]}: of {name}, or of another target; rename one of them")
+    if (base := re.sub(r"(?s)_\d+$", "", name)) != name and base in targets:
+        raise InputError(f"{target}: its control would be taken for a further one of {base}; rename it")
+    for path, *others in files.values():
+        if others:
+            raise InputError(f"{path}: {others[0]} is meant for the same; keep one of them")
+    if numbers != list(range(len(numbers) or 1)):
+        raise InputError(f"{target}: {f'its controls are numbered {numbers}' if numbers else 'no control'}; want "
+                         f"{Path('control', name)}.png, further ones numbered 1, 2, ...")
+    if "caption" not in files:
+        raise InputError(f"{target}: no caption; expected {target.with_suffix('.txt')}")
+    lines = [line for line in re.split("[\r\n]", cache.read_text(files["caption"][0])) if line.strip()]
+    return cache.make_sample(files["caption"][0], source, name, target, [files[n][0] for n in numbers], lines,
+                             *files.get("mask", []))
+
+# ---- rows of manifests and parquet files -----------------------------------------------------------------------------
+
+def manifest_rows(path):
+    """-> [(where, row)]. A row is an object, or a line that should be one."""
+    text = cache.read_text(path)
+    if path.suffix == ".jsonl":
+        return [(f"{path}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if path.suffix == ".json":
+        try:
+            return [(f"{path}:{n}", row) for n, row in enumerate(json.loads(text), 1)]
+        except (ValueError, TypeError, RecursionError) as e:
+            raise InputError(f"{path}: no JSON list ({e}); want one object a sample") from None
+    csv.field_size_limit(2**31 - 1) # a prompt that is too long has its line in cache.py
+    separator = max(",;\t", key=re.split("[\r\n]", text)[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells")
+    if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
+        raise InputError(f"{path}: two columns of the same name in {reader.fieldnames}; rename one")
+    filled = lambda row: {column: cell for column, cell in row.items() if cell not in (None, "", "NaN", "nan")}
+    return [(f"{path}:{reader.line_num}", filled(row)) for row in reader]
+
+def by_role(row, where):
+    """A row with names of COLUMNS -> {role: [cells]}. InputError if two columns mean the same."""
+    cells, spelled = {role: {} for role in COLUMNS}, {}
+    for column, cell in row.items():
+        base, number = re.fullmatch(r"(?s)(?:path_)?(.*?)(?:_path|_file_name)?(?:_(\d+))?", column).groups()
+        role, number = next((role for role, names in COLUMNS.items() if base in names), None), int(number or -1)
+        if role is None or cell is None or (number >= 0 and role != "control"):
+            continue
+        if spelled.setdefault(role, base) != base or number in cells[role]:
+            raise InputError(f"{where}: column {column!r} means {role}, as another one does; keep one of them")
+        cells[role][number] = cell if isinstance(cell, list) else [cell]
+    return {role: sum([numbered[n] for n in sorted(numbered)], []) for role, numbered in cells.items()}
+
+def read_row(root, n, where, row, place, alone):
+    """-> Sample. Its number in the name keeps rows of one target apart. place(where, cell) -> the picture as a file."""
+    try:
+        row = json.loads(row) if isinstance(row, str) else row
+        cells = by_role(row, where)
+    except (ValueError, RecursionError, AttributeError) as e:
+        raise InputError(f"{where}: no JSON object ({e}); want one a line") from None
+    if "more cells" in row:
+        raise InputError(f"{where}: more cells than columns; put a prompt that holds a comma in quotes")
+    for role in ["target", "prompt"] + ["control"] * (not alone):
+        if not cells[role]:
+            raise InputError(f"{where}: no {role}, only {', '.join(row) or 'nothing'}; fill in a column of that name")
+    target, control, mask = [[place(where, cell) for cell in cells[role]] for role in ("target", "control", "mask")]
+    if target[1:] or mask[1:] or (alone and control + mask):
+        raise InputError(f"{where}: {'a control or mask' if alone else 'several targets or masks'}; leave it out")
+    return cache.make_sample(where, root, f"{n:06}-{target[0].stem}", target[0], control, cells["prompt"], *mask)
+
+def read_rows(root, rows, place, alone):
+    """[(where, row)] -> (samples, problems)."""
+    samples, problems, seen = [], [], {}
+    for n, (where, row) in enumerate(rows):
+        try:
+            sample = read_row(root, n, where, row, place, alone)
+            if seen.setdefault(key := str([sample.target, sample.controls, sample.prompts]), where) != where:
+                raise InputError(f"{where}: the same as {seen[key]}; delete one")
+            samples.append(sample)
+        except InputError as e:
+            problems.append(str(e))
+    return samples, problems
+
+def read_parquet(source, folder, alone):
+    """-> (samples, problems). Pictures become files in `folder`."""
+    def place(where, cell):
+        if not isinstance(cell, dict) or not cell.get("bytes"):
+            raise InputError(f"{where}: {cell!r:.40} is no picture with its bytes; give the pictures as a folder")
+        suffix = {b"\xff\xd8": ".jpg", b"RI": ".webp", b"BM": ".bmp"}.get(cell["bytes"][:2], ".png")
+        file = folder / (hashlib.sha256(cell["bytes"]).hexdigest()[:16] + suffix)
+        file.write_bytes(cell["bytes"])
+        return file
+    try:
+        import datasets
+        rows = datasets.load_dataset(str(source), split="train", streaming=True).decode(False)
+        rows = tqdm(rows, desc=f"reading {source}", unit=" rows", disable=None)
+        return read_rows(folder, ((f"{source}: row {n}", row) for n, row in enumerate(rows)), place, alone)
+    except ImportError:
+        raise InputError(f"{source}: parquet files need the package datasets; pip install datasets") from None
+    except Exception as e: # whatever a dozen packages make of a broken file
+        raise InputError(f"{source}: cannot be read ({type(e).__name__}: {e}); give its pictures as a folder") from None
+
+# ---- what comes out: a dataset, or a cache ---------------------------------------------------------------------------
+
+def write_dataset(samples, folder):
+    """FOLDER/target, control and mask. Pictures are linked, or copied where the disk cannot link."""
+    for s in samples:
+        files = {f"target/{s.name}": s.target, f"mask/{s.name}": s.mask} | {
+            f"control/{s.name}" + f"_{n}" * (n > 0): file for n, file in enumerate(s.controls)}
+        for name, file in [(name, file) for name, file in files.items() if file]:
+            suffix = Path(file).suffix.lower()
+            path = folder / (name + (suffix if cache.KINDS.get(suffix) == "picture" else ".png")) # content counts
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(os.path.realpath(file), path)
+            except OSError:
+                shutil.copyfile(file, path)
+        lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in s.prompts] # a line is one more wording
+        (folder / f"target/{s.name}.txt").write_text("\n".join(lines), encoding="utf-8")
+
+def read_old(path):
+    """A dictionary of version 1.0, perhaps with pads and a batch dimension of 1 -> tensors as cache.py has them."""
+    if path.suffix != ".safetensors":
+        raise InputError(f"{path}: a pickle, which can run code when it is read; where you trust it, turn it into "
+                         "safetensors: torch.load(weights_only=True), then safetensors.torch.save_file")
+    try:
+        with safetensors.safe_open(path, "pt") as f:
+            version, tensors = (f.metadata() or {}).get("version", "1.0"), {k: f.get_tensor(k) for k in f.keys()}
+        shapes = torch.tensor(get_image_shapes_multi_resolution(tensors, 1)[0])
+        tensors = {k: t[0] if t.ndim == 3 or k.endswith("_mask") and t.ndim == 2 else t for k, t in tensors.items()}
+        for name in [name for name in ("prompt_embed", "empty_prompt_embed") if name in tensors]: # pads go
+            tensors[name] = tensors[name][tensors.get(name + "s_mask", torch.ones(len(tensors[name]))).bool()]
+            tensors[name + "s_mask"] = torch.ones(len(tensors[name]), dtype=torch.bool)
+        rows = [tensors[name] for name in ("pixel_latent", "control_latent", "prompt_embed")]
+        areas, lengths = shapes.prod(-1).tolist(), [len(t) for t in (*rows[:2], tensors.get("edit_mask", rows[0]))]
+        if version != "1.0" or lengths != [areas[0], sum(areas[1:]), areas[0]] or any(t.ndim != 2 for t in rows):
+            raise ValueError(f"version {version}, {lengths[:2]} tokens for {shapes.tolist()}")
+        return tensors | dict(img_shapes=shapes)
+    except (OSError, safetensors.SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as e:
+        raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again") from None
+
+PARTS = [("latents", "pixel_latent", "control_latent", "img_shapes", "edit_mask"), # a file's folder and tensors
+         ("text", "prompt_embed", "prompt_embeds_mask"), ("text", "empty_prompt_embed", "empty_prompt_embeds_mask")]
+
+def convert_cache(paths, folder):
+    """-> (samples, problems). The files name no prompts and no model; predict.py will draw at the stock area."""
+    samples, problems = [], []
+    for path in tqdm(paths, desc="converting", unit=" files", disable=None, leave=False):
+        try:
+            tensors, name, files = read_old(path), path.stem, {}
+            shapes = tensors["img_shapes"].tolist()
+            sizes = [(16 * w, 16 * h) for _, h, w in shapes]
+            for kind, first, *others in [part for part in PARTS if part[1] in tensors]:
+                key = cache.content_key(old=cache.file_hash(path), part=first)
+                files[first] = folder / kind / f"{key}.safetensors"
+                cache.write_tensors(files[first], {k: tensors[k] for k in [first, *others] if k in tensors},
+                                    dict(version=cache.VERSION, key=key, sizes=sizes, sources=[str(path)]))
+            texts = {(prompt, True): dict(tokens=len(tensors[part]), file=files[part])
+                     for prompt, part in ((name, "prompt_embed"), ("", "empty_prompt_embed")) if part in files}
+            scale = dict(img_shapes=shapes, file=files["pixel_latent"])
+            samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, scales=[scale], texts=texts))
+        except InputError as e:
+            problems.append(str(e))
+    geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
+    cache.write_index(folder / f"{paths[0].resolve().parent.name}.json", samples, geometry, models={})
+    return samples, problems
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+def convert_source(source, folder, alone):
+    """Whatever SOURCE is, to `folder` -> (samples, problems)."""
+    folders, below = find_folders(source), [source] if source.is_file() else sorted(source.glob("*"))
+    old = [p for p in below if p.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl")]
+    manifests = [p for p in below if p == source or p.name in ("metadata.jsonl", "metadata.json", "metadata.csv")]
+    if old and not folders and not alone:
+        return convert_cache(old, folder)
+    if [*source.glob("*.parquet"), *source.glob("data/*.parquet")]:
+        folder.with_name("rows").mkdir()
+        samples, problems = read_parquet(source, folder.with_name("rows"), alone)
+    elif len(manifests) == 1 and not {"target", "control"} <= folders.keys():
+        place = lambda where, name: cache.find_picture(manifests[0], where, name, None)
+        samples, problems = read_rows(manifests[0], manifest_rows(manifests[0]), place, alone)
+    elif "target" in folders and not alone:
+        samples, problems = read_folders(source, folders)
+        problems += [error_line(f"{p}: not used, as there are folders; delete it, or give it alone") for p in manifests]
+    else:
+        held = ", ".join(path.name for path in below[:5]) if source.exists() else "does not exist"
+        raise InputError(f"{source}: {'two manifests' if manifests else held}; want target/NAME.png, control/NAME.png, "
+                         "one metadata.jsonl, .json or .csv, parquet files, or a cache of version 1.0")
+    write_dataset(samples, folder)
+    return samples, problems or [error_line(f"{source}: no sample in it; --help tells the layouts")] * (not samples)
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser.add_argument("source", type=Path, help="a folder or a manifest, as above")
+    parser.add_argument("out", type=Path, help="a folder that is not there yet")
+    parser.add_argument("--alone", action="store_true", help="rows have no controls: OUT is a folder for --reg_data")
+    parser.add_argument("--skip_bad", action="store_true", help="go on without the samples that have an error")
+    args = parser.parse_args()
+    if args.out.exists():
+        raise InputError(f"{args.out}: is there already; give another folder")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
+            samples, problems = convert_source(args.source, Path(tmp, "out"), args.alone)
+            print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
+            if not samples or (problems and not args.skip_bad):
+                sys.exit(1)
+            os.replace(Path(tmp, "out", "target" if args.alone else ""), args.out)
+    except OSError as e:
+        raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder") from None
+    print(f"{args.out}: {len(samples)} samples")
+
+if __name__ == "__main__":
+    main()

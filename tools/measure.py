@@ -1,0 +1,119 @@
+"""
+How near are drawn pictures to a dataset's targets? Compares what predict.py --jobs DATASET has drawn with the targets,
+and prints a line for each folder of the dataset, means over its pictures:
+
+    input, drawn, VAE    PSNR to the target in dB: of the first control, of the picture, of what the VAE makes of the
+                         target, which is the best that any LoRA can reach
+    kept                 PSNR of the picture where nothing should change: there target and control differ by at most 8
+                         levels of 255
+    shift, zoom, colour  what the edit did there and should not: a motion in pixels, a change of size in percent, a cast
+                         in levels; medians. They are against the target as the VAE draws it, whose soft edges would
+                         pass for a zoom of half a percent
+
+$ python predict.py --lora out/RUN --jobs tiny/val --out_dir out/predict
+$ python tools/measure.py out/predict tiny/val
+$ python tools/measure.py out/predict photos --model Qwen/Qwen-Image-Edit-2509 --json measured.json
+$ python tools/measure.py out/predict photos --model none   # without a model: against the targets themselves
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+from tqdm import tqdm
+
+import cache
+from cache import InputError
+from predict import decode, psnr
+
+def drift(image, reference, keep):
+    """What an edit did where nothing should change -> dict of colour (levels of 255) and, where there is anything to
+    see, shift (pixels) and zoom (%). keep: bool (H, W). Least squares of image - reference on the reference's gradients
+    (Lucas and Kanade 1981): unlike phase correlation it can leave pixels out, and it leaves out 4 more around the edit,
+    whose soft edge would pass for a zoom. Motions of over a pixel are underestimated."""
+    a, b = np.asarray(image, float), np.asarray(reference, float)
+    h, w = keep.shape
+    inner = np.asarray(Image.fromarray(keep).convert("L").filter(ImageFilter.MinFilter(9))) > 0
+    dy, dx = np.gradient(b.mean(-1))
+    y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
+    found = dict(colour=float(np.abs((a - b)[keep].mean(0)).max()))
+    if np.hypot(dx, dy)[inner].sum() > 1000: # else nothing is left whose motion could be seen
+        # a(x) = b(x - shift - zoom * x) + colour
+        shift, zoom = np.stack([-dx, -dy, np.ones((h, w))], -1)[inner], -(dx * x + dy * y)[inner]
+        own = zoom - shift @ np.linalg.lstsq(shift, zoom, rcond=None)[0] # what no shift explains
+        both = own @ own > 0.25 * zoom @ zoom # one shape far from the middle: its zoom would look like a shift
+        columns = np.column_stack([shift, zoom]) if both else shift
+        moved = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
+        found.update(shift=float(np.hypot(*moved[:2])), **(dict(zoom=float(100 * abs(moved[3]))) if both else {}))
+    return found
+
+def measure(picture, sample, pipe):
+    """-> {measure: value} of this picture. pipe: with a VAE, or None."""
+    fit = lambda path: cache.read_image(path).resize(picture.size, Image.Resampling.LANCZOS)
+    target = reference = fit(sample.target)
+    found = dict(drawn=psnr(picture, target))
+    if pipe:
+        latents = cache.encode_image(pipe, target, target.size)
+        reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
+        found["vae"] = psnr(reference, target)
+    if sample.controls:
+        given = fit(sample.controls[0])
+        found["input"] = psnr(given, target)
+        keep = np.abs(np.asarray(given, int) - np.asarray(target, int)).max(-1) <= 8
+        if keep.mean() > 0.1:
+            found["kept"] = psnr(np.asarray(picture)[keep], np.asarray(target)[keep])
+            found |= drift(picture, reference, keep)
+    return found
+
+COLUMNS = dict(input="7.1f", drawn="7.1f", vae="7.1f", kept="9.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
+
+def average(records):
+    """[{measure: value}] -> the means; medians of what has outliers."""
+    values = {key: [r[key] for r in records if key in r] for key in COLUMNS}
+    kind = lambda key: np.median if key in ("shift", "zoom", "colour") else np.mean
+    return dict(pictures=len(records)) | {key: float(kind(key)(v)) for key, v in values.items() if v}
+
+def main():
+    devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser.add_argument("pictures", type=Path, help="folder of PNGs: predict.py's --out_dir")
+    parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
+    parser.add_argument("--model", default="tiny", help="hub id or folder of the model whose VAE counts; none: no VAE")
+    parser.add_argument("--device", choices=devices, default=devices[-1], help="of the VAE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too (default: nowhere)")
+    args = parser.parse_args()
+    (samples, problems), pipe = cache.read_dataset(args.dataset), None
+    if args.model != "none":
+        pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
+        cache.load_encoder(pipe, "vae", SimpleNamespace(dtype="float32", vae_device=args.device))
+        pipe.vae.to(args.device)
+
+    groups = {}
+    for sample in tqdm(samples, desc="measuring", unit=" pictures", disable=None, leave=False):
+        try:
+            picture = cache.read_image(args.pictures / (sample.name.replace("/", "-") + ".png"))
+            name = "/".join([sample.root, *Path(sample.name).parent.parts])
+            groups.setdefault(name, []).append(measure(picture, sample, pipe))
+        except InputError as e:
+            problems.append(str(e))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if not groups:
+        raise InputError(f"{args.pictures}: none of the pictures of {args.dataset}; draw them with predict.py --jobs")
+
+    print(f"{'':20} pictures   input   drawn     VAE |    kept  shift px  zoom %  colour")
+    groups = {name: average(records) for name, records in groups.items()}
+    for name, m in groups.items():
+        cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]
+        print(f"{name:20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:])
+    if args.json:
+        cache.write_file(args.json, json.dumps(groups, indent=1).encode())
+    sys.exit(1 if problems else 0)
+
+if __name__ == "__main__":
+    main()
