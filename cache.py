@@ -597,8 +597,9 @@ def load_pipeline(folder):
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
     except (OSError, KeyError, ValueError) as e:
         raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?")
-    wanted = json.loads((folder / "text_encoder" / "config.json").read_text())["image_token_id"]
-    if pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") != wanted: # transformers makes an empty one of no files
+    config = folder / "text_encoder" / "config.json" # (tools/doctor.py does without)
+    known = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # another one where the vocabulary is missing
+    if config.is_file() and json.loads(config.read_text())["image_token_id"] != known:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
     pipe.processor = Processor(pipe.tokenizer, image_processor)
     return pipe

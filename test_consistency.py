@@ -51,8 +51,9 @@ from tqdm import tqdm
 import cache
 import predict
 import rope_patch
-from rope_patch import (extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution)
+from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
 
+gc.freeze() # what the imports made need not be searched by each gc.collect() below: 0.2 s each, for 600 of them
 DTYPE, DEVICE, FULL = OPTIONS["dtype"], OPTIONS["device"], OPTIONS["full"]
 HERE = Path(cache.__file__).parent
 TINY = HERE / "tiny"

@@ -43,7 +43,7 @@ def from_peft(folder, file):
             k.rsplit(".lora_", 1)[0] for k in state}))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
         raise InputError(f"{folder}: no LoRA of peft ({type(e).__name__}: {e}); want {PEFT_FILE} and {PEFT_CONFIG}"
-                         ) from None
+                         )
     ours = lambda d: {f"transformer.{k}": v for k, v in d.items()}
     cache.write_tensors(file, ours(state), ours(meta), "lora_adapter_metadata")
 
@@ -89,7 +89,7 @@ def merge(files, scales, model, dtype, out):
             file.chmod(0o666 & ~umask)
         os.replace(tmp, out)
     except (OSError, SafetensorError) as e:
-        raise InputError(f"--out {out}: cannot be written ({e}); free some space, or mend its path") from None
+        raise InputError(f"--out {out}: cannot be written ({e}); free some space, or mend its path")
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 

@@ -21,14 +21,14 @@ def read_log(folder):
     try:
         lines = log.read_text().splitlines()[1:]
     except (OSError, ValueError) as e:
-        raise InputError(f"{log}: cannot be read ({e}); give a run folder of train.py") from None
+        raise InputError(f"{log}: cannot be read ({e}); give a run folder of train.py")
     records = []
     for n, line in enumerate(lines):
         try:
             records.append(json.loads(line))
         except ValueError:
             if n + 1 < len(lines):
-                raise InputError(f"{log}:{n + 2}: no JSON; take the line out") from None
+                raise InputError(f"{log}:{n + 2}: no JSON; take the line out")
     steps = [r for r in records if "samples" in r]
     if not steps:
         raise InputError(f"{log}: no steps yet; come back later")
@@ -58,7 +58,7 @@ def draw_curves(steps, looks):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError("loss.png: needs a package that is not here; pip install matplotlib") from None
+        raise InputError("loss.png: needs a package that is not here; pip install matplotlib")
     figure, n = Figure((12, 4), layout="constrained"), max(1, len(steps) // 20)
     left, right = figure.subplots(1, 2)
     x, y = [[r[key] for r in steps] for key in ("step", "loss")]

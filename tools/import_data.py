@@ -114,7 +114,7 @@ def manifest_rows(path):
         try:
             return [(f"{path}:{n}", row) for n, row in enumerate(json.loads(text), 1)]
         except (ValueError, TypeError, RecursionError) as e:
-            raise InputError(f"{path}: no JSON list ({e}); want one object a sample") from None
+            raise InputError(f"{path}: no JSON list ({e}); want one object a sample")
     csv.field_size_limit(2**31 - 1) # a prompt that is too long has its line in cache.py
     separator = max(",;\t", key=re.split("[\r\n]", text)[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells")
@@ -142,7 +142,7 @@ def read_row(root, n, where, row, place, alone):
         row = json.loads(row) if isinstance(row, str) else row
         cells = by_role(row, where)
     except (ValueError, RecursionError, AttributeError) as e:
-        raise InputError(f"{where}: no JSON object ({e}); want one a line") from None
+        raise InputError(f"{where}: no JSON object ({e}); want one a line")
     if "more cells" in row:
         raise InputError(f"{where}: more cells than columns; put a prompt that holds a comma in quotes")
     for role in ["target", "prompt"] + ["control"] * (not alone):
@@ -181,9 +181,9 @@ def read_parquet(source, folder, alone):
         rows = tqdm(rows, desc=f"reading {source}", unit=" rows", disable=None)
         return read_rows(folder, ((f"{source}: row {n}", row) for n, row in enumerate(rows)), place, alone)
     except ImportError:
-        raise InputError(f"{source}: parquet files need the package datasets; pip install datasets") from None
+        raise InputError(f"{source}: parquet files need the package datasets; pip install datasets")
     except Exception as e: # whatever a dozen packages make of a broken file
-        raise InputError(f"{source}: cannot be read ({type(e).__name__}: {e}); give its pictures as a folder") from None
+        raise InputError(f"{source}: cannot be read ({type(e).__name__}: {e}); give its pictures as a folder")
 
 # ---- what comes out: a dataset, or a cache ---------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ def read_old(path):
             raise ValueError(f"version {version}, {lengths[:2]} tokens for {shapes.tolist()}")
         return tensors | dict(img_shapes=shapes)
     except (OSError, safetensors.SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as e:
-        raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again") from None
+        raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again")
 
 PARTS = [("latents", "pixel_latent", "control_latent", "img_shapes", "edit_mask"), # a file's folder and tensors
          ("text", "prompt_embed", "prompt_embeds_mask"), ("text", "empty_prompt_embed", "empty_prompt_embeds_mask")]
@@ -293,7 +293,7 @@ def main():
                 sys.exit(1)
             os.replace(Path(tmp, "out", "target" if args.alone else ""), args.out)
     except OSError as e:
-        raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder") from None
+        raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
     print(f"{args.out}: {len(samples)} samples")
 
 if __name__ == "__main__":
