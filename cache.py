@@ -1,18 +1,18 @@
 """
 Encode samples once, so that training and sampling need only the transformer.
 
-A sample is what people bring: control picture(s) and an instruction; to train on also a target, and maybe a mask. A
-dataset is a folder of samples, or a manifest with paths relative to it:
+A sample is one or more control (input) pictures and an instruction; for training also a target, and maybe a mask. A
+dataset is a folder of samples, or a manifest (metadata.jsonl) with paths relative to its folder:
     data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it;
-                                                        several lines are several wordings, each step draws one
+                                                        several lines are several wordings: one is drawn per use
     data/control/cat.png    data/control/cat_1.png ...  the picture given; further ones, any number, any sizes
     data/mask/cat.png                                   optional: white = the edited region
     data/metadata.jsonl     {"target": "a.png", "control": ["b.png"], "prompt": "make it snow", "mask": "c.png"}
-tools/import_data.py makes this of other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
+tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed. CACHE_DIR/<model>-<data>.json, an index, joins them to the samples; train.py also takes it as --data.
 
-$ python cache.py                                                     # the toy dataset of the embedded default
+$ python cache.py                                                     # the toy dataset in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
 $ torchrun --nproc_per_node=4 cache.py --model ... --data photos      # four processes share the work
 $ python cache.py --model ... --data photos drawings --repeats 1 5 --reg_data faces  # mixed; faces: pictures alone
@@ -56,11 +56,11 @@ from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 VERSION = "2.0" # of the cache files
-PREPROCESSING = 1 # part of every key: count it up when pictures or prompts are prepared in another way
+PREPROCESSING = 1 # part of every key: add 1 when the preparation of pictures or prompts changes
 KINDS = {".txt": "caption", **dict.fromkeys([".png", ".jpg", ".jpeg", ".webp", ".bmp"], "picture"), # by suffix
          **dict.fromkeys([".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"], "other")} # not read, but named
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
-LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py makes it of others"
+LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
 NEGATIVE_PROMPT = " " # what an unconditional run is told, as in the model cards
 
@@ -70,16 +70,18 @@ class Sample:
     name: str # its path in the dataset, without suffix
     root: str # the dataset's name
     controls: list # pictures given, in order; none: text-to-image
-    prompts: list # wordings of the instruction
+    prompts: list # wordings of the instruction; an epoch draws one of them each time
     target: str | None = None # the picture wanted; None: the sample is only drawn
     mask: str | None = None # white = the edited region
     repeats: int = 1 # how often an epoch has it
     settings: dict = field(default_factory=dict) # flags of predict.py that its line of jobs.jsonl sets
     # plan_sample adds what will be encoded:
-    sizes: list = () # (width, height) in pixels of the target (or what gives the result its shape) and the controls
-    prompt_sizes: list = () # of the controls' copies for the text encoder
-    scales: list = () # one for each --target_pixels: dict(img_shapes=[(1, h, w), ...] in tokens, target first; file)
-    texts: dict = field(default_factory=dict) # {(prompt, whether pictures come with it): dict(tokens, file)}
+    sizes: list = field(default_factory=list) # (width, height) in pixels: the target (or what the result takes its
+    # shape from), then the controls
+    prompt_sizes: list = field(default_factory=list) # of the controls' copies for the text encoder
+    resolutions: list = field(default_factory=list) # for each of --target_pixels dict(file, img_shapes): where its
+    # latents are, and their (1, height, width) in tokens, the target's first
+    texts: dict = field(default_factory=dict) # {(prompt, whether pictures come with it): dict(file, tokens)}
 
 def error_line(message):
     return "error: " + message.replace("\n", "\\n") # names may hold anything
@@ -113,14 +115,15 @@ def pixels(text):
         return text
     area = math.prod(int(n) for n in re.split(r"[*x]", text)) if re.fullmatch(r"\d+([*x]\d+)?", text) else 0
     if area < 32 * 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1048576, 1024*1024 or native")
+        raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1048576, 1024x1024 or native")
     return area
 
 def number(kind, low, high=math.inf):
     """For argparse's type=: an int or a float from low to high; anything else ends the script with status 2."""
     def parse(text):
         if not low <= (value := kind(text)) <= high: # False for nan too
-            raise argparse.ArgumentTypeError(f"{text}; give {low} " + ("or more" if high == math.inf else f"to {high}"))
+            raise argparse.ArgumentTypeError(
+                f"{text} is out of range; give {low} " + ("or more" if high == math.inf else f"to {high}"))
         return value
     parse.__name__ = kind.__name__ # argparse says "invalid int value"
     return parse
@@ -133,7 +136,7 @@ def add_model_flags(parser):
     flag("--device", help="default: cuda if there is one, else cpu; under torchrun one per process")
     flag("--cache_dir", default="cache", help="where encoded samples of all models and datasets are kept")
     flag("--max_sequence_length", type=number(int, 1), default=1024,
-         help="tokens of a prompt; a longer one is an error, nothing is cut silently")
+         help="most tokens in a prompt; a longer prompt is an error, it is not cut")
     flag("--vae_device", help="where pictures are encoded and decoded (default: --device)")
     flag("--text_encoder_device", help="default: --device; cpu if memory runs out while encoding")
     add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
@@ -147,13 +150,13 @@ def add_data_flags(parser):
     flag("--data", nargs="+", metavar="DATA",
          help="dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written")
     flag("--repeats", type=number(int, 1), nargs="+", metavar="N",
-         help="how often an epoch has each --data, one number each (default: 1)")
+         help="how many times an epoch uses each --data, one number for each (default: 1)")
     flag("--reg_data", nargs="+", default=[], metavar="DIR", help="folders of NAME.png + NAME.txt without controls, "
          "trained beside the edits as text-to-image, so that the model does not forget (default: none)")
-    flag("--val_data", nargs="*", metavar="DATA", help="datasets that are looked at, not trained on: their loss, "
-         "pictures without and with the LoRA (default: none; the toy dataset has its own)")
+    flag("--val_data", nargs="*", metavar="DATA", help="validation datasets, not trained on: their loss is "
+         "logged, their pictures are drawn without and with the LoRA (default: none; the toy dataset has its own)")
     flag("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-         help="area of the target; several: each step draws one; native: keep each picture's size")
+         help="area of the target; several: one is drawn for each sample; native: own size, rounded to 32")
     flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="area of the controls, likewise")
     flag("--upscale", action=on_off, default=True, help="enlarge smaller pictures to the area, as stock does")
     flag("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
@@ -168,14 +171,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return action.help if explained else super()._get_help_string(action)
 
 def parse_args(parser, tiny):
-    """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`. Fills in devices and dtype;
-    what a flag needs and is not here is said now."""
-    parser.formatter_class, parser.epilog = HelpFormatter, f"With --model tiny these defaults count: {tiny}"
-    model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    model.add_argument("--model", default="tiny")
-    if model.parse_known_args()[0].model == "tiny" and not {"-h", "--help"} & set(sys.argv):
-        parser.set_defaults(**tiny)
+    """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`. Fills in devices and dtype,
+    and refuses a flag whose package or file in extras/ is missing."""
+    parser.formatter_class, parser.epilog = HelpFormatter, f"With --model tiny these defaults apply: {tiny}"
     args = parser.parse_args()
+    if args.model == "tiny":
+        parser.set_defaults(**tiny)
+        args = parser.parse_args()
     if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" # each process its own
     args.device = args.device or "cpu"
@@ -190,16 +192,17 @@ def parse_args(parser, tiny):
         if name in EXTRAS and value and value != "none":
             load_extra(name)
         if isinstance(value, str) and value in PACKAGES and not find_spec(PACKAGES[value]):
-            parser.error(f"argument --{name}: {value} needs a package that is not here; pip install {PACKAGES[value]}")
+            parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
     return args
 
 def parse_data_args(parser, tiny):
     """parse_args, with the flags of add_data_flags."""
     args = parse_args(parser, tiny)
-    if args.val_data is None:
-        args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known") if args.data == TINY["data"]]
+    if args.val_data is None: # not given
+        own = args.data == TINY["data"]
+        args.val_data = [str(TINY_DATA.with_name("val")), str(TINY_DATA.with_name("known"))] if own else []
     if not args.data or not all(args.data):
-        parser.error("argument --data: missing; give a dataset's folder or manifest, or an index of cache.py")
+        parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
     if any(map(is_index, args.data)) and len(args.data + args.reg_data) > 1:
         parser.error("argument --data: an index holds a whole training's samples; give it alone")
     if args.repeats and len(args.repeats) != len(args.data):
@@ -207,11 +210,13 @@ def parse_data_args(parser, tiny):
     return args
 
 def start_processes(args):
-    """-> (rank, number of processes), as torchrun says. They meet for objects on the CPU, for gradients on --device."""
+    """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
     for library in (diffusers, transformers): # a bar for each small model would hide ours
         library.utils.logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
         stream.reconfigure(errors="backslashreplace")
+    if args.model == "tiny" and args.device == "cpu": # too small for more threads: two take three times as long
+        torch.set_num_threads(1)
     cuda = args.device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(args.device) # where NCCL works
@@ -234,8 +239,8 @@ def signals_noted():
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------
 
 def write_file(path, data):
-    """Bytes beside the target, fsync, rename, fsync of the folder: after a kill or power loss there is the old file or
-    the new one, never a part. InputError if the disk is full or may not be written."""
+    """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
+    there is the old file or the new one, never a part. InputError if the disk is full or may not be written."""
     path = Path(path)
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
@@ -249,7 +254,7 @@ def write_file(path, data):
     except OSError as e:
         with contextlib.suppress(OSError): # what a kill leaves here, prepare_folder deletes
             tmp.unlink()
-        raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or mend the "
+        raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or fix the "
                          "folder's permissions, and run again")
 
 def sync_folder(path):
@@ -267,7 +272,7 @@ def prepare_folder(path, remedy):
         tempfile.TemporaryFile(dir=path).close()
         for tmp in Path(path).glob(".tmp-*"):
             with contextlib.suppress(FileNotFoundError): # another process has deleted it
-                if time.time() - tmp.stat().st_mtime > 3600:
+                if tmp.is_file() and time.time() - tmp.stat().st_mtime > 3600:
                     tmp.unlink()
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror}); {remedy}")
@@ -293,7 +298,7 @@ def read_tensors(path, meta_key="json", key=None):
         meta = json.loads(header["__metadata__"][meta_key])
         digest = meta.pop("digest").encode()
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; run cache.py again")
+        raise InputError(f"{path}: missing; {'run cache.py again' if key else 'take another copy'}")
     except (OSError, SafetensorError, KeyError, ValueError, AttributeError, TypeError) as e:
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
     if hashlib.sha256(data.replace(digest, NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
@@ -370,7 +375,8 @@ def read_folder(data, alone=False):
             if not alone and not controls[0]:
                 raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png")
             if further := left.get(("control", further, "picture")):
-                raise InputError(f"{further[0]}: control of its target or a further one of {name}?; rename a target")
+                raise InputError(f"{further[0]}: either the control of the target with its name, or one more control "
+                                 f"of {name}; rename one of the two targets")
             if not caption:
                 raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
             lines = [line.strip() for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
@@ -380,8 +386,8 @@ def read_folder(data, alone=False):
     strays = [path for paths in left.values() for path in paths]
     strays += [data / "metadata.jsonl"] * (not alone and (data / "metadata.jsonl").exists())
     return samples, problems + [
-        error_line(f"{path}: not used, as no target goes by that name (NAME, controls also NAME_1, NAME_2, ...) or its "
-                   "format is not read; delete it, or save it as PNG") for path in strays]
+        error_line(f"{path}: not used: no target has this name (controls are NAME, NAME_1, NAME_2, ... without gaps), "
+                   "or this kind of file is not read; rename, convert or delete it") for path in strays]
 
 def read_manifest(path, alone=False, settings=None):
     """metadata.jsonl, lines of JSON with target, control, prompt and mask; or with `settings`, {field: type},
@@ -391,7 +397,7 @@ def read_manifest(path, alone=False, settings=None):
     for n, line in [(n, line) for n, line in enumerate(lines, 1) if line.strip()]:
         try:
             sample = read_row(path, n, line, alone, settings)
-            pictures = [os.path.realpath(p) for p in (sample.target or str(n), *sample.controls)]
+            pictures = [os.path.realpath(p) for p in (sample.target or str(n), *sample.controls, sample.mask or "")]
             if seen.setdefault(key := json.dumps([pictures, sample.prompts]), n) != n:
                 raise InputError(f"{path}:{n}: the same as line {seen[key]}; delete one")
             samples.append(sample)
@@ -404,8 +410,8 @@ def read_row(manifest, n, line, alone, settings):
     where = f"{manifest}:{n}"
     try:
         row = json.loads(line)
-        if settings is not None and "image" in row:
-            row.setdefault("control", row.pop("image"))
+        if settings is not None and "control" not in row and "image" in row:
+            row["control"] = row.pop("image")
         known = dict(control=(str, list), prompt=(str, list)) | (settings or dict(target=str, mask=(str, type(None))))
         need = ["prompt"] + ["target"] * (settings is None) + ["control"] * (not alone)
         wrong = [k for k in [*need, *row] if k not in row or not isinstance(row[k], known.get(k, ()))
@@ -416,7 +422,8 @@ def read_row(manifest, n, line, alone, settings):
         raise InputError(f"{where}: field {wrong[0]!r} is missing, unknown or of a wrong type; want {', '.join(known)} "
                          '("control": [] for a picture without controls)')
     listed = lambda value: [value] if isinstance(value, str) else value
-    target, mask = [find_picture(manifest, where, row[k], settings) if row.get(k) else None for k in ("target", "mask")]
+    target, mask = [find_picture(manifest, where, row[k], settings) if row.get(k) is not None else None
+                    for k in ("target", "mask")]
     controls = [find_picture(manifest, where, name, settings) for name in listed(row.get("control", []))]
     name = Path(row["target"]).with_suffix("") if target else f"{n:03}" + "".join(f"-{p.stem}" for p in controls[:1])
     return make_sample(where, manifest, name, target, controls, listed(row["prompt"]), mask,
@@ -428,7 +435,7 @@ def find_picture(manifest, where, name, settings):
     folder = manifest.parent
     try:
         file = Path(os.path.normpath(folder / name))
-        found = file.is_file() and (settings is not None or (folder / name).resolve().is_relative_to(folder.resolve()))
+        found = file.is_file() and (settings is not None or file.resolve().is_relative_to(folder.resolve()))
     except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character or NUL in it, links in a circle
         found = False
     if not found:
@@ -470,6 +477,8 @@ def open_image(path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning) # we say it ourselves below
             image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
+    except PermissionError:
+        raise InputError(f"{path}: may not be read; mend its permissions")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
         what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
         what = str(e) if isinstance(e, Image.DecompressionBombError) else what
@@ -514,8 +523,6 @@ def read_image(path):
         image = image.transpose(turn) if turn is not None else image
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise InputError(f"{path}: pixels of mode {image.mode}; save it with 8 bits a channel")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -566,7 +573,7 @@ def find_model(model, parts, weights=True):
             folder = Path(snapshot_download(model, ignore_patterns=None if weights else "*.safetensors",
                                             allow_patterns=["model_index.json", *[f"{p}/*" for p in parts]]))
         except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-            raise InputError(f"--model {model}: neither a folder nor to be had from the hub ({type(e).__name__}); "
+            raise InputError(f"--model {model}: not a folder, and not downloadable from the hub ({type(e).__name__}); "
                              "check the name and the network, or log in: hf auth login")
     files = [folder / "model_index.json"]
     for part in [folder / part for part in parts]:
@@ -646,7 +653,7 @@ def is_plus(pipe):
 
 def fingerprint(folder):
     """Identifies a model's folder: every small file whole, of each large one the size and three 1 MiB windows (hashing
-    all 16 GB of a text encoder would cost a minute at every start, and no two trainings share those windows)."""
+    all 16 GB of a text encoder would cost a minute at every start, and two trainings hardly share all windows)."""
     h = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
         size = path.stat().st_size
@@ -691,12 +698,12 @@ def prompt_length(pipe, prompt, sizes):
     text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
     return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
 
-def encode_latents(pipe, sample, scale):
+def encode_latents(pipe, sample, resolution):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
     (I_0, 64), and where there is a mask edit_mask (I_0,): the edited share of each token's 16x16 pixels."""
-    target_size, *control_sizes = [(w * 16, h * 16) for _, h, w in scale["img_shapes"]]
+    target_size, *control_sizes = [(w * 16, h * 16) for _, h, w in resolution["img_shapes"]]
     latents = [encode_image(pipe, read_image(path), size) for path, size in zip(sample.controls, control_sizes)]
-    out = dict(img_shapes=torch.tensor(scale["img_shapes"]))
+    out = dict(img_shapes=torch.tensor(resolution["img_shapes"]))
     if sample.target:
         out["pixel_latent"] = encode_image(pipe, read_image(sample.target), target_size)
     out["control_latent"] = torch.cat(latents or [out["pixel_latent"][:0]])
@@ -726,10 +733,10 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     with pictures)]; geometry: dict(target_pixels=[...], control_pixels, upscale); models: encoder_fingerprints.
     InputError names what is wrong with it."""
     sizes, pictures = [image_size(path) for path in sample.controls], [file_hash(path) for path in sample.controls]
-    # without a target a control gives the result its shape: as in stock the last one
+    # without a target a control gives the result its shape: that of size_from, counted from 1, or as in stock the last
     shape = image_size(sample.target) if sample.target else sizes[(sample.settings.get("size_from") or 0) - 1]
     w, h = image_size(sample.mask) if sample.mask else shape
-    if abs(w / h / (shape[0] / shape[1]) - 1) > 0.02: # it may have another scale, not another shape
+    if abs(w / h / (shape[0] / shape[1]) - 1) > 0.02: # the mask may have another size, not another shape
         raise InputError(f"{sample.mask}: {w}x{h} for a target of {shape[0]}x{shape[1]}; give it the target's shape")
     if not is_plus(pipe) and len(sizes) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
@@ -742,7 +749,7 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     control_sizes = [fit(size, geometry["control_pixels"]) for size in sizes]
     # what the vision-language encoder sees: 384*384 (Plus), or the same copy as the VAE's (v1)
     sample.prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in sizes] if is_plus(pipe) else control_sizes
-    sample.sizes, sample.scales = [shape, *sizes], []
+    sample.sizes, sample.resolutions = [shape, *sizes], []
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=models["pipeline"], dtype=args.dtype)
     file = lambda folder, **fields: Path(args.cache_dir, folder, content_key(**common, **fields) + ".safetensors")
     pictures_too = [path and file_hash(path) for path in (sample.target, sample.mask)]
@@ -750,7 +757,7 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
         target_size = [(sample.settings.get(side) or n) // 16 * 16 # a given side is rounded as in stock
                        for side, n in zip(("width", "height"), fit(shape, area))]
         used = [target_size, *control_sizes]
-        sample.scales.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], file=file(
+        sample.resolutions.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], file=file(
             "latents", vae=models.get("vae"), pictures=pictures + pictures_too, sizes=used)))
     for prompt, shown in texts:
         seen = [pictures, sample.prompt_sizes] if shown else [[], []]
@@ -773,32 +780,32 @@ def plan_samples(pipe, samples, texts, geometry, args, quiet):
 
 def files_of(sample):
     """{file: (encoder, what it encodes)} of a planned sample."""
-    return ({scale["file"]: ("vae", scale) for scale in sample.scales}
+    return ({resolution["file"]: ("vae", resolution) for resolution in sample.resolutions}
             | {text["file"]: ("text", key) for key, text in sample.texts.items()})
 
 def is_cached(sample):
     return all(file.exists() for file in files_of(sample))
 
 def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
-    """Encodes what the cache lacks, each process its share -> problems, the same on every process; a bad sample stops
-    no others. The encoders come only if there is something to do, one after the other, and have left when this
-    returns. With `verify` every file is read, and what is damaged is encoded again."""
+    """Each process encodes its share of what the cache lacks -> problems, the same on every process; a bad sample does
+    not stop the others. The encoders are loaded only if needed, one after the other, and unloaded before this returns.
+    With `verify` every file is read, and damaged ones are encoded again."""
     jobs = {file: (sample, *job) for sample in samples for file, job in files_of(sample).items()} # a shared file once
     # dealt by key, not by place in the list: a process that lists the files later finds some of them there already
     mine = [file for file in jobs if int(file.stem, 16) % world_size == rank]
-    for file in tqdm(mine, desc="verifying", unit=" files", disable=rank > 0 or None) if verify else []:
-        try:
-            if file.is_file():
+    if verify:
+        for file in tqdm([f for f in mine if f.is_file()], desc="verifying", unit=" files", disable=rank > 0 or None):
+            try:
                 read_tensors(file, key=file.stem)
-        except InputError:
-            tqdm.write(f"{file}: damaged; encoding it again", file=sys.stderr)
-            file.unlink()
+            except InputError:
+                tqdm.write(f"{file}: damaged; encoding it again", file=sys.stderr)
+                file.unlink()
     problems, missing = [], {file: job for file, job in jobs.items() if not file.is_file()}
     if missing and pipe is None: # all --data are indexes
         raise InputError(f"{next(iter(missing))}: missing; copy the whole cache, or run cache.py again")
     if missing:
         check_space(pipe, missing.values(), args, rank > 0)
-        problems = encode_files(pipe, {file: job for file, job in missing.items() if file in mine}, args, rank > 0)
+        problems = encode_files(pipe, {file: missing[file] for file in mine if file in missing}, args, rank > 0)
     if world_size > 1:
         shares = [None] * world_size
         dist.all_gather_object(shares, problems) # also waits for the others' files
@@ -825,24 +832,27 @@ def encode_files(pipe, jobs, args, quiet):
     with signals_noted() as stopped:
         for file in tqdm(order, desc="encoding", unit=" files", disable=quiet or None):
             sample, part, what = jobs[file]
-            if stopped:
-                tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
-                sys.exit(0)
             if part != loaded:
                 drop_encoders(pipe)
-                load_encoder(pipe, loaded := part, args)
+                load_encoder(pipe, part, args)
+                loaded = part
             try:
                 tensors = encode_latents(pipe, sample, what) if part == "vae" else encode_text(pipe, sample, *what)
-                write_tensors(file, tensors, dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[
-                    sample.target, *sample.controls]))
             except InputError as e:
                 problems.append(str(e))
+            else:
+                write_tensors(file, tensors, dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[
+                    sample.target, *sample.controls]))
+            if stopped:
+                tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
+                sys.exit(128 + stopped[0])
     drop_encoders(pipe)
     return problems
 
-def load_latents(sample, scale, pipe=None):
-    """encode_latents of one of sample.scales, from the cache, or with `pipe` now."""
-    return encode_latents(pipe, sample, scale) if pipe else read_tensors(scale["file"], key=scale["file"].stem)[0]
+def load_latents(sample, resolution, pipe=None):
+    """encode_latents of one of sample.resolutions, from the cache, or with `pipe` now."""
+    file = resolution["file"]
+    return encode_latents(pipe, sample, resolution) if pipe else read_tensors(file, key=file.stem)[0]
 
 def load_text(sample, text, pipe=None):
     """prompt_embed (T, 3584) of one of the keys of sample.texts, likewise."""
@@ -864,7 +874,7 @@ def run_name(model, roots):
 def write_index(path, samples, geometry, models):
     """JSON that read_index reads. Files go by their names below the index's folder, which may be copied elsewhere."""
     below = lambda encoded: encoded | dict(file=encoded["file"].relative_to(path.parent).as_posix())
-    rows = [asdict(s) | dict(scales=[below(scale) for scale in s.scales],
+    rows = [asdict(s) | dict(resolutions=list(map(below, s.resolutions)),
                              texts=[[*key, below(text)] for key, text in s.texts.items()]) for s in samples]
     index = dict(version=VERSION, models=models, geometry=geometry, samples=rows)
     write_file(path, json.dumps(index, indent=1).encode())
@@ -876,7 +886,7 @@ def read_index(path):
         index = json.loads(path.read_text())
         samples = [Sample(**row) for row in index["samples"]]
         for s in samples:
-            s.scales = [scale | dict(file=path.parent / scale["file"]) for scale in s.scales]
+            s.resolutions = [r | dict(file=path.parent / r["file"]) for r in s.resolutions]
             s.texts = {(prompt, shown): text | dict(file=path.parent / text["file"]) for prompt, shown, text in s.texts}
         if index["version"] != VERSION or not samples:
             raise ValueError(f"version {index['version']}, {len(samples)} samples")
@@ -891,55 +901,70 @@ def open_index(path, folder, texts):
     for part, here in encoder_fingerprints(folder).items():
         if models.get(part, here) != here: # a cache of other origin names no model
             raise InputError(f"{path}: encoded with another model than {folder} ({part}); run cache.py with this one")
-    for prompt, shown in [key for s in samples for key in texts(s) if key not in s.texts]:
+    lacking = [text for s in samples for text in texts(s) if text not in s.texts]
+    if lacking:
+        prompt, shown = lacking[0]
         raise InputError(f"{path}: lacks the prompt {prompt!r} {'with' if shown else 'without'} pictures; run cache.py "
                          "with the same --val_data, --caption_dropout_rate and --prompt_image_dropout_rate")
     return samples, geometry
 
+def read_roots(pipe, folder, roots, texts, geometry, args, quiet, repeats=None, alone=False):
+    """Datasets (planned now) or indexes -> (samples, geometry, problems). An index brings its own geometry."""
+    samples, problems = [], []
+    for n, root in enumerate(roots):
+        if is_index(root):
+            found, geometry = open_index(root, folder, texts)
+        else:
+            found, wrong = read_dataset(root, alone)
+            found, more = plan_samples(pipe, found, texts, geometry, args, quiet)
+            problems += wrong + more
+        for sample in found:
+            sample.repeats = repeats[n] if repeats else sample.repeats
+        samples += found
+    return samples, geometry, problems
+
 def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=False):
-    """What a training with the flags of add_data_flags reads -> (samples, held-out samples, geometry, problems), the
-    same on every process. What the cache lacks is encoded, and the indexes are written (unless `encode` is False); a
-    root that is an index is only read. pipe: load_pipeline's, or None for indexes."""
+    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry, problems), the
+    same on every process. What the cache lacks is encoded, and the indexes are written (unless `encode` is False); an
+    index among --data or --val_data is only read. pipe: load_pipeline's; None if all are indexes."""
     geometry = dict(target_pixels=args.target_pixels, control_pixels=args.control_pixels, upscale=args.upscale)
     dropped, shown = [""] * (args.caption_dropout_rate > 0), [True] + [False] * (args.prompt_image_dropout_rate > 0)
     if pipe is not None and not is_plus(pipe) and len(shown) > 1:
         raise InputError("--prompt_image_dropout_rate: Qwen-Image-Edit v1 has a picture in every prompt; leave it out")
-    wanted = [(args.data, args.reg_data, args.repeats, lambda s: [(p, x) for p in s.prompts + dropped for x in shown]),
-              (args.val_data, [], None, lambda s: [(p, True) for p in s.prompts + [NEGATIVE_PROMPT]])]
-    sets, problems = [], []
-    for roots, reg_roots, repeats, texts in wanted:
-        sets.append([])
-        for n, root in enumerate([*roots, *reg_roots]):
-            if is_index(root):
-                found, geometry = open_index(root, folder, texts)
-            else:
-                found, wrong = read_dataset(root, alone=n >= len(roots))
-                areas = geometry["target_pixels"][:None if roots is args.data else 1] # a look is at the first one
-                found, more = plan_samples(pipe, found, texts, geometry | dict(target_pixels=areas), args, rank > 0)
-                problems += wrong + more
-            for sample in found if repeats and n < len(roots) else []:
-                sample.repeats = repeats[n]
-            sets[-1] += found
-    say = lambda lines: rank == 0 and lines and print("\n".join(lines), file=sys.stderr)
+
+    def read(roots, texts, geometry, **more):
+        return read_roots(pipe, folder, roots, texts, geometry, args, rank > 0, **more)
+    texts = lambda s: [(prompt, with_pictures) for prompt in s.prompts + dropped for with_pictures in shown]
+    samples, geometry, problems = read(args.data, texts, geometry, repeats=args.repeats)
+    alone, _, wrong = read(args.reg_data, texts, geometry, alone=True)
+    val_texts = lambda s: [(prompt, True) for prompt in s.prompts + [NEGATIVE_PROMPT]]
+    first = geometry | dict(target_pixels=geometry["target_pixels"][:1]) # the only one that is validated
+    val_samples, _, more = read(args.val_data, val_texts, first)
+    samples, problems = samples + alone, problems + wrong + more
+
+    def say(lines):
+        if rank == 0 and lines:
+            print("\n".join(lines), file=sys.stderr)
     say(problems) # now, as the encoding may take hours
     if encode:
-        later = encode_samples(pipe, sum(sets, []), args, rank, world_size, verify)
-        say(later := [p for p in later if p not in problems])
-        sets = [list(filter(is_cached, samples)) for samples in sets]
+        later = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
+        later = [p for p in later if p not in problems]
+        say(later)
         problems += later
-        for (roots, *_), samples in zip(wanted, sets):
-            if rank == 0 and samples and not any(map(is_index, roots)):
-                name = run_name(args.model, roots) + ("" if roots is args.data else "-val") + ".json"
-                write_index(Path(args.cache_dir, name), samples, geometry, encoder_fingerprints(folder))
+        samples, val_samples = list(filter(is_cached, samples)), list(filter(is_cached, val_samples))
+        for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
+            if rank == 0 and encoded and not any(map(is_index, roots)):
+                index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
+                write_index(index, encoded, geometry, encoder_fingerprints(folder))
     if rank == 0:
-        print(describe(sets[0]))
-    return *sets, geometry, problems
+        print(describe(samples))
+    return samples, val_samples, geometry, problems
 
 def describe(samples):
     """A line on what will be trained: counts, tokens, and what rounding to 32 pixels does to the shapes."""
     if not samples:
         return "0 samples"
-    pairs = [(s, scale["img_shapes"]) for s in samples for scale in s.scales]
+    pairs = [(s, r["img_shapes"]) for s in samples for r in s.resolutions]
     tokens = [sum(h * w for _, h, w in shapes) + s.texts[p, True]["tokens"] for s, shapes in pairs for p in s.prompts]
     bent, name = max((abs(w / h * s.sizes[0][1] / s.sizes[0][0] - 1), s.name) for s, [(_, h, w), *_] in pairs)
     return (f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts, "
@@ -947,15 +972,17 @@ def describe(samples):
             f"up to {max(len(s.controls) for s in samples)} controls, {min(tokens)} to {max(tokens)} tokens; "
             f"sides rounded to 32 change the aspect by at most {bent:.1%} ({name})")
 
-def look_after(cache_dir, prune):
-    """Names the files that no index in this folder knows; deletes them only when asked."""
+def prune_files(cache_dir, delete):
+    """Counts the files that no index in this folder knows, and deletes them if asked. InputError if an index that
+    might know them cannot be read."""
     known = {file for index in Path(cache_dir).glob("*.json") for s in read_index(index)[0] for file in files_of(s)}
     unknown = [p for d in ("latents", "text") for p in Path(cache_dir, d).glob("*.safetensors") if p not in known]
+    if delete:
+        for path in unknown:
+            path.unlink()
     if unknown:
         print(f"{len(unknown)} files in {cache_dir} belong to no dataset; " + (
-            "deleted" if prune else "--prune deletes them (predict.py encodes its own again)"))
-    for path in unknown if prune else []:
-        path.unlink()
+            "deleted" if delete else "--prune deletes them (predict.py encodes its own again)"))
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -969,17 +996,21 @@ def main():
     rank, world_size = start_processes(args)
     folder = find_model(args.model, ENCODERS)
     pipe = load_pipeline(folder)
-    samples, held_out, _, problems = make_cache(pipe, folder, args, rank, world_size, verify=args.verify)
+    samples, val_samples, _, problems = make_cache(pipe, folder, args, rank, world_size, verify=args.verify)
     if rank == 0 and args.prune and problems:
-        raise InputError("--prune: would delete what the samples above need once they are mended; mend them first")
+        raise InputError("--prune: would also delete files of the samples with errors above; fix those samples first")
     if rank == 0:
-        look_after(args.cache_dir, args.prune)
+        try:
+            prune_files(args.cache_dir, args.prune)
+        except InputError:
+            if args.prune:
+                raise
     if world_size > 1:
         dist.destroy_process_group()
     if not samples or (problems and not args.skip_bad):
         sys.exit(1)
     if rank == 0:
-        print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(held_out)} held-out ones. "
+        print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
               "next: python train.py, with the same flags")
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 Edit pictures: control picture(s) and an instruction -> PNG, with the stock pipeline's numbers, and samples of any sizes
 in one batch.
 
-$ python predict.py                                    # embedded default: held-out toy pictures, with the newest LoRA
+$ python predict.py                                    # tiny/: its validation pictures, with its newest LoRA
 $ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/RUN
 $ python predict.py --model ... --image person.png coat.png --prompt "the person wears the coat of picture 2"
 $ python predict.py --model ... --image photos --prompt "make it snow" --out_dir edited # every picture of a folder
@@ -13,8 +13,9 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
-into --cache_dir; then the encoders leave, and the transformer comes: another LoRA, seed or scale encodes nothing again.
-A picture that was made with the same settings stays. Shape letters as in rope_patch.py.
+into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
+encoding. In --out_dir a picture that already exists with the same settings is not drawn again; --out is overwritten.
+Shape letters as in rope_patch.py.
 """
 import argparse
 import io
@@ -83,8 +84,8 @@ def add_memory_flags(parser):
                              "forward and backward pass; with it raise --max_tokens: more tokens a pass, fewer copies")
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
-    """Brings the transformer, with its LoRAs, to the device, in few bits, sharded or offloaded as the flags say: block
-    by block, so that the device never holds more than one that is not packed yet."""
+    """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
+    by block, so that the device never holds more than one block in full precision."""
     pack = lambda block: block
     if quantize != "none":
         if any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
@@ -98,8 +99,8 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
             pack(block).to(device)
         return transformer.to(device)
     except torch.OutOfMemoryError:
-        raise InputError(f"--model: its weights do not fit on {device}; --quantize, --offload or --fsdp take less "
-                         "(train.py --plan says how much)")
+        raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
+                         "in train.py --fsdp too (train.py --plan says how much)")
 
 class LoraLinear(lora.Linear): # a class because peft takes one in the place of its own
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here
@@ -126,7 +127,8 @@ def add_lora(transformer, **config):
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 def find_lora(path):
-    """A LoRA file; the one in this folder; or user/repo[/file.safetensors] of the hub -> file."""
+    """A LoRA file; the one in this folder; or user/repo[/file.safetensors] of the hub -> file. A run that is at work
+    has them in its checkpoint-* only."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
     if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)):
         from huggingface_hub import hf_hub_download
@@ -137,8 +139,8 @@ def find_lora(path):
             raise InputError(f"{path}: neither here nor on the hub with a {(name or [LORA_FILE])[0]} "
                              f"({type(e).__name__}); check the name, add the file's, or log in: hf auth login")
     if not file.is_file() or file.suffix != ".safetensors":
-        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE}, or user/repo of the "
-                         "hub")
+        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} (a run that is not "
+                         "finished has it in its checkpoint-*), or user/repo of the hub")
     return file
 
 def read_lora(path):
@@ -148,7 +150,7 @@ def read_lora(path):
     try:
         with safetensors.safe_open(file, "pt") as f:
             notes, raw = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
-        kind = "lora_adapter_metadata" if "lora_adapter_metadata" in notes else "train" # of tools/convert_lora.py
+        kind = "lora_adapter_metadata" if "lora_adapter_metadata" in notes else "train" # (the latter for ComfyUI)
         meta = dict(json.loads(notes.get(kind, "{}")))
         if "digest" in meta: # one of ours
             raw, meta = cache.read_tensors(file, kind)
@@ -157,21 +159,25 @@ def read_lora(path):
         if any(k.startswith("transformer_blocks.") for k in raw): # no prefix, as Lightning's
             raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
-        a, b = [{k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{x}." in k} for x in "AB"]
-        trained = meta.get("transformer.target_modules")
-        trained = trained if isinstance(trained, list) else []
-        wrong = [f"{k} is none of Qwen-Image's" for k in state if not re.match(r"transformer\..+\.lora_", k)]
-        wrong += [f"lora_A or lora_B of {k} is missing" for k in a.keys() ^ b.keys()]
-        wrong += [f"lora_A and lora_B of {t} are missing" for t in trained if not any(k.endswith("." + t) for k in a)]
-        wrong += [f"lora_A and lora_B of {k} do not go together" for k in a.keys() & b.keys()
-                  if not (a[k].ndim == b[k].ndim == 2 and a[k].shape[0] == b[k].shape[1])]
-        wrong += [f"NaN or Inf in {k}: its training diverged" for k, v in state.items() if not v.isfinite().all()]
-        if wrong or not state:
-            raise ValueError([*wrong, "it is empty"][0])
+        if wrong := find_faults(state, meta.get("transformer.target_modules")):
+            raise ValueError(wrong[0])
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError) as e:
         raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]}; take "
                          "another file (tools/convert_lora.py reads peft's folders)")
     return state, meta
+
+def find_faults(state, trained):
+    """What keeps a state dict from being a LoRA of Qwen-Image. trained: names of all its layers, if its file says."""
+    layers = lambda kind: {k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{kind}." in k}
+    a, b = layers("A"), layers("B")
+    wrong = [] if state else ["it is empty"]
+    wrong += [f"{k} is none of Qwen-Image's" for k in state if not re.match(r"transformer\..+\.lora_", k)]
+    wrong += [f"lora_A or lora_B of {k} is missing" for k in a.keys() ^ b.keys()]
+    wrong += [f"lora_A and lora_B of {t} are missing" for t in (trained if isinstance(trained, list) else [])
+              if not any(k.endswith("." + t) for k in a)]
+    wrong += [f"lora_A and lora_B of {k} do not go together" for k in a.keys() & b.keys()
+              if not (a[k].ndim == b[k].ndim == 2 and a[k].shape[0] == b[k].shape[1])]
+    return wrong + [f"NaN or Inf in {k}: its training diverged" for k, v in state.items() if not v.isfinite().all()]
 
 def lora_config(path):
     """-> LoraConfig's arguments for a LoRA that load_weights can fill with this one: layers, ranks, scales."""
@@ -243,15 +249,15 @@ def load_job(sample, settings, seed, device, pipe=None):
     """What denoise needs to draw a sample, from the cache (or with `pipe` encoded now): noise (I_0, 64), as stock draws
     it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and the settings of
     SAMPLING."""
-    scale = sample.scales[0]
-    controls = cache.load_latents(sample, scale, pipe)["control_latent"]
+    resolution = sample.resolutions[0]
+    controls = cache.load_latents(sample, resolution, pipe)["control_latent"]
     embeds = [cache.load_text(sample, (prompt, True), pipe).to(device) for prompt in prompts_of(sample, settings)]
-    _, h, w = scale["img_shapes"][0]
+    _, h, w = resolution["img_shapes"][0]
     shape = 1, controls.shape[1] // 4, 2 * h, 2 * w # a token is 2x2 of the latent's pixels
     noise = randn_tensor((1, *shape), torch.Generator().manual_seed(seed), torch.device(device), embeds[0].dtype)
     noise, = QwenImageEditPlusPipeline._pack_latents(noise, *shape)
     return SimpleNamespace(noise=noise, control_latent=controls.to(device), prompt_embeds=embeds,
-                           img_shapes=scale["img_shapes"], **{k: settings[k] for k in SAMPLING})
+                           img_shapes=resolution["img_shapes"], **{k: settings[k] for k in SAMPLING})
 
 def make_schedule(job, config):
     """-> (scheduler, timesteps) of this job. The timesteps' shift depends on the target's number of tokens, unless
@@ -275,21 +281,19 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
     latents = [job.noise for job in jobs]
     for i in range(max(len(timesteps) for _, timesteps in schedules)):
         active = [j for j, (_, timesteps) in enumerate(schedules) if i < len(timesteps)]
-        runs = [(j, embed) for j in active for embed in jobs[j].prompt_embeds]
-        preds = [None] * len(runs)
-        lengths = [len(latents[j]) + len(jobs[j].control_latent) + len(embed) for j, embed in runs]
+        runs = [(j, k) for j in active for k in range(len(jobs[j].prompt_embeds))] # k: 0 conditional, 1 unconditional
+        lengths = [len(latents[j]) + len(jobs[j].control_latent) + len(jobs[j].prompt_embeds[k]) for j, k in runs]
+        preds = {}
         for pack in plan_packs(lengths, max_tokens):
-            ids = [runs[r][0] for r in pack]
-            t = torch.stack([schedules[j][1][i].to(latents[j].dtype) / 1000 for j in ids])
-            outs = run_packed(transformer, [torch.cat([latents[j], jobs[j].control_latent]) for j in ids],
-                              [runs[r][1] for r in pack], t, [jobs[j].img_shapes for j in ids])
-            for r, j, out in zip(pack, ids, outs):
-                preds[r] = out[:len(latents[j])]
-        preds = iter(preds)
+            some = [runs[r] for r in pack]
+            t = torch.stack([schedules[j][1][i].to(latents[j].dtype) / 1000 for j, _ in some])
+            outs = run_packed(transformer, [torch.cat([latents[j], jobs[j].control_latent]) for j, _ in some],
+                              [jobs[j].prompt_embeds[k] for j, k in some], t, [jobs[j].img_shapes for j, _ in some])
+            preds |= {(j, k): out[:len(latents[j])] for (j, k), out in zip(some, outs)}
         for j in active:
-            pred = next(preds)
-            if len(jobs[j].prompt_embeds) > 1: # true CFG, rescaled to the conditional run's norm per token
-                uncond = next(preds)
+            pred = preds[j, 0]
+            if (j, 1) in preds: # true CFG, rescaled to the conditional run's norm per token
+                uncond = preds[j, 1]
                 both = uncond + jobs[j].true_cfg_scale * (pred - uncond)
                 pred = both * (pred.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
             scheduler, timesteps = schedules[j]
@@ -312,9 +316,9 @@ def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, 
     packs this process draws. Without a VAE nothing is decoded, nor yielded."""
     lengths = []
     for sample, settings, _ in items:
-        images = sum(h * w for _, h, w in sample.scales[0]["img_shapes"])
+        images = sum(h * w for _, h, w in sample.resolutions[0]["img_shapes"])
         lengths.append(sum(images + sample.texts[prompt, True]["tokens"] for prompt in prompts_of(sample, settings)))
-    for pack in plan_packs(lengths, max_tokens)[share]:
+    for pack in plan_packs(lengths, max_tokens)[share]: # so much is under way at once; denoise packs each step's runs
         jobs = [load_job(*items[i], device, pipe) for i in pack]
         for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
             if vae is not None:
@@ -352,20 +356,20 @@ def side_by_side(images):
         beside.paste(image, (sum(s.width for s in small[:i]), 0))
     return beside
 
-def save_png(image, path, settings=""):
-    """settings: a hash, for `finished`. The PNG also tells a person the command that made it."""
+def save_png(image, path, key=""):
+    """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it."""
     png, notes = io.BytesIO(), PngImagePlugin.PngInfo()
-    notes.add_text("settings", settings)
+    notes.add_text("key", key)
     notes.add_text("command", shlex.join(["python", *sys.argv]))
     image.save(png, format="PNG", pnginfo=notes)
     cache.write_file(path, png.getvalue())
 
-def finished(path, settings):
-    """The picture that an earlier call has saved here with the same settings, or None."""
+def finished(path, key):
+    """The picture that an earlier call has saved here with the same key, or None."""
     try:
         with Image.open(path) as image:
             image.load()
-            return image if image.info.get("settings") == settings else None
+            return image if image.info.get("key") == key else None
     except (OSError, ValueError, SyntaxError): # none, or a broken one: it is drawn again
         return None
 
@@ -380,10 +384,11 @@ def read_flags():
     flag("--image", nargs="+", type=Path, help="control picture(s), or one folder: each of its pictures")
     flag("--prompt", help="the instruction")
     flag("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
-    flag("--out", type=Path, default="out.png", help="PNG of --image")
-    flag("--out_dir", type=Path, default="out/predict", help="folder for many PNGs: of --jobs, or of an --image folder")
+    flag("--out", type=Path, default="out.png", help="PNG to write for --image FILES (overwritten if it exists)")
+    flag("--out_dir", type=Path, default="out/predict", help="folder for the PNGs of --jobs or of an --image "
+         "folder; --image FILES use --out")
     flag("--seed", type=number(int, 0, 2**64 - 1), nargs="+", default=[0],
-         help="of the noise; several: each sample once per seed")
+         help="seed of the noise; several: each sample is drawn once per seed")
     # with which LoRA
     flag("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all active together "
          "(default: none; with --model tiny the newest run's)")
@@ -392,19 +397,19 @@ def read_flags():
     flag("--scales", type=number(float, -10, 10), nargs="+", default=[1.0],
          help="each picture at these strengths of all its LoRAs, side by side; 0 is the base")
     # how
-    flag("--negative_prompt", help="what the unconditional run is told (default: one blank)")
-    flag("--num_inference_steps", type=number(int, 1), help="Euler steps: at least 2; with --shift 1 will do")
-    flag("--true_cfg_scale", type=float, help="at 1 or below no unconditional run, half the time")
+    flag("--negative_prompt", help="prompt of the unconditional pass (default: one space)")
+    flag("--num_inference_steps", type=number(int, 1), help="Euler steps: at least 2, or at least 1 with a --shift")
+    flag("--true_cfg_scale", type=float, help="CFG scale; at 1 or below no unconditional pass is run: half the time")
     flag("--sigmas", type=number(float, 1e-6, 1), nargs="+",
          help="noise level of each step, before the shift: falling, from 1 (default: evenly spaced)")
     flag("--shift", type=number(float, 1e-6),
          help="one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the model's own, by size)")
-    flag("--height", type=number(int, 32), help="pixels, rounded down to 16 (default: from the aspect)")
+    flag("--height", type=number(int, 32), help="of the result, in pixels, rounded down to 16 (default: from the area)")
     flag("--width", type=number(int, 32), help="pixels, likewise")
     flag("--size_from", type=number(int, 1), metavar="N",
          help="which picture gives the result its shape, from 1 (default: the last, as in stock)")
     flag("--target_pixels", type=pixels, metavar="AREA",
-         help="area of the result, or native (default: as the LoRA was trained, else 1024*1024)")
+         help="area of the result, or native (default: as the LoRA was trained, else 1024x1024; tiny: native)")
     flag("--control_pixels", type=pixels, metavar="AREA", help="area of the pictures given, likewise")
     flag("--upscale", action=argparse.BooleanOptionalAction,
          help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
@@ -417,32 +422,34 @@ def read_flags():
     given = {a.split("=")[0] for a in sys.argv[1:]}
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda p: p.stat().st_mtime)
     args = cache.parse_args(parser, TINY_SAMPLING | dict(
-        target_pixels="native", control_pixels="native", upscale=True, lora=[str(runs[-1])] if runs else None,
+        lora=[str(runs[-1])] if runs else None,
         jobs=None if given & {"--image", "--jobs"} else cache.TINY_DATA.with_name("val")))
 
     args.lora = [path for path in args.lora or [] if path]
+    for name in ("scales", "lora_scale"):
+        if getattr(args, name) != [1.0] and not args.lora:
+            parser.error(f"argument --{name}: no LoRA; give --lora")
     if len(args.lora_scale) not in (1, len(args.lora)):
         parser.error(f"argument --lora_scale: {len(args.lora_scale)} for {len(args.lora)} LoRAs; give one, or one each")
     args.lora_scale = args.lora_scale * (len(args.lora) if len(args.lora_scale) == 1 else 1)
-    for flag in ("scales", "seed"):
-        if len(set(getattr(args, flag))) < len(getattr(args, flag)):
-            parser.error(f"argument --{flag}: one stands there twice; give each once")
-    if args.scales != [1.0] and not args.lora:
-        parser.error("argument --scales: no LoRA; give --lora")
+    for name in ("scales", "seed"):
+        if len(set(getattr(args, name))) < len(getattr(args, name)):
+            parser.error(f"argument --{name}: a value is given twice; give each once")
     if {"--sigmas", "--num_inference_steps"} <= given:
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
     if args.out.suffix.lower() != ".png" or args.out.resolve() in [path.resolve() for path in args.image or []]:
-        parser.error(f"argument --out: {args.out} is no PNG, or one of the pictures given; give another name")
+        parser.error(f"argument --out: {args.out} is no .png name, or is one of the --image files; give another name")
     return args
 
-def find_geometry(args):
+def find_geometry(args, quiet):
     """The sizes to draw at: those of the flags, else those at which the first LoRA was trained, else stock's."""
     trained = [g for g in (read_lora(path)[1].get("train.geometry") for path in args.lora) if g]
-    if any(g != trained[0] for g in trained):
-        print(f"warning: the LoRAs were trained at different sizes ({'; '.join(map(str, trained))}); the first counts")
-    sizes = dict(target_pixels=1024 * 1024, control_pixels=1024 * 1024, upscale=True) | (trained[0] if trained else {})
+    if any(g != trained[0] for g in trained) and not quiet:
+        print(f"warning: the LoRAs were trained at different sizes ({'; '.join(map(str, trained))}); the first is used")
+    area = "native" if args.model == "tiny" else 1024 * 1024
+    sizes = dict(target_pixels=area, control_pixels=area, upscale=True) | (trained[0] if trained else {})
     return {k: v if getattr(args, k) is None else getattr(args, k) for k, v in sizes.items()}
 
 def read_samples(args):
@@ -457,12 +464,14 @@ def read_samples(args):
     folder = args.image[0]
     if not folder.is_dir():
         return [cache.make_sample("--prompt", folder, args.out.stem, None, args.image, [args.prompt])], []
-    names = {path: stem if (len(paths), kind) == (1, "picture") else path.relative_to(folder).as_posix() # a.png, a.jpg
-             for (stem, kind), paths in cache.find_files(folder).items() if kind in ("picture", "other")
-             for path in paths}
-    if not names:
+    samples = []
+    for (stem, kind), paths in cache.find_files(folder).items():
+        for path in paths if kind in ("picture", "other") else []: # other: TIFF and the like, each an error by its name
+            name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
+            samples.append(cache.make_sample("--prompt", folder, name, None, [path], [args.prompt]))
+    if not samples:
         raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
-    return [cache.make_sample("--prompt", folder, name, None, [p], [args.prompt]) for p, name in names.items()], []
+    return samples, []
 
 def complete_settings(sample, args, stretched):
     """Adds the flags to what the sample's line has set. InputError for what makes no sense. stretched: whether the
@@ -482,7 +491,7 @@ def complete_settings(sample, args, stretched):
             (not pictures, "a picture without a control cannot be edited; leave it out"),
             ("sigmas" in own and "num_inference_steps" in own, "both sigmas and num_inference_steps; leave one out"),
             (not numbers or any(not 1 >= x > y for x, y in zip(sigmas, [*sigmas[1:], 0])),
-             f"sigmas {sigmas}; give numbers that fall, from at most 1 to above 0"),
+             f"sigmas {sigmas}; give falling numbers, none above 1, all above 0"),
             (not fits("shift", 1e-6, 1e6), f"shift {s['shift']}; give a number above 0"),
             (not fits("true_cfg_scale", -1e6, 1e6), f"true_cfg_scale {s['true_cfg_scale']}; give a number"),
             (s["num_inference_steps"] < least, f"{s['num_inference_steps']} steps; give at least {least}"),
@@ -496,13 +505,13 @@ def complete_settings(sample, args, stretched):
         if wrong:
             raise InputError(f"{where}: {what}")
 
-def plan_pictures(samples, args, many, transformer_print):
-    """-> [SimpleNamespace(sample, row, title, seed, scale, path, settings)]: one for each sample, seed and scale;
-    settings: a hash of all that decides the picture. InputError if two would be written to one file."""
+def plan_pictures(samples, args, many, model_fingerprint):
+    """-> [SimpleNamespace(sample, row, title, seed, scale, path, key)], one for each sample, seed and scale. key: a
+    hash of all that decides the picture. InputError if two would be written to one file."""
     loras = [[cache.file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
     pictures, sheet = {}, args.out_dir / SHEET
     for row, sample in enumerate(samples):
-        files = [sample.scales[0]["file"].stem, *[text["file"].stem for text in sample.texts.values()]]
+        files = [sample.resolutions[0]["file"].stem, *[text["file"].stem for text in sample.texts.values()]]
         decides = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
         name = sample.settings.get("out") or sample.name.replace("/", "-" if args.jobs else "/") + ".png"
         out = args.out_dir / name if many else args.out
@@ -512,10 +521,10 @@ def plan_pictures(samples, args, many, transformer_print):
             path = out.with_stem(out.stem + end)
             if path in pictures or (many and path == sheet):
                 raise InputError(f"{args.jobs or '--image'}: two pictures would be {path}; give each its own name")
-            settings = cache.content_key(files=files, transformer=transformer_print, quantize=args.quantize, seed=seed,
-                                         loras=[[lora, s * scale] for lora, s in loras], **decides)
+            key = cache.content_key(files=files, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
+                                    loras=[[lora, strength * scale] for lora, strength in loras], **decides)
             pictures[path] = SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,
-                                             scale=scale, path=path, settings=settings)
+                                             scale=scale, path=path, key=key)
     return list(pictures.values())
 
 def draw(args, folder, scheduler_config, pictures, quiet):
@@ -536,7 +545,7 @@ def draw(args, folder, scheduler_config, pictures, quiet):
         for i, image in draw_samples(transformer, vae, scheduler_config, items, args.max_tokens,
                                      args.transformer_device, bar=bar):
             try:
-                save_png(image, some[i].path, some[i].settings)
+                save_png(image, some[i].path, some[i].key)
                 tqdm.write(f"{some[i].path}: {image.width}x{image.height} | {some[i].sample.prompts[0]}")
             except InputError as e: # a full disk
                 problems.append(str(e))
@@ -547,7 +556,7 @@ def draw(args, folder, scheduler_config, pictures, quiet):
 def write_sheet(path, pictures):
     """The first rows of all pictures, those of earlier calls too, where there are several."""
     titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
-    done = [(p, image) for p in pictures if p.row < 24 and (image := finished(p.path, p.settings))]
+    done = [(p, image) for p in pictures if p.row < 24 and (image := finished(p.path, p.key))]
     for p, image in done if len(done) > 1 else []:
         if p.row not in rows:
             controls = side_by_side([cache.read_image(path) for path in p.sample.controls])
@@ -561,7 +570,8 @@ def main():
     args = read_flags()
     rank, world_size = cache.start_processes(args)
     args.lora = [str(find_lora(path)) for path in args.lora]
-    geometry, many = find_geometry(args), bool(args.jobs) or args.image[0].is_dir()
+    many, geometry = bool(args.jobs) or args.image[0].is_dir(), find_geometry(args, rank > 0)
+    geometry["target_pixels"] = [geometry["target_pixels"]] # plan_samples takes several
     place = args.out_dir if many else args.out.parent
     if many and args.image and args.image[0].resolve() in (place.resolve(), *place.resolve().parents):
         raise InputError(f"--out_dir {place}: lies in the folder of --image; give another one")
@@ -578,11 +588,10 @@ def main():
         except InputError as e:
             problems.append(str(e))
     texts = lambda s: [(prompt, True) for prompt in prompts_of(s, s.settings)]
-    geometry["target_pixels"] = [geometry["target_pixels"]]
     good, wrong = cache.plan_samples(pipe, good, texts, geometry, args, rank > 0)
     problems += wrong
     pictures = plan_pictures(good, args, many, cache.fingerprint(folder / "transformer"))
-    missing = [p for p in pictures if not (many and finished(p.path, p.settings))]
+    missing = [p for p in pictures if not (many and finished(p.path, p.key))]
     cache.prepare_folder(place, "choose another folder")
     if rank == 0 and len(missing) < len(pictures):
         print(f"{place}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, made with the "
@@ -593,7 +602,11 @@ def main():
     for p in problems if rank == 0 else []:
         print(p, file=sys.stderr)
     mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # dealt first: all deal the same list
-    problems += draw(args, folder, config, mine, quiet=rank > 0) if mine else []
+    try:
+        problems += draw(args, folder, config, mine, quiet=rank > 0) if mine else []
+    except torch.OutOfMemoryError:
+        raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize or --offload. "
+                         "the same command goes on with what is missing")
     if world_size > 1:
         dist.barrier() # all are done: torchrun would end the others when one returns 1
     if rank == 0 and missing:

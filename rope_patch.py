@@ -15,7 +15,7 @@ every mixture of sizes, picture counts and prompt lengths gives the numbers of t
     precomputed  image_rotary_emb=(img, txt)      as padded, with positions and mask made by the caller
     packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows, no pads and no mask: the fast one
 
-Pure: knows no files, flags or ranks. Shape suffixes, the same in all files:
+This module is pure: it knows no files, flags or ranks. Shape suffixes, the same in all files:
 B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
 R = D/2 complex rotations.
 """
@@ -44,7 +44,7 @@ ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is sile
 def apply_rotary_emb_qwen_batched(x, freqs_cis):
     """Rotate queries or keys. x: (B, S, H, D). freqs_cis: complex (S, R), shared by the batch, or (B, S, R), per
     sample; told apart by ndim. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which
-    knows the shared form only (a 3D freqs_cis broadcasts over its heads without a word). ValueError if sizes differ."""
+    knows the shared form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes differ."""
     want = (x.shape[1], x.shape[3] // 2) if freqs_cis.ndim == 2 else (x.shape[0], x.shape[1], x.shape[3] // 2)
     if tuple(freqs_cis.shape) != want or not freqs_cis.is_complex():
         raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want {want}, "
@@ -114,7 +114,7 @@ def pack_layout(txt_lens, img_lens, x):
 
 @torch.compiler.disable # eager between two compiled halves of the block: lists of lengths would compile anew every step
 def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
-    """Each sample's [text, image] among themselves. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
+    """Attention within each sample's [text, image]. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
     three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
     call a sample."""
     txt_lens, img_lens, lens = packed.txt_lens, packed.img_lens, packed.joint_lens
@@ -386,8 +386,8 @@ def packed_rows(model, img, txt, txt_lens, shapes, freqs):
     return Rows(img, txt, freqs, img_lens, txt_lens, None, None)
 
 def padded_rows(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
-    """The Rows of the padded and of the precomputed mode (freqs given). Where the pads of precomputed rows are, a joint
-    mask says; without one img_shapes do."""
+    """The Rows of the padded and of the precomputed mode (freqs given). In precomputed rows
+    the joint mask tells which tokens are pads; without one, img_shapes do."""
     (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
     img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
     if freqs is None or (joint_mask is None and shapes is not None):

@@ -327,7 +327,7 @@ def train_toy(out_dir, *flags):
                       "--val_data", *EXACT, "--device", DEVICE, *flags)
 
 def log_of(out_dir):
-    """The steps in a run's log; looks at held-out samples have lines of their own."""
+    """The steps in a run's log; validations have lines of their own."""
     records = map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines()[1:])
     return [r for r in records if "loss" in r]
 
@@ -645,26 +645,30 @@ def test_padding_is_masked():
 
 # ==== claim 3: a training step is the formula with the stock model, however it is computed ============================
 
-def test_gradients_equal_stock_one_at_a_time(tmp_path):
+@pytest.mark.parametrize("loss_norm", ["sample", "token"])
+def test_gradients_equal_stock_one_at_a_time(tmp_path, loss_norm):
     """The first step's LoRA gradients and loss, computed here from the definition with the stock model, one sample at a
     time, equal what train.py applied: read from its optimizer, exp_avg = 0.1 * gradient after one step."""
-    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0)
+    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0, "--loss_norm",
+              loss_norm)
     ns = globals_of_train(tmp_path / "b")
     stock = cache.load_part(QwenImageTransformer2DModel, TINY / "transformer", "float32").requires_grad_(False)
     stock.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=ns["args"].lora_targets))
     set_peft_model_state_dict(stock, {k.removeprefix("transformer."): v for k, v in lora_of(tmp_path / "a").items()})
-    losses = []
+    losses, weights = [], []
     for position in range(4):
-        sample, scale, text = ns["draw"](position)
-        t, g = cache.load_latents(sample, scale), ns["generator"]("noise", position)
+        sample, resolution, text = ns["pick"](position)
+        t, g = cache.load_latents(sample, resolution), ns["generator"]("noise", position)
         s = ns["draw_timestep"](g, len(t["pixel_latent"]))
         noise = torch.randn(t["pixel_latent"].shape, generator=g)
         x = torch.cat([(1 - s) * t["pixel_latent"] + s * noise, t["control_latent"]])
         v = stock(hidden_states=x[None], encoder_hidden_states=cache.load_text(sample, text)[None], timestep=s[None],
                   img_shapes=[[tuple(i) for i in t["img_shapes"].tolist()]], return_dict=False)[0][0, :len(noise)]
         weight = 1 + t["edit_mask"] if "edit_mask" in t else torch.ones(len(noise))
-        losses.append(((v - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum() / weight.sum())
-    loss = torch.stack(losses).mean()
+        losses.append(((v - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum())
+        weights.append(weight.sum())
+    losses, weights = torch.stack(losses), torch.stack(weights)
+    loss = (losses / weights).mean() if loss_norm == "sample" else losses.sum() / weights.sum()
     loss.backward()
     assert log_of(tmp_path / "a")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     moments, _ = cache.read_tensors(tmp_path / "a" / "checkpoint-000001" / "optimizer.safetensors")
@@ -744,13 +748,13 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
                         "--batch_size", 2, "--lr", 0, "--gradient_checkpointing", 0, "--device", "cpu", *EXACT)
     assert result.status == 0, result.err
     ns = result.globals
-    items = [ns["load_item"](*ns["draw"](p), ns["generator"]("noise", p)) for p in (0, 1)]
+    items = [ns["load_item"](*ns["pick"](p), ns["generator"]("noise", p)) for p in (0, 1)]
     with torch.no_grad():
         ns["flow_loss"](ns["transformer"], items)
     pipe = stock_pipeline(model)
     pipe.scheduler = type(pipe.scheduler)(shift=1.0) # its only noise level is the one that it is given
     for position, (got, item) in enumerate(zip(preds[-1], items)):
-        sample = ns["draw"](position)[0]
+        sample = ns["pick"](position)[0]
         target, *images = [Image.open(path) for path in [sample.target, *sample.controls]]
         width, height = plus_code.calculate_dimensions(area, target.width / target.height)
         size = dict(height=height, width=width)
@@ -808,6 +812,8 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
     pipe.load_lora_weights(str(tmp_path / "a"))
     predict.load_loras(ours, [tmp_path / "a"], [1.0])
     state = lora_of(tmp_path / "a")
+    layers = sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in state})
+    assert predict.read_lora(tmp_path / "a")[1]["transformer.target_modules"] == layers # so that a half is noticed
     for key in [k for k in state if "lora_A" in k]:
         linear = by_hand.get_submodule(key.removeprefix("transformer.").removesuffix(".lora_A.weight"))
         linear.weight.data += 8 / 4 * state[key.replace("lora_A", "lora_B")] @ state[key]

@@ -5,17 +5,17 @@ Reads datasets (layout: cache.py), or the index of one that cache.py has encoded
 checkpoint-000200/, samples/ (held-out pictures) and at the end pytorch_lora_weights.safetensors, which predict.py and
 stock diffusers load.
 
-$ python train.py                                                           # embedded default, CPU, minutes
+$ python train.py                                                           # the toy dataset and model in tiny/
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --plan    # what it would take; trains nothing
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos           # one GPU
 $ torchrun --nproc_per_node=8 train.py --model Qwen/Qwen-Image-Edit-2509 --data photos
-$ python train.py --resume                                                  # go on with the newest run
+$ python train.py --model ... --data photos --resume         # the same flags and --resume: continue the newest such run
 
-A step takes --batch_size samples from the stream, whatever the number of processes; they are packed into forward passes
-of at most --max_tokens tokens, without padding. Sample order, noise, timesteps and dropout are functions of (seed,
-position in the stream): 1 and 8 processes see the same, and resuming gives the run you would have had without stopping,
-bit for bit on a CPU. SIGTERM, SIGUSR1 or Ctrl-C end a run after the step at hand, with a checkpoint and status 0; DONE
-marks a finished run. Shape letters as in rope_patch.py.
+A step uses --batch_size samples, whatever the number of processes. They are packed without padding into forward passes
+of at most --max_tokens tokens. Sample order, noise, timesteps and dropped captions are functions of
+(seed, position in the stream): 1 and 8 processes see the same, and resuming gives the run you would have had without
+stopping, bit for bit on a CPU. SIGTERM, SIGUSR1 or Ctrl-C end a run after the step at hand, with a checkpoint and
+status 0; DONE marks a finished run. Shape letters as in rope_patch.py.
 """
 import argparse
 import contextlib
@@ -73,10 +73,11 @@ flag("--use_cache", action=on_off, default=True,
      help="--no-use_cache: encode each batch anew, with all models on the device")
 # LoRA
 flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
-flag("--lora_alpha", type=number(float, 0), help="the LoRA works at alpha / rank times its weights (default: the rank)")
+flag("--lora_alpha", type=number(float, 0), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
 flag("--lora_dropout", type=number(float, 0, 1), default=0.0, help="share of the LoRA's inputs that is set to 0")
 flag("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
-     help="linear layers by the ends of their names; attention: all of its, text's too; all-linear: all of the blocks")
+     help="linear layers, by the ends of their names; attention: all of the attention, image and text; "
+          "all-linear: all of the blocks")
 flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
      help="other arguments of peft.LoraConfig, as use_dora=true (default: none)")
 flag("--pretrained_lora", metavar="PATH",
@@ -101,9 +102,10 @@ flag("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer g
 flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
      help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 flag("--loss_norm", choices=["sample", "token"], default="sample",
-     help="mean per sample, then over samples; or mean over all tokens: large pictures weigh more")
-flag("--mask_foreground_weight", type=number(float, 0), default=2.0, help="of the edited region, where there is a mask")
-flag("--mask_background_weight", type=number(float, 0), default=1.0, help="of the rest of that picture")
+     help="sample: mean per sample, then over samples; token: mean over all tokens, large pictures weigh more")
+flag("--mask_foreground_weight", type=number(float, 0), default=2.0, help="loss weight of the edited region, "
+     "where there is a mask")
+flag("--mask_background_weight", type=number(float, 0), default=1.0, help="loss weight of the rest of that picture")
 # memory
 flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
      help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
@@ -113,39 +115,42 @@ predict.add_memory_flags(parser)
 flag("--compile", action="store_true",
      help="torch.compile the blocks: minutes at the start, then faster; needs a compiler")
 # run
-flag("--seed", type=number(int, 0, 2**64 - 1), default=0, help="of everything that is random")
+flag("--seed", type=number(int, 0, 2**64 - 1), default=0, help="seed of order, noise, timesteps, dropout, initial LoRA")
 flag("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
-flag("--sample_every", type=number(int, 0), default=0, help="steps between looks at --val_data; 0: only at the end")
+flag("--sample_every", type=number(int, 0), default=0, help="steps between validations; 0: only at the end")
 flag("--save_every", type=number(int, 1), default=200, help="steps between checkpoints")
-flag("--keep", type=number(int, 1), default=2, help="newest checkpoints that stay on disk")
+flag("--keep", type=number(int, 1), default=2, help="how many of the newest checkpoints stay on disk")
 flag("--tracker", choices=["none", "tensorboard", "wandb"], default="none",
      help="log numbers and pictures there too (tensorboard --logdir RUN_FOLDER; WANDB_MODE=offline needs no network)")
-flag("--plan", action="store_true", help="only say what this training would take; needs no weights")
-flag("--resume", action="store_true", help="go on with --out_dir, or the newest run of this model and data")
+flag("--plan", action="store_true", help="only print the tokens and memory this would take; needs no weights")
+flag("--resume", action="store_true", help="with the flags of a run: continue it (--out_dir, or the newest of this "
+     "model and data)")
 args = cache.parse_data_args(parser, dict( # --model tiny brings native sizes, and a minute on a CPU
     **cache.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
     timestep_sampling="qwen_shift", gradient_checkpointing=0, lora_targets=[
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
         "img_in"]))
-package, lora_args, given = args.optimizer.split(".")[0], dict(args.lora_args), {a.split("=")[0] for a in sys.argv}
-for wrong, what in (
-        (args.pretrained_lora and given & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"},
-         "--pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, --lora_targets, "
-         "--lora_args"),
-        (lora_args.get("use_dora") and args.quantize != "none",
-         "--lora_args: a DoRA needs the norms of a base in full precision; leave out --quantize"),
-        (str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")),
-         "--lora_args: this start is taken out of the base's weights, of which the LoRA's file says nothing; take "
-         "another"),
-        (args.dtype == "float16", "--dtype: gradients vanish in float16, as losses are not scaled here; take bfloat16"),
-        (args.fsdp and "WORLD_SIZE" not in os.environ,
-         "--fsdp: wants processes; start with torchrun --nproc_per_node=N"),
-        (args.sample_every and not args.val_data, "--sample_every: there is nothing to look at; give --val_data"),
-        (not args.use_cache and any(map(cache.is_index, args.data + args.val_data)),
-         "--use_cache: an index is a cache; leave out --no-use_cache"),
-        (not find_spec(package), f"--optimizer: needs a package that is not here; pip install {package}")):
-    if wrong:
-        parser.error("argument " + what)
+lora_args, given, package = dict(args.lora_args), {a.split("=")[0] for a in sys.argv}, args.optimizer.split(".")[0]
+if args.pretrained_lora and given & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
+    parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
+                 "--lora_targets and --lora_args")
+if lora_args.get("use_dora") and args.quantize != "none":
+    parser.error("argument --lora_args: a DoRA needs the norms of a base in full precision; leave out --quantize")
+if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
+    parser.error("argument --lora_args: this initialization changes the base's weights, which the LoRA file does "
+                 "not store; choose another init_lora_weights")
+if args.dtype == "float16":
+    parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
+if args.fsdp and "WORLD_SIZE" not in os.environ:
+    parser.error("argument --fsdp: needs several processes; start with torchrun --nproc_per_node=N")
+if args.sample_every and not args.val_data:
+    parser.error("argument --sample_every: there is nothing to draw; give --val_data")
+if not args.use_cache and any(map(cache.is_index, args.data + args.val_data)):
+    parser.error("argument --use_cache: an index is a cache; leave out --no-use_cache")
+if package == args.optimizer:
+    parser.error(f"argument --optimizer: {args.optimizer!r} is no path of a class; give for instance torch.optim.AdamW")
+if not find_spec(package):
+    parser.error(f"argument --optimizer: the package {package} is not installed; pip install {package}")
 
 # what decides the numbers: a resumed run must not change it
 config = {name: getattr(args, name) for name in (
@@ -167,6 +172,10 @@ say = tqdm.write if rank == 0 else lambda line: None
 def step_of(path):
     return int(path.name.split("-")[-1])
 
+def checkpoints():
+    """Oldest first. A person's copies (checkpoint-000200.bak) are none."""
+    return sorted((p for p in out_dir.glob("checkpoint-*") if p.name.split("-", 1)[1].isdigit()), key=step_of)
+
 run_name = cache.run_name(args.model, args.data)
 runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(run_name) + r"-\d+", p.parent.name)]
 newest = max(runs, default=None, key=step_of) # (a folder without a log is that of a run that never began)
@@ -180,7 +189,7 @@ def read_checkpoint(path):
     """-> LoRA, optimizer state, and a dict of step and config. InputError if any bit of it is not as it was saved."""
     weights, meta = cache.read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     moments, state = cache.read_tensors(path / "optimizer.safetensors")
-    if not meta.get("train.step") == state.get("step") == step_of(path) or "config" not in state:
+    if "config" not in state or not meta.get("train.step") == state.get("step") == step_of(path):
         raise InputError(f"{path}: its files do not belong together; it is damaged")
     return weights, moments, state
 
@@ -191,20 +200,21 @@ def refuse_changes(begun):
                          "ones, or start a new run")
 
 step, checkpoint = 0, None
-saved = sorted(out_dir.glob("checkpoint-*"), key=step_of, reverse=True) if args.resume else []
-for path in saved:
+saved = checkpoints() if args.resume else []
+for path in reversed(saved):
     try:
         checkpoint = read_checkpoint(path)
         break
     except InputError as e:
-        say(f"warning: {path} is not whole; going back to the checkpoint before ({e})")
+        say(f"warning: {path} is damaged; trying the checkpoint before it ({e})")
 if args.resume and not checkpoint and (saved or not log.exists()): # (a run may be killed before its first checkpoint)
-    raise InputError(f"--resume: no whole checkpoint in {out_dir}; start without --resume, or give the right --out_dir")
+    raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right "
+                     "--out_dir, or start a new run without --resume")
 if checkpoint:
     refuse_changes(checkpoint[2]["config"]) # before anything slow
     step = checkpoint[2]["step"]
 if step >= args.max_steps and (out_dir / "DONE").exists():
-    say(f"{out_dir}: already done, {step} steps; a larger --max_steps would go on (constant learning rate only)")
+    say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
 if world_size > 1:
     dist.barrier() # all have looked at the folder before one writes to it
@@ -219,17 +229,18 @@ if rank == 0 and not args.plan:
 # ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
 encoded = all(map(cache.is_index, args.data + args.val_data))
-parts = ["transformer", "scheduler", *(["vae"] * bool(args.val_data) if encoded else cache.ENCODERS)]
-folder = cache.find_model(args.model, parts, not args.plan)
+parts = (["vae"] if args.val_data else []) if encoded else cache.ENCODERS
+folder = cache.find_model(args.model, ["transformer", "scheduler", *parts], not args.plan)
 pipe = None if encoded else cache.load_pipeline(folder)
-samples, held_out, geometry, problems = cache.make_cache(pipe, folder, args, rank, world_size,
+samples, val_samples, geometry, problems = cache.make_cache(pipe, folder, args, rank, world_size,
                                                          encode=args.use_cache and not args.plan)
 if problems and not args.skip_bad: # they have been reported
     sys.exit(1)
 if not samples:
-    raise InputError(f"{' '.join(args.data)}: no usable sample; mend those named above")
-for sample in [s for s in held_out if not s.controls]:
-    raise InputError(f"--val_data: {sample.name} has no control, so that nothing can be drawn; leave it out")
+    raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
+alone = [s.name for s in val_samples if not s.controls]
+if alone:
+    raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be drawn; leave it out")
 live = None if args.use_cache else pipe # encodes each batch anew
 for part in ("vae", "text") if live and not args.plan else ():
     cache.load_encoder(live, part, args)
@@ -246,28 +257,30 @@ epoch = [sample for sample in samples for _ in range(sample.repeats)]
 def shuffled(n):
     return torch.randperm(len(epoch), generator=generator("order", n)).tolist()
 
-def draw(position):
-    """-> (sample, scale, text) at this position. Caption dropout picks the empty prompt; picture dropout drops the
-    controls, from the prompt too."""
+def pick(position):
+    """-> (sample, resolution, text) at this position: one of sample.resolutions, one of the keys of sample.texts.
+    Caption dropout picks the empty prompt; picture dropout drops the controls, from the prompt too."""
     n, i = divmod(position, len(epoch))
     sample, g = epoch[shuffled(n)[i]], generator("draw", position)
-    scale = sample.scales[torch.randint(len(sample.scales), (), generator=g)]
+    resolution = sample.resolutions[torch.randint(len(sample.resolutions), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
+    # from generators of their own, so that the flags of one do not change what the others draw
     which = torch.randint(len(sample.prompts), (), generator=generator("wording", position))
     shown = torch.rand((), generator=generator("pictures", position)).item() >= args.prompt_image_dropout_rate
-    return (sample, scale if shown else scale | dict(img_shapes=scale["img_shapes"][:1]),
-            ("" if dropped else sample.prompts[which], shown))
+    if not shown:
+        resolution = resolution | dict(img_shapes=resolution["img_shapes"][:1]) # of the target alone
+    return sample, resolution, ("" if dropped else sample.prompts[which], shown)
 
-def count_tokens(sample, scale, text):
-    return sum(h * w for _, h, w in scale["img_shapes"]) + sample.texts[text]["tokens"]
+def count_tokens(sample, resolution, text):
+    return sum(h * w for _, h, w in resolution["img_shapes"]) + sample.texts[text]["tokens"]
 
-shift_config = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler").config
+scheduler_config = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler").config
 
 def draw_timestep(g, img_len):
     """-> s in (0, 1) for a target of img_len tokens, fp32."""
     s = torch.rand((), generator=g) if args.timestep_sampling == "uniform" else torch.randn((), generator=g).sigmoid()
     if args.timestep_sampling == "qwen_shift":
-        mu = calculate_shift(img_len, *[shift_config[k] for k in (
+        mu = calculate_shift(img_len, *[scheduler_config[k] for k in (
             "base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")])
         s = math.exp(mu) / (math.exp(mu) + 1 / s - 1)
     return s
@@ -276,11 +289,11 @@ def draw_timestep(g, img_len):
 
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
-def load_item(sample, scale, text, g, s=None):
+def load_item(sample, resolution, text, g, s=None):
     """What the loss needs of a sample, on the device: x0 (I_0, C), noise (I_0, C), s, controls (sum I_c, C), prompt
     (T, J), img_shapes, weight (I_0,). g: where the noise comes from, and s if it is not given."""
-    t = cache.load_latents(sample, scale, live)
-    x0, shapes = t["pixel_latent"].to(args.device, torch.float32), [tuple(shape) for shape in scale["img_shapes"]]
+    t = cache.load_latents(sample, resolution, live)
+    x0, shapes = t["pixel_latent"].to(args.device, torch.float32), [tuple(shape) for shape in resolution["img_shapes"]]
     s = draw_timestep(g, len(x0)) if s is None else torch.tensor(s)
     noise, weight = torch.randn(x0.shape, generator=g).to(args.device), torch.ones(len(x0), device=args.device)
     if "edit_mask" in t:
@@ -324,7 +337,7 @@ def find_layers(transformer, names):
     return dict(target_modules=targets, exclude_modules=[n for n in dead if n.endswith(tuple(targets))] or None)
 
 transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan)
-if args.base_lora and not args.plan: # before the base is packed into few bits
+if args.base_lora and not args.plan: # before the base is quantized
     predict.load_loras(transformer, [args.base_lora], [1.0])
     transformer.fuse_lora()
     transformer.unload_lora()
@@ -334,31 +347,42 @@ else:
     lora_config = dict(find_layers(transformer, args.lora_targets), r=args.lora_rank,
                        lora_alpha=args.lora_rank if args.lora_alpha is None else args.lora_alpha)
 lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
-torch.manual_seed(args.seed)
+torch.manual_seed(args.seed) # the same LoRA on every process, without a word between them
 try:
     lora = predict.add_lora(transformer, **lora_config) # {name: parameter}: all that learns
 except (TypeError, ValueError) as e:
     raise InputError(f"--lora_args: peft refuses them ({str(e).splitlines()[0]}); see peft.LoraConfig")
 
+# ---- packs: which process computes which samples, in which forward passes --------------------------------------------
+
 def deal_packs(lengths):
-    """Indices of `lengths` in packs of at most --max_tokens -> for each process [(pack, counts)], of about equal FLOPs:
-    the next longest sample goes to whoever has least to do. Everybody computes the same, so nobody has to be told. A
-    pack counts 1; with --fsdp, where each forward pass is everybody's, 0 if it only keeps the others company."""
-    # a token of an n-token sample costs 24 dim^2 in the linears and 4 n dim in the attention, a block
+    """Samples of these lengths -> for each process [(pack, factor)]: the samples' places in `lengths`, at most
+    --max_tokens in a pack. Each process computes the same answer, so nothing has to be sent.
+
+    With --fsdp every process must run as many forward passes as any other, as blocks are gathered from all of them.
+    Who has fewer repeats the shortest sample, with a factor of 0 to its loss; all others have 1."""
+    # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
     longest_first, shares = sorted(range(len(lengths)), key=lambda i: -lengths[i]), [[] for _ in range(world_size)]
-    for i in longest_first:
+    for i in longest_first: # to whoever has least to do
         min(shares, key=lambda share: sum(cost[j] for j in share)).append(i)
-    plans = [plan_packs([lengths[i] for i in share], args.max_tokens, args.batching == "padded") for share in shares]
-    dealt = [[([share[i] for i in pack], 1) for pack in packs] for share, packs in zip(shares, plans)]
-    passes = max(map(len, dealt)) if args.fsdp else 0
-    return [packs + [(longest_first[-1:], 0)] * (passes - len(packs)) for packs in dealt]
+    dealt = []
+    for share in shares:
+        packs = plan_packs([lengths[i] for i in share], args.max_tokens, args.batching == "padded")
+        dealt.append([([share[i] for i in pack], 1) for pack in packs])
+    if args.fsdp:
+        passes = max(map(len, dealt))
+        dealt = [packs + [(longest_first[-1:], 0)] * (passes - len(packs)) for packs in dealt]
+    return dealt
 
-if args.plan:
-    steps = [[draw(n * args.batch_size + i) for i in range(args.batch_size)] for n in range(min(args.max_steps, 50))]
+if args.plan: # needs the LoRA's shapes, not its values
+    steps = [[pick(n * args.batch_size + i) for i in range(args.batch_size)] for n in range(min(args.max_steps, 50))]
     cache.load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), steps, count_tokens, deal_packs,
                                         flow_loss, say)
     sys.exit(0)
+
+# ---- onto the device, and the optimizer ------------------------------------------------------------------------------
+
 if args.pretrained_lora:
     predict.load_weights(transformer, predict.read_lora(args.pretrained_lora)[0], args.pretrained_lora)
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
@@ -387,15 +411,16 @@ def learning_rate(step):
 
 # ---- checkpoints and log ---------------------------------------------------------------------------------------------
 
-geometry = geometry | dict(target_pixels=geometry["target_pixels"][0]) # what predict.py will draw at
-config.update(geometry=geometry, model=cache.fingerprint(folder / "transformer"), data=cache.content_key(samples=[
-    [s.name, [x["file"].stem for x in (*s.scales, *s.texts.values())]] for s in epoch]))
+draw_geometry = geometry | dict(target_pixels=geometry["target_pixels"][0]) # predict.py draws at the first area
+config.update(geometry=draw_geometry, model=cache.fingerprint(folder / "transformer"), data=cache.content_key(samples=[
+    [s.name, [x["file"].stem for x in (*s.resolutions, *s.texts.values())]] for s in epoch]))
 versions = {m.__name__: m.__version__ for m in (torch, diffusers, peft, transformers)}
-versions["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
-                                    text=True).stdout.strip()
+if shutil.which("git"):
+    versions["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
+                                        text=True).stdout.strip()
 
 def save_lora(path):
-    predict.save_lora(path, transformer, dict(geometry=geometry, model=args.model, step=step, config=config,
+    predict.save_lora(path, transformer, dict(geometry=draw_geometry, model=args.model, step=step, config=config,
                                               versions=versions))
 
 def save_checkpoint():
@@ -405,29 +430,30 @@ def save_checkpoint():
     shutil.rmtree(tmp, ignore_errors=True)
     save_lora(tmp / LORA_FILE)
     state = {f"{key}.{name}": value for name, p in lora.items() for key, value in optimizer.state[p].items()}
-    tensors = {key: value.cpu().clone() for key, value in state.items() if torch.is_tensor(value)} # some are the same
+    tensors = {key: value.cpu().clone() for key, value in state.items() if torch.is_tensor(value)} # some share memory
     cache.write_tensors(tmp / "optimizer.safetensors", tensors, dict(
         step=step, config=config, numbers={key: value for key, value in state.items() if key not in tensors},
         group={key: value for key, value in optimizer.param_groups[0].items() if isinstance(value, (int, float))}))
     shutil.rmtree(path, ignore_errors=True) # a damaged one
     os.replace(tmp, path)
     cache.sync_folder(out_dir)
-    for old in sorted(out_dir.glob("checkpoint-*"), key=step_of)[:-args.keep]:
+    for old in [p for p in checkpoints() if step_of(p) <= step][:-args.keep]: # later ones are damaged: see above
         shutil.rmtree(old)
 
 def load_checkpoint(weights, tensors, state):
     """Puts LoRA and optimizer back, bit for bit."""
-    refuse_changes(state["config"])
+    refuse_changes(state["config"]) # once more, now that config has model, data and geometry
     predict.load_weights(transformer, weights)
-    optimizer.param_groups[0].update(state["group"])
-    for key, value in {**tensors, **state["numbers"]}.items():
-        key, name = key.split(".", 1)
-        move = torch.is_tensor(value) and key != "step" # which AdamW wants on the CPU
-        optimizer.state[lora[name]][key] = value.to(args.device) if move else value
+    numbered, saved = {name: n for n, name in enumerate(lora)}, {}
+    for entry, value in {**tensors, **state["numbers"]}.items():
+        key, name = entry.split(".", 1)
+        saved.setdefault(numbered[name], {})[key] = value
+    group = optimizer.state_dict()["param_groups"][0] | state["group"]
+    optimizer.load_state_dict(dict(state=saved, param_groups=[group]))
 
 def begin_log():
-    """The first line tells how the run was begun. Of a killed run stay the steps up to its checkpoint: those after it
-    are about to be taken again, and the last line may be half a line."""
+    """Writes the first line, which tells how the run was begun, and keeps the steps up to the checkpoint of a killed
+    run: those after it are taken again, and its last line may be half a line."""
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
     kept = lines[:1] or [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
     for line in lines[1:]:
@@ -465,71 +491,56 @@ if args.tracker != "none" and rank == 0:
     except ConnectionError as e:
         raise InputError(f"--tracker {args.tracker}: {e}")
 
-# ---- a look at the held-out samples: they are samples like any other -------------------------------------------------
+# ---- validation: samples like any other, computed and drawn ----------------------------------------------------------
 
-looks = [(s, s.scales[0], (s.prompts[0], True)) for s in held_out]
+val_items = [(s, s.resolutions[0], (s.prompts[0], True)) for s in val_samples]
 sampling = predict.SAMPLING | (predict.TINY_SAMPLING if args.model == "tiny" else {})
-base_pictures, vae = {}, None # drawn at the first look; loaded for it
+base_pictures, vae = None, None # drawn and loaded by the first validation
 
 def validation_loss():
-    """The training's loss over the held-out samples, at four noise levels each. The noise depends on a sample's place
-    in --val_data and not on --seed, so that the curves of all runs compare."""
-    runs = [(i, (k + 0.5) / 4) for i in range(len(looks)) for k in range(4)]
+    """The training's loss over --val_data, at four noise levels each. The noise depends on a sample's place in
+    --val_data and not on --seed, so that runs with the same flags of loss and sizes compare."""
+    runs = [(i, (k + 0.5) / 4) for i in range(len(val_items)) for k in range(4)]
     sums = torch.zeros(2, device=args.device)
-    for pack, counts in deal_packs([count_tokens(*looks[i]) for i, _ in runs])[rank]:
-        items = [load_item(*looks[i], generator("validation", i, s, seed=0), s) for i, s in [runs[r] for r in pack]]
+    for pack, factor in deal_packs([count_tokens(*val_items[i]) for i, _ in runs])[rank]:
+        items = [load_item(*val_items[i], generator("validation", i, s, seed=0), s) for i, s in [runs[r] for r in pack]]
         for loss, weight in flow_loss(transformer, items):
-            sums += counts * torch.tensor([loss, weight], device=args.device)
+            sums += factor * torch.tensor([loss, weight], device=args.device)
     if world_size > 1:
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
 
-def draw_held_out():
-    """-> {place in held_out: PIL image} of this process's share. With --fsdp all draw everything, as no forward pass is
-    possible alone, and the first process decodes it."""
-    share, decoder = (slice(None), vae if rank == 0 else None) if args.fsdp else (slice(rank, None, world_size), vae)
-    return dict(predict.draw_samples(transformer, decoder, shift_config, [(s, sampling, args.seed) for s in held_out],
-                                     args.max_tokens, args.device, live, share))
+def draw_pictures():
+    """-> {place in val_samples: PIL image} of this process's share. With --fsdp all draw everything, as no forward pass
+    is possible alone, and the first process decodes it."""
+    share, decoder = slice(rank, None, world_size), vae
+    if args.fsdp:
+        share, decoder = slice(None), vae if rank == 0 else None
+    items = [(s, sampling, args.seed) for s in val_samples]
+    return dict(predict.draw_samples(transformer, decoder, scheduler_config, items, args.max_tokens, args.device, live,
+                                     share))
 
-def show(i, picture):
+def compare(i, picture):
     """-> (a row of the contact sheet, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone).
     Where the sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
-    sample, scale, text = looks[i]
-    t, shapes = cache.load_latents(sample, scale, live), scale["img_shapes"]
+    sample, resolution, text = val_items[i]
+    t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
     latents = [t["pixel_latent"], *t["control_latent"].split([h * w for _, h, w in shapes[1:]])]
     decode = lambda k: predict.decode(vae, latents[k].to(args.device), shapes[k:])
     target, *controls = [cache.read_image(path) if Path(path).is_file() else decode(k)
                          for k, path in enumerate([sample.target, *sample.controls])]
-    target, given = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
-    psnrs = [predict.psnr(image, target) for image in (given, base_pictures[i], picture, decode(0))]
+    target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
+    psnrs = [predict.psnr(image, target) for image in (control, base_pictures[i], picture, decode(0))]
     return [predict.side_by_side(controls), text[0], base_pictures[i], picture, target], psnrs
 
-def look():
-    """Validation loss into the log; contact sheets of the held-out samples, which all processes draw, into samples/; a
-    line of mean PSNRs for each group of them."""
-    global vae
-    vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
-    vae.to(args.vae_device)
-    transformer.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"): # nothing is compiled once more: that takes longer
-        val_loss = validation_loss()
-        if not base_pictures:
-            transformer.disable_adapters()
-            base_pictures.update(draw_held_out())
-            transformer.enable_adapters()
-        shares = [{i: show(i, picture) for i, picture in draw_held_out().items()}]
-    transformer.train()
-    if not live:
-        vae.to("cpu")
-    if world_size > 1:
-        shares *= world_size
-        dist.all_gather_object(shares, shares[0])
-    if rank > 0:
-        return
+def report(val_loss, compared):
+    """Writes the validation loss to the log, a contact sheet of each dataset to samples/, and says the mean PSNRs of
+    each of its folders. compared: {place in val_samples: what compare returns}."""
     rows, groups = {}, {}
-    for i, (row, psnrs) in sorted((i, shown) for share in shares for i, shown in share.items()):
-        rows.setdefault(held_out[i].root, []).append(row)
-        groups.setdefault("/".join([held_out[i].root, *Path(held_out[i].name).parent.parts]), []).append(psnrs)
+    for i, (row, psnrs) in sorted(compared.items()):
+        sample = val_samples[i]
+        rows.setdefault(sample.root, []).append(row)
+        groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(psnrs)
     titles = ["control", "instruction", "base", "LoRA", "target"]
     sheets = {name: predict.contact_sheet(r, titles) for name, r in rows.items()}
     for name, sheet in sheets.items():
@@ -543,6 +554,30 @@ def look():
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(groups[name]), **m))
     say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: {', '.join(titles)}")
 
+def validate():
+    """Loss, pictures and PSNRs of --val_data, which all processes compute and the first one reports."""
+    global vae, base_pictures
+    vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
+    vae.to(args.vae_device)
+    transformer.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"): # nothing is compiled once more: that takes longer
+        val_loss = validation_loss()
+        if base_pictures is None:
+            transformer.disable_adapters()
+            base_pictures = draw_pictures()
+            transformer.enable_adapters()
+        shares = [{i: compare(i, picture) for i, picture in draw_pictures().items()}]
+    transformer.train()
+    if not live:
+        vae.to("cpu")
+    if args.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
+    if world_size > 1:
+        shares *= world_size
+        dist.all_gather_object(shares, shares[0])
+    if rank == 0:
+        report(val_loss, {i: both for share in shares for i, both in share.items()})
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 def clock():
@@ -552,7 +587,7 @@ def clock():
 
 def sum_over_processes(numbers):
     """Adds up the LoRA's gradients, in place, and these numbers, in one all-reduce -> the numbers' sums."""
-    for p in lora.values():
+    for p in lora.values(): # a process without a pack has none
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     flat = torch.cat([*[p.grad.flatten() for p in lora.values()], torch.tensor(numbers, device=args.device)])
     if world_size > 1:
@@ -562,7 +597,7 @@ def sum_over_processes(numbers):
         p.grad = grad.view_as(p)
     return sums.tolist()
 
-signals = contextlib.ExitStack()
+signals = contextlib.ExitStack() # (`with` would indent all that follows)
 stopped, stopping = signals.enter_context(cache.signals_noted()), False # a signal ends the run after the step at hand
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
 while step < args.max_steps and not stopping:
@@ -570,35 +605,36 @@ while step < args.max_steps and not stopping:
 
     # this step's samples, and this process's share of them
     positions = range(step * args.batch_size, (step + 1) * args.batch_size)
-    drawn = [draw(p) for p in positions]
-    lengths = [count_tokens(*d) for d in drawn]
+    picked = [pick(p) for p in positions]
+    lengths = [count_tokens(*p) for p in picked]
 
     # forward and backward, pack by pack: the gradients of sums add up
-    loss_sum, weight_sum, seen = 0.0, 0.0, [0.0] * len(drawn) # seen: each sample's loss
-    for pack, counts in deal_packs(lengths)[rank]:
-        torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed()) # of LoRA dropout, nothing else
+    loss_sum, weight_sum, sample_losses = 0.0, 0.0, [0.0] * len(picked)
+    for pack, factor in deal_packs(lengths)[rank]:
+        torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed()) # of LoRA dropout, nothing else
         try:
-            losses = flow_loss(transformer, [load_item(*drawn[i], generator("noise", positions[i])) for i in pack])
-            (counts * sum(loss for loss, _ in losses)).backward()
+            losses = flow_loss(transformer, [load_item(*picked[i], generator("noise", positions[i])) for i in pack])
+            (factor * sum(loss for loss, _ in losses)).backward()
         except torch.OutOfMemoryError:
-            names = ", ".join(f"{drawn[i][0].name}: {lengths[i]:,}" for i in pack)
+            names = ", ".join(f"{picked[i][0].name}: {lengths[i]:,}" for i in pack)
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); "
                              "lower it, or raise --gradient_checkpointing, then --resume")
         for i, (loss, weight) in zip(pack, losses):
-            seen[i] += counts * (loss / weight).item()
-        loss_sum += counts * sum(loss.detach() for loss, _ in losses)
-        weight_sum += counts * sum(weight for _, weight in losses)
+            sample_losses[i] += factor * (loss / weight).item()
+        loss_sum += factor * sum(loss.detach() for loss, _ in losses)
+        weight_sum += factor * sum(weight for _, weight in losses)
 
     # add up with the other processes, divide by what all of them saw, step
-    loss_sum, weight_sum, stopping, *seen = sum_over_processes([loss_sum, weight_sum, len(stopped), *seen])
+    loss_sum, weight_sum, stopping, *sample_losses = sum_over_processes(
+        [loss_sum, weight_sum, len(stopped), *sample_losses])
     for p in lora.values():
         p.grad /= weight_sum
     loss, lr = loss_sum / weight_sum, learning_rate(step)
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken
         raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} "
-                         f"({', '.join(s.name for s, _, _ in drawn)}); check these samples, and start a new run with a "
-                         "lower --lr (--pretrained_lora goes on from a checkpoint)")
+                         f"({', '.join(s.name for s, _, _ in picked)}); check these samples, and start a new run "
+                         "with a lower --lr (--pretrained_lora goes on from a checkpoint)")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -606,39 +642,43 @@ while step < args.max_steps and not stopping:
     step += 1
     seconds = clock() - t0
 
-    # log, save, look: nothing below changes the training
+    # log, save, validate: nothing below changes the training
     last = step == args.max_steps
-    looking = bool(looks) and not stopping and (last or args.sample_every and step % args.sample_every == 0)
-    saving = last or looking or stopping or step % args.save_every == 0 # first, for drawing takes minutes
+    validating = val_items and args.sample_every and step % args.sample_every == 0 and not (last or stopping)
+    saving = last or validating or stopping or step % args.save_every == 0 # first, for drawing takes minutes
     if rank == 0:
         tokens, cuda = sum(lengths), args.device.startswith("cuda")
         memory = (torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss) / 2**30
-        timesteps = [draw_timestep(generator("noise", p), math.prod(scale["img_shapes"][0])).item()
-                     for p, (_, scale, _) in zip(positions, drawn)]
+        # of all processes' samples: the first that load_item draws from this generator
+        timesteps = [draw_timestep(generator("noise", p), math.prod(resolution["img_shapes"][0])).item()
+                     for p, (_, resolution, _) in zip(positions, picked)]
         write_log(saving, step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4), tokens=tokens,
-                  memory=round(memory, 3), samples=[f"{s.root}/{s.name}" for s, _, _ in drawn],
-                  timesteps=[round(x, 4) for x in timesteps], losses=[round(x, 5) for x in seen])
+                  memory=round(memory, 3), samples=[f"{s.root}/{s.name}" for s, _, _ in picked],
+                  timesteps=[round(x, 4) for x in timesteps], losses=[round(x, 5) for x in sample_losses])
         track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
             f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
         bar.update()
         if saving:
             save_checkpoint()
-        if last:
-            save_lora(out_dir / LORA_FILE)
-    if looking:
-        look()
+    if validating:
+        validate()
 bar.close()
-signals.close()
 
-# ---- goodbye ---------------------------------------------------------------------------------------------------------
+# ---- the end, which --resume takes again if it was interrupted -------------------------------------------------------
 
 if stopping:
-    say(f"{out_dir}: stopped by a signal after step {step}; --resume goes on")
-elif rank == 0:
+    say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
+else:
+    if rank == 0:
+        save_lora(out_dir / LORA_FILE)
+    if val_items:
+        validate()
+if rank == 0 and not stopping:
     cache.write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n  python predict.py "
         + shlex.join(["--model", args.model, "--lora", str(out_dir), *([args.base_lora] if args.base_lora else [])])
         + " --image CONTROL.png --prompt \"...\"\n  python tools/curves.py " + shlex.quote(str(out_dir)))
+signals.close()
 if dist.is_initialized(): # --offload has one of its own
     dist.destroy_process_group()

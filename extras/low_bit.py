@@ -73,7 +73,7 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
 
 
 def make_low_bit(module, kind, device):
-    """Every linear layer under `module`, LoRAs apart, with 8 or 4 bits a weight, one by one on the device -> module.
+    """Quantizes every linear layer under `module` except LoRAs, one at a time, on the device, in place -> module.
     kind: int8, fp8 or nf4."""
     for name, parent in list(module.named_modules()):
         for child, linear in list(parent.named_children()):

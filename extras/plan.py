@@ -110,7 +110,7 @@ def free_bytes(device):
 
 def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal_packs, flow_loss, say):
     """args: train.py's flags; transformer, with its LoRA's parameters `lora`, on the meta device; folder: the model's;
-    epoch: samples in one; steps: [[(sample, scale, text), ...], ...] of the first steps; then train.py's functions."""
+    epoch: samples in one; steps: the first ones, each [(sample, resolution, text), ...]; then train.py's functions."""
     lengths, packs, padded, processes = [], [], 0, int(os.environ.get("WORLD_SIZE", 1))
     for drawn in steps:
         tokens = [count_tokens(*d) for d in drawn]
@@ -123,7 +123,7 @@ def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal
     heaviest = max(packs, key=lambda pack: cost(of_pack(pack)))
     lora_bytes, ordered = 4 * sum(p.numel() for p in lora.values()), sorted(lengths)
     say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding fours of "
-        f"neighbours in length would compute {padded / sum(lengths):.2f} times as many")
+        f"neighbours in length would compute {padded / sum(lengths):.2f} times as many tokens")
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / epoch:.1f} epochs; "
         f"{len(packs) / len(steps) / processes:.1f} forward passes a step and process, the heaviest (of {len(steps)} "
         f"steps) of {len(heaviest)} samples and {cost(of_pack(heaviest)):,} tokens (--max_tokens {args.max_tokens:,})")
@@ -132,15 +132,15 @@ def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal
     say(f"encoders, in GiB: VAE {encoders[0] / GIB:.1f}, text {encoders[1] / GIB:.1f}; "
         + ("one after the other, before the training" if args.use_cache else "all the time, so in `base`"))
     say("\nexpected memory of a process, in GiB. an estimate; 1 GiB for CUDA and fragmentation is in `card`\n"
-        f"{'base':>7} {'LoRA':>7} {'step':>7} {'in all':>7} {'host':>7}  card  flags")
+        f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
     blocks = len(transformer.transformer_blocks)
     checkpointed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
     given = checkpointed, args.quantize, min(args.offload, blocks)
     others = [(0, "none", 0), (blocks, "none", 0), (blocks, "int8", 0), (blocks, "nf4", 0),
               (blocks, "none", blocks // 2), (blocks, "none", blocks), (blocks, "int8", blocks)]
     bases = {row: transformer_bytes(transformer, *row[1:], processes if args.fsdp else 1) for row in [given, *others]}
-    sizes = [([tuple(shape) for shape in scale["img_shapes"]], sample.texts[text]["tokens"])
-             for sample, scale, text in heaviest]
+    sizes = [([tuple(shape) for shape in resolution["img_shapes"]], sample.texts[text]["tokens"])
+             for sample, resolution, text in heaviest]
     peaks = {n: step_bytes(transformer, flow_loss, sizes, n) for n in {checkpointed, 0, blocks}}
     for row, (base, host) in bases.items():
         base += 0 if args.use_cache else sum(encoders)

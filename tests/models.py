@@ -67,9 +67,9 @@ def samples_of(pipe, data, texts=None, reg_data=(), **geometry):
     return {s.name: s for s in good}, problems + wrong
 
 def encode(pipe, sample, prompt=None):
-    """The sample's tensors at its first scale, encoded now."""
+    """The sample's tensors at its first resolution, encoded now."""
     text = (sample.prompts[0] if prompt is None else prompt, True)
-    return cache.encode_latents(pipe, sample, sample.scales[0]) | cache.encode_text(pipe, sample, *text)
+    return cache.encode_latents(pipe, sample, sample.resolutions[0]) | cache.encode_text(pipe, sample, *text)
 
 def make_cache(data, cache_dir, *flags):
     return run_script("cache.py", "--data", data, "--cache_dir", cache_dir, "--val_data", *ON_DEVICE, *flags)
@@ -83,7 +83,7 @@ def load(cache_dir, name=None):
     """One sample's tensors, as they lie in the files, and its entry in the index."""
     samples = index_of(cache_dir)
     sample = samples[name or next(iter(samples))]
-    files = sample.scales[0]["file"], sample.texts[sample.prompts[0], True]["file"]
+    files = sample.resolutions[0]["file"], sample.texts[sample.prompts[0], True]["file"]
     latents, text = [cache.read_tensors(file, key=file.stem)[0] for file in files]
     return latents | text, sample
 

@@ -88,7 +88,7 @@ def test_every_target_area_has_its_own_latents_and_all_share_the_text(data, tmp_
     result = make_cache(data, tmp_path / "c", "--control_pixels", 1024, "--target_pixels", *areas)
     assert result.status == 0 and "3 samples" in result.out and "8.6% (wide)" in result.out, result.err
     sample = index_of(tmp_path / "c")["cat"]
-    loaded = [cache.load_latents(sample, scale) for scale in sample.scales]
+    loaded = [cache.load_latents(sample, resolution) for resolution in sample.resolutions]
     assert [t["img_shapes"].tolist() for t in loaded] == [[[1, n, n], [1, 2, 2]] for n in (4, 6, 8, 4)]
     assert [len(t["pixel_latent"]) for t in loaded] == [16, 36, 64, 16] and len(cached_files(tmp_path / "c")) == 9 + 3
 
@@ -149,6 +149,7 @@ CHANGES = { # of two items, cat with a mask and dog with three controls: how man
     "target": (lambda r, patch: overwrite(r.data / "target/cat.png"), 1, 0),
     "mask": (lambda r, patch: overwrite(r.data / "mask/cat.png"), 1, 0),
     "control": (lambda r, patch: overwrite(r.data / "control/cat.png"), 1, 1),
+    "second control": (lambda r, patch: overwrite(r.data / "control/dog_1.png"), 1, 1),
     "one control less": (lambda r, patch: (r.data / "control/dog_2.png").unlink(), 1, 1),
     "order of controls": (lambda r, patch: [(r.data / f"control/{a}.png").rename(r.data / f"control/{b}.png")
                                             for a, b in (("dog", "x"), ("dog_1", "dog"), ("x", "dog_1"))], 1, 1),
@@ -282,7 +283,7 @@ def test_training_refuses_an_index_that_does_not_fit_and_names_what(tmp_path, ro
     result = train(root.index, tmp_path, "--model", root.model, *flags if isinstance(flags, list) else ())
     assert result.status == 1 and len(result.losses) < 2 and is_one_line(result.errors[-1], *named), result.err
 
-def test_a_copied_cache_trains_and_looks_on_a_machine_without_the_pictures(tmp_path, data):
+def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(tmp_path, data):
     val, flags = add_item(tmp_path / "val", "dog", [(64, 32), (64, 64), (32, 64)]), ["--caption_dropout_rate", 0.5]
     here = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--val_data", val, "--sample_every", 1, *flags)
     there = shutil.copytree(tmp_path / "c", tmp_path / "there")
@@ -307,12 +308,20 @@ def test_an_index_holds_what_the_last_call_has_asked_for_and_files_stay_until_th
     root.make("--caption_dropout_rate", 0.1)
     assert root.index.read_text() == before and cached_files(root.cache) == files
 
-def test_a_dataset_that_is_trained_on_and_looked_at_keeps_all_its_files(data, tmp_path):
+def test_an_index_to_validate_on_brings_its_own_sizes_alone(data, tmp_path):
+    val = add_item(tmp_path / "val", "dog")
+    make_cache(data, tmp_path / "c", "--val_data", val, "--target_pixels", "64*64", "32*32")
+    val = tmp_path / "c/tiny-val-val.json"
+    result = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--val_data", val, *NATIVE)
+    assert result.status == 0 and result.globals["geometry"]["target_pixels"] == ["native"], result.err
+    assert predict.read_lora(tmp_path / "run-0")[1]["train.geometry"]["target_pixels"] == "native"
+
+def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data, tmp_path):
     flags = ["--target_pixels", "64*64", "32*32", "--caption_dropout_rate", 0.1, "--prune"]
     for other in (data, add_item(tmp_path / "other", "dog")):
         assert make_cache(other, tmp_path / "c", "--val_data", data, *flags).status == 0
         sample, = [s for s in cache.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
-        assert len(sample.scales) == 2 and ("", True) in sample.texts and cache.is_cached(sample)
+        assert len(sample.resolutions) == 2 and ("", True) in sample.texts and cache.is_cached(sample)
 
 def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_datasets_always(data, tmp_path):
     cache_dir, index = tmp_path / "c", tmp_path / "c/tiny-others.json"
@@ -324,6 +333,9 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     result = make_cache(data, cache_dir)
     assert result.status == 0 and "2 files" in result.out and cached_files(cache_dir) == before
     assert [s.name for s in cache.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # so that nobody trains them
+    (cache_dir / "mine.json").write_text("{}") # no index
+    assert make_cache(data, cache_dir).status == 0
+    (cache_dir / "mine.json").unlink()
     for spoil, named in ((lambda: index.write_text("{"), "others.json"), (caption.unlink, "--prune")):
         spoil() # what must stay is not known now
         result = make_cache(data, cache_dir, "--prune")
@@ -390,6 +402,11 @@ def test_a_full_disk_and_a_folder_that_is_none_are_told_before_the_models_are_lo
     monkeypatch.setattr(cache, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
     shutil.rmtree(root.cache)
     assert is_one_line(root.make().errors[0], root.cache, "GB")
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    result = root.make("--skip_bad") # it shows only when a file is written: no bad sample, so that nothing goes on
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "No space"), result.err
+    monkeypatch.setattr(cache, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
     result = root.make("--cache_dir", root.model / "model_index.json") # a file
     assert result.status == 1 and is_one_line(result.errors[0], "model_index.json", "cannot be written")
 

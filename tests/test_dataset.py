@@ -143,7 +143,7 @@ def test_names_of_every_kind_work(tmp_path):
     assert result.status == 0, result.err
     samples = index_of(tmp_path / "c")
     assert set(samples) == {unicodedata.normalize("NFC", name) for name in NAMES}
-    assert len({s.scales[0]["file"] for s in samples.values()}) == len(NAMES)
+    assert len({s.resolutions[0]["file"] for s in samples.values()}) == len(NAMES)
     result = train(tmp_path / "c/tiny-data.json", tmp_path, "--max_tokens", 1, "--max_steps", 1, "--batch_size", 17)
     assert result.status == 0 and len(result.losses) == 1, result.err
     strange = [tmp_path / f"data/control/{name}.png" for name in ("\udcff", "tab\tand\nline")]
@@ -158,8 +158,9 @@ def test_controls_differ_in_number_and_size_and_are_counted_not_spelled(tmp_path
     add_item(tmp_path, "many", [(32, 32)] + [(32, 32 * (1 + k)) for k in range(1, 8)] * 2) # _10 follows _9, not _1
     samples, problems = samples_of(plus, tmp_path)
     assert not problems
-    assert samples["one"].scales[0]["img_shapes"] == [(1, 4, 4), (1, 2, 6)]
-    assert [h for _, h, _ in samples["many"].scales[0]["img_shapes"]] == [2] + [2 * (1 + k) for k in range(1, 8)] * 2
+    assert samples["one"].resolutions[0]["img_shapes"] == [(1, 4, 4), (1, 2, 6)]
+    heights = [h for _, h, _ in samples["many"].resolutions[0]["img_shapes"]]
+    assert heights == [2] + [2 * (1 + k) for k in range(1, 8)] * 2
 
 def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_path, plus):
     """Without the mark of an editor, line ends and repetitions."""
@@ -170,10 +171,10 @@ def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_pa
         assert sample.texts[prompt, True]["tokens"] == len(encode(plus, sample, prompt)["prompt_embed"])
     run = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--caption_dropout_rate", 0.3, *NATIVE)
     assert run.status == 0 and len(list((tmp_path / "c/text").iterdir())) == 4, run.err
-    drawn = [run.globals["draw"](p)[2] for p in range(600)]
+    drawn = [run.globals["pick"](p)[2] for p in range(600)]
     counts = [drawn.count((prompt, True)) for prompt in ["", *wordings]]
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
-    assert drawn == [run.globals["draw"](p)[2] for p in range(600)]
+    assert drawn == [run.globals["pick"](p)[2] for p in range(600)]
 
 # ---- manifests -------------------------------------------------------------------------------------------------------
 
@@ -226,6 +227,8 @@ BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line numbe
     "absolute": (ROW % '"target": "/etc/passwd"', "/etc/passwd"),
     "URL": (ROW % '"control": ["http://localhost:1/cat.png"]', "http://localhost:1/cat.png"),
     "link to the outside": (ROW % '"control": ["control/link.png"]', "link.png"),
+    "link by a detour": (ROW % '"control": ["into/../link.png"]', "link.png"),
+    "empty target": (ROW % '"target": ""', "''"),
     "link to itself": (ROW % '"control": ["control/loop.png"]', "loop.png"),
     "folder": (ROW % '"target": "."', "'.'"),
     "NUL": (ROW % r'"target": "a\u0000.png"', r"a\x00.png"),
@@ -237,6 +240,8 @@ def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
     """Outside the folder lies secret.png, inside it a link to that."""
     save(draw_picture(), data / "../secret.png")
     (data / "control/link.png").symlink_to("../../secret.png")
+    (data / "link.png").symlink_to("../secret.png")
+    (data / "into").symlink_to(data / "target")
     (data / "control/loop.png").symlink_to("loop.png")
     line, *named = BAD_ROWS[kind]
     good = ROW.replace("cat", "good").replace(", %s", "")
@@ -244,6 +249,13 @@ def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
     samples, problems = samples_of(plus, data / "metadata.jsonl")
     assert list(samples) == ["target/good"]
     assert len(problems) == 1 and is_one_line(problems[0], "metadata.jsonl:2", *named), problems
+
+def test_a_picture_that_may_not_be_read_is_one_line(data, monkeypatch):
+    def no(*args, **kwargs):
+        raise PermissionError
+    monkeypatch.setattr(cache.Image, "open", no) # root may read everything
+    with refused(data / "target/cat.png", "permissions"):
+        cache.image_size(data / "target/cat.png")
 
 # ---- several datasets, and pictures without controls -----------------------------------------------------------------
 
@@ -258,7 +270,7 @@ def test_several_roots_are_one_dataset_and_repeats_are_the_stream(tmp_path):
     for out_dir, roots in (("r", [*data, "--repeats", 1, 3]), ("n", [tmp_path / "c/tiny-a+b.json"])):
         run = run_script("train.py", *flags, "--out_dir", tmp_path / out_dir, "--data", *roots)
         assert run.status == 0 and run.globals["run_name"] == "tiny-a+b", run.err
-        drawn = [run.globals["draw"](p)[0] for p in range(5)]
+        drawn = [run.globals["pick"](p)[0] for p in range(5)]
         epochs.append([f"{s.root}/{s.name}" for s in drawn])
     assert epochs[0] == epochs[1] and sorted(epochs[0]) == ["a/x", "a/y", "b/x", "b/x", "b/x"]
     other = run_script("train.py", *flags, "--data", *data, "--resume", "--out_dir", tmp_path / "r", "--max_steps", 2)
@@ -277,7 +289,7 @@ def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_tr
     assert torch.equal(got["prompt_embed"], stock[0]) and sample.texts["a face", True]["tokens"] == len(stock[0])
     flags = ["--reg_data", tmp_path / "faces", "--repeats", 2, "--batch_size", 3, *NATIVE]
     run = train(data, tmp_path, "--cache_dir", tmp_path / "c", *flags)
-    drawn = [run.globals["draw"](p)[0].name for p in range(6)]
+    drawn = [run.globals["pick"](p)[0].name for p in range(6)]
     assert len(run.losses) == 2 and sorted(drawn) == ["cat", "cat", "face", "good", "good", "more/face"]
 
 def test_a_manifest_says_that_a_picture_has_no_control_and_of_regularisation_need_not(data, plus):

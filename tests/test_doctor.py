@@ -205,7 +205,7 @@ def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     assert len(rows) == len(samples) == 4
     for s in samples:
         row = rows[f"{s.root}/{s.name}"]
-        assert row["image_tokens"] == [sum(h * w for _, h, w in scale["img_shapes"]) for scale in s.scales]
+        assert row["image_tokens"] == [sum(h * w for _, h, w in r["img_shapes"]) for r in s.resolutions]
         assert row["text_tokens"] == [s.texts[prompt, True]["tokens"] for prompt in s.prompts]
         assert row["sizes"] == [list(size) for size in s.sizes]
 

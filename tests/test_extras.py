@@ -91,9 +91,10 @@ def test_fsdp_is_data_parallel_bit_for_bit_and_takes_turns(tmp_path, small, star
         train_on("turns", 2, "--max_steps", 2, "--fsdp")
         assert train_on("turns", ranks, "--resume")[0] == pytest.approx(one, rel=1e-6)
 
-def test_a_look_under_fsdp_is_that_of_one_process(tmp_path, start, data):
-    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2,
-             *NATIVE, *EXACT, "--device", "cpu"]
+def test_validation_under_fsdp_is_that_of_one_process(tmp_path, start, data):
+    """Twice: pictures of the base are drawn the first time only, on all processes or on none."""
+    flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 2, "--batch_size", 2,
+             "--sample_every", 1, *NATIVE, *EXACT, "--device", "cpu"]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
     ranks = start_ranks(start, *flags, "--fsdp", "--out_dir", tmp_path / "two")
     assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
@@ -248,12 +249,13 @@ def load_and_tell(folder):
     sys.exit(0)
 
 def test_a_model_is_loaded_without_a_second_copy_in_memory(tmp_path, start):
-    """In its files' dtype a model takes no memory until it is placed: its weights are memory-mapped."""
+    """In its files' dtype a model takes no memory until it is placed: its weights are memory-mapped. (A copy would make
+    the ratio 1; what is left are the modules themselves, 4 MB here.)"""
     process = start("train.py", prelude=functools.partial(load_and_tell, large_model(tmp_path, torch.bfloat16)))
     assert process.wait() == 0, process.output()
     took, weighs = map(int, re.search(r"MEMORY (\d+) (\d+)", process.output()).groups())
-    show("memory of a loaded model / its weights", took / weighs, 0.05)
-    assert took <= 0.05 * weighs
+    show("memory of a loaded model / its weights", took / weighs, 0.1)
+    assert took <= 0.1 * weighs
 
 def tell_peak():
     """For a child process: by how much it has grown at most, when it ends."""

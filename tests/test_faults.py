@@ -112,19 +112,6 @@ def test_a_checkpoint_killed_while_it_is_written_is_none(tmp_path, small, start,
     assert process.wait() == 0 and "after step 2" in process.output(), process.output()
     assert_same_run(out_dir, unbroken.out_dir)
 
-def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
-    calls, unfinished, fsync, replace = [], [], os.fsync, os.replace
-    kind = lambda fd: "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(kind(fd)) or fsync(fd))
-
-    def rename(a, b):
-        calls.append("rename")
-        unfinished.extend(tmp_path.glob("*.safetensors"))
-        replace(a, b)
-    monkeypatch.setattr(os, "replace", rename)
-    cache.write_file(tmp_path / "f.safetensors", b"x")
-    assert calls == ["file", "rename", "folder"] and not unfinished
-
 def test_the_log_is_on_the_disk_before_the_checkpoint_is(tmp_path, small, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
@@ -136,11 +123,13 @@ def test_the_log_is_on_the_disk_before_the_checkpoint_is(tmp_path, small, monkey
     assert calls[renamed + 1] == str(run)
 
 def test_orphans_are_swept_when_nobody_can_be_at_work_on_them(tmp_path):
-    for name, age in ((".tmp-young", 60), (".tmp-old", 3700), ("f.safetensors", 9999)):
+    (tmp_path / ".tmp-checkpoint-000004").mkdir() # which train.py deletes itself
+    for name in (".tmp-young", ".tmp-old", "f.safetensors"):
         (tmp_path / name).write_bytes(b"half")
-        os.utime(tmp_path / name, (0, time.time() - age))
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, time.time() - (60 if path.name == ".tmp-young" else 3700)))
     cache.prepare_folder(tmp_path, "")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-young", "f.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-checkpoint-000004", ".tmp-young", "f.safetensors"]
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
@@ -177,7 +166,8 @@ def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
     before = len(files())
     for number in (signal.SIGINT, signal.SIGTERM):
         kill(process, number)
-    assert process.wait() == 0 and "stopped by a signal" in process.output() and "complete" not in process.output()
+    assert process.wait() == 128 + signal.SIGINT # so that `cache.py && train.py` does not go on
+    assert "stopped by a signal" in process.output() and "complete" not in process.output()
     done = files()
     assert before <= len(done) <= before + 2 and not (tmp_path / "c/tiny-data.json").exists()
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -246,10 +236,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, smal
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
     for name in ("DONE", predict.LORA_FILE):
         (out_dir / name).unlink()
+    shutil.copytree(out_dir / "checkpoint-000010", out_dir / "checkpoint-000010.bak") # a person's copy is none
     DAMAGED_CHECKPOINTS[how](out_dir / "checkpoint-000012", out_dir / "checkpoint-000010")
-    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume", "--save_every", 11, "--keep", 1)
     assert process.wait() == 0, process.output()
-    assert re.search(r"checkpoint-000012.*going back", process.output()) and "after step 10" in process.output()
+    shutil.rmtree(out_dir / "checkpoint-000010.bak")
+    assert re.search(r"checkpoint-000012 is damaged", process.output()) and "after step 10" in process.output()
     assert_same_run(out_dir, unbroken.out_dir)
 
 def test_a_run_without_a_whole_checkpoint(tmp_path, small, start, unbroken):

@@ -58,12 +58,13 @@ for name in ("rope_patch", "cache", "predict"):
     del sys.modules[name]
 sys.modules.update(fcntl=None, resource=None, pwd=None)
 del os.uname, signal.SIGUSR1
+os.environ["PATH"] = "" # no git
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 def test_the_four_scripts_alone_cache_train_and_sample(tmp_path):
-    """Also where neither fcntl nor resource nor os.uname exist, as on Windows."""
+    """Also where neither fcntl nor resource nor os.uname exist, as on Windows, and no git."""
     folder = copied(tmp_path / "alone")
     for part in ("target", "control"): # four pictures are enough
         shutil.move(folder / "tiny/known" / part / "keep", folder / "keep" / part)
@@ -92,7 +93,7 @@ def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
 def test_help_prints_commands_and_defaults(script):
     result = run_script(script, "-h")
     assert result.status == 0 and f"$ python {script}" in result.out and "(default: tiny)" in result.out
-    assert "--model tiny these defaults count" in result.out
+    assert "--model tiny these defaults apply" in result.out
 
 def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
     files = [p for pattern in ("*.py", "extras/*.py", "tools/*.py", "tests/*.py", "*.md", "requirements.txt", ".ci/run")

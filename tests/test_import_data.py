@@ -222,7 +222,7 @@ def test_version_1_dictionaries_become_today_s_cache(tmp_path, caches, form):
     for name in ("cat", "dog"):
         assert_same(tensors_of(tmp_path / "out", name), tensors_of(caches / "new", name))
         got, want = [index_of(folder)[name] for folder in (tmp_path / "out", caches / "new")]
-        assert got.sizes == want.sizes and got.scales[0]["img_shapes"] == want.scales[0]["img_shapes"]
+        assert got.sizes == want.sizes and got.resolutions[0]["img_shapes"] == want.resolutions[0]["img_shapes"]
 
 def test_they_train_as_today_s_cache_does(tmp_path, caches):
     import_data(caches / "padded", tmp_path / "out")

@@ -47,7 +47,8 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
             dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),
             dict(image=[one, two], size_from=1, num_inference_steps=3),
             dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3])]
-    bad = {"missing.png": [dict(image=["missing.png"])], "'prompt'": [dict(prompt=None)], "'heigth'": [dict(heigth=3)],
+    bad = {"missing.png": [dict(image=["missing.png"])], "'prompt'": [dict(prompt=None)],
+           "'heigth'": [dict(heigth=3)], "'image'": [dict(control=one)],
            "seed": [dict(seed=x) for x in ("3", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
            "'out'": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
            "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[1], num_inference_steps=3)],
@@ -112,6 +113,11 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
         path.write_bytes(path.read_bytes()[:-1])
     result = call()
     assert result.status == 0 and "3 of 4" in result.out and result.out.count("/2.png:") == 1, result.err
+
+def test_out_of_memory_is_one_line(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(predict, "denoise", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    result = run_script("predict.py", "--image", photos[0], "--prompt", "x", "--lora", "", "--out", tmp_path / "a.png")
+    assert result.status == 1 and is_one_line(result.errors[-1], "--max_tokens"), result.err
 
 def test_processes_share_the_jobs(tmp_path, photos, start):
     """Two processes draw the pictures that one draws, each of them once; the sheet shows all; a bad job stops none."""
@@ -263,7 +269,7 @@ def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, phot
         (tmp_path / name).mkdir()
         ours.append(lora_file(tmp_path / name, tensors, **{"train.geometry": dict(
             target_pixels=area, control_pixels="native", upscale=True)}))
-    flags = ["--model", TINY, "--image", photos[0], "--prompt", "x", "--true_cfg_scale", 1] # not tiny's own defaults
+    flags = ["--image", photos[0], "--prompt", "x", "--true_cfg_scale", 1]
     for n, (loras, more, area) in enumerate([(ours[:1], [], "native"), (ours, [], "native"), (ours[1:], [], 48 * 48),
                                              (ours[:1], ["--target_pixels", "32*32"], 32 * 32)]):
         result = draw(*flags, "--lora", *loras, "--out", tmp_path / f"{n}.png", *more)
@@ -294,7 +300,8 @@ def test_the_shipped_base_copies_and_follows(tmp_path):
     "--device banana", "--transformer_device cuda:99", "--max_sequence_length 0", "--offload some", "--quantize int4",
     "--no_such_flag x", "--mod no/such-model", # --model would be understood, but too late for the defaults it brings
     "--image IMAGE", "--prompt go", "EDIT --jobs b.jsonl", "EDIT --num_inference_steps 2 --sigmas 1", "EDIT --seed 1 1",
-    "EDIT --lora LORA --scales 1 1", "EDIT --scales 0 1", "EDIT --scales 0.5", "EDIT --lora LORA --lora_scale 1 2",
+    "EDIT --lora LORA --scales 1 1", "EDIT --scales 0 1", "EDIT --scales 0.5", "EDIT --lora_scale 0.5",
+    "EDIT --lora LORA --lora_scale 1 2",
     "EDIT --out x.jpg", "EDIT --out IMAGE"])
 def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, photos, two_loras, monkeypatch, line):
     """A result never overwrites the picture given."""

@@ -1,4 +1,4 @@
-"""train.py: its stream, its loss, its optimizer and checkpoints, its looks. What it computes: test_consistency.py."""
+"""train.py: its stream, its loss, optimizer, checkpoints and validation. What it computes: test_consistency.py."""
 import functools
 import importlib.util
 import json
@@ -63,19 +63,19 @@ def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     b = globals_of_train(tmp_path / "b", *dropout, "--batch_size", 7, "--max_tokens", 100)
     c = globals_of_train(tmp_path / "c", *dropout, "--seed", 1)
     n = len(a["samples"])
-    names = lambda ns, start: [ns["draw"](p)[0].name for p in range(start, start + n)]
+    names = lambda ns, start: [ns["pick"](p)[0].name for p in range(start, start + n)]
     assert names(a, 0) == names(b, 0) != names(c, 0) and names(a, 0) != names(a, n)
     assert sorted(names(a, 0)) == sorted(names(a, n)) == sorted(s.name for s in a["samples"])
     for p in (0, 1, 12345):
         (s1, n1), (s2, n2), (s3, n3) = [noise_at(ns, p) for ns in (a, b, c)]
         assert s1 == s2 != s3 and torch.equal(n1, n2) and not torch.equal(n1, n3)
-    assert abs(np.mean([a["draw"](p)[2][0] == "" for p in range(2000)]) - 0.25) < 0.04
+    assert abs(np.mean([a["pick"](p)[2][0] == "" for p in range(2000)]) - 0.25) < 0.04
     noise = torch.cat([noise_at(a, p)[1].flatten() for p in range(100)])
     assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
-    for p in range(50): # wording and picture dropout draw from streams of their own: scale and dropout do not feel them
+    for p in range(50): # wording and picture dropout have streams of their own: the others do not feel them
         g = a["generator"]("draw", p)
         torch.randint(1, (), generator=g)
-        assert (a["draw"](p)[2][0] == "") == (torch.rand((), generator=g).item() < 0.25)
+        assert (a["pick"](p)[2][0] == "") == (torch.rand((), generator=g).item() < 0.25)
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "qwen_shift"])
 def test_timestep_distribution(tmp_path, sampling):
@@ -98,7 +98,7 @@ def test_repeats_and_several_roots_make_the_epoch(tmp_path):
     flags += ["--lr_scheduler", "constant", "--lora_rank", 2, "--val_data"]
     run = run_script("train.py", "--data", *roots, "--repeats", 1, 3, "--out_dir", tmp_path / "r", *flags)
     assert run.status == 0 and "trained for 1 steps on 3 samples" in run.out, run.err
-    names = lambda ns: [f"{s.root}/{s.name}" for s in [ns["draw"](p)[0] for p in range(5)]]
+    names = lambda ns: [f"{s.root}/{s.name}" for s in [ns["pick"](p)[0] for p in range(5)]]
     epoch = names(run.globals)
     assert sorted(epoch) == ["a/x", "a/y", "b/x", "b/x", "b/x"] and run.globals["run_name"] == "tiny-a+b"
     again = run_script("train.py", "--data", tmp_path / "c/tiny-a+b.json", "--out_dir", tmp_path / "n", *flags)
@@ -112,7 +112,7 @@ def test_each_position_draws_one_of_the_wordings(tmp_path):
     item = add_item(tmp_path / "data", "cat", caption="one\r\n\n two two \nthree\none\n")
     run = train(item, tmp_path, "--cache_dir", tmp_path / "c", "--caption_dropout_rate", 0.3, *NATIVE)
     assert run.status == 0 and len(list((tmp_path / "c/text").iterdir())) == 4, run.err
-    drawn = [run.globals["draw"](p)[2][0] for p in range(600)]
+    drawn = [run.globals["pick"](p)[2][0] for p in range(600)]
     counts = [drawn.count(p) for p in ("", "one", "two two", "three")]
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
 
@@ -125,16 +125,16 @@ def test_dropped_pictures_leave_latents_and_prompt(tmp_path, data, plus):
     result = train(data, tmp_path, *rates, "--prompt_image_dropout_rate", 0.5)
     assert result.status == 0, result.err
     ns, before = result.globals, without.globals
-    draws = [ns["draw"](p) for p in range(400)]
-    for p, (sample, scale, (prompt, shown)) in enumerate(draws):
-        want = before["draw"](p)
+    draws = [ns["pick"](p) for p in range(400)]
+    for p, (sample, resolution, (prompt, shown)) in enumerate(draws):
+        want = before["pick"](p)
         assert (sample.name, prompt) == (want[0].name, want[2][0])
-        assert scale["img_shapes"] == want[1]["img_shapes"][:None if shown else 1]
+        assert resolution["img_shapes"] == want[1]["img_shapes"][:None if shown else 1]
     kinds = Counter((shown, prompt == "") for _, _, (prompt, shown) in draws)
     assert len(kinds) == 4 and all(75 < n < 125 for n in kinds.values()), kinds
     for prompt in ("add a red border", ""):
         p = next(p for p, (_, _, text) in enumerate(draws) if text == (prompt, False))
-        item, full = [names["load_item"](*names["draw"](p), ns["generator"]("noise", p)) for names in (ns, before)]
+        item, full = [names["load_item"](*names["pick"](p), ns["generator"]("noise", p)) for names in (ns, before)]
         want = cache.encode_prompt(plus, prompt, [], [])
         assert len(want) == draws[p][0].texts[prompt, False]["tokens"] and rel(item.prompt, want) < 1e-6
         assert item.controls.shape == (0, 64) and len(item.img_shapes) == 1 and torch.equal(item.x0, full.x0)
@@ -157,7 +157,7 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
     """A mask that is all white or all black changes nothing; a half one weighs 2 : 1; sample and token means differ as
     they should when sizes do."""
     runs = {norm: globals_of_train(tmp_path / norm, "--loss_norm", norm) for norm in ("sample", "token")}
-    items = [runs["sample"]["load_item"](*runs["sample"]["draw"](p), torch.Generator()) for p in (0, 1)]
+    items = [runs["sample"]["load_item"](*runs["sample"]["pick"](p), torch.Generator()) for p in (0, 1)]
     for item in items: # the prediction will be 0, the velocity 1 and 3: squares 1 and 9
         item.x0 = torch.zeros_like(item.x0)
         item.noise = torch.ones_like(item.x0)
@@ -220,9 +220,9 @@ def test_nan_stops_before_the_step_is_taken(tmp_path, data):
     """A poisoned sample: no step, its name on the last line, the earlier checkpoint intact."""
     flags = ["--cache_dir", tmp_path / "c", "--save_every", 1, *NATIVE, *EXACT]
     first = train(data, tmp_path, *flags, "--max_steps", 1, "--batch_size", 1)
-    sample, scale, _ = first.globals["draw"](1)
-    tensors, meta = cache.read_tensors(scale["file"])
-    cache.write_tensors(scale["file"], {**tensors, "pixel_latent": tensors["pixel_latent"] * math.nan}, meta)
+    sample, resolution, _ = first.globals["pick"](1)
+    tensors, meta = cache.read_tensors(resolution["file"])
+    cache.write_tensors(resolution["file"], {**tensors, "pixel_latent": tensors["pixel_latent"] * math.nan}, meta)
     result = train(data, tmp_path, *flags, "--batch_size", 1)
     assert result.status == 1 and is_one_line(result.errors[-1], sample.name, "step 2", "--lr")
     run = tmp_path / "run-1"
@@ -251,7 +251,8 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
 
 @pytest.mark.parametrize("flags, status, named", [
     (["--optimizer", "prodigyopt.Prodigy"], 2, "pip install prodigyopt"),
-    (["--optimizer", "torch.optim.AdamZ"], 1, "--optimizer"),
+    (["--optimizer", "torch.optim.AdamZ"], 1, "--optimizer"), (["--optimizer", "AdamW"], 2, "torch.optim.AdamW"),
+    (["--optimizer="], 2, "torch.optim.AdamW"),
     (["--optimizer_args", "beta=3"], 1, "beta"),
     (["--tracker", "wandb"], 2, "pip install wandb"),
     (["--quantize", "nf4"], 2, "pip install bitsandbytes"),
@@ -332,13 +333,13 @@ def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
     result = train_toy(tmp_path / "my run", "--base_lora", tmp_path / "base")
     assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base'} --image" in result.out, result.err
 
-# ---- looks at held-out samples ---------------------------------------------------------------------------------------
+# ---- validation ------------------------------------------------------------------------------------------------------
 
-def looks_of(out_dir):
+def validations_of(out_dir):
     records = map(json.loads, (out_dir / "log.jsonl").read_text().splitlines()[1:])
     return [r for r in records if "val_loss" in r]
 
-def test_looking_changes_no_number(tmp_path, data, monkeypatch):
+def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
     dropout. Pictures without the LoRA are drawn once."""
     monkeypatch.setitem(predict.SAMPLING, "num_inference_steps", 2)
@@ -352,8 +353,21 @@ def test_looking_changes_no_number(tmp_path, data, monkeypatch):
     assert curve(log_of(a)) == curve(log_of(b)) and len(drawn) == 1 + 3
     assert all(torch.equal(x, lora_of(b)[k]) for k, x in lora_of(a).items())
     assert [p.name for p in sorted((b / "samples").glob("*.png"))] == [f"step_{n:06d}_data.png" for n in (1, 2, 3)]
-    assert [r["step"] for r in looks_of(b)] == [1, 2, 3] and not looks_of(a)
+    assert [r["step"] for r in validations_of(b)] == [1, 2, 3] and not validations_of(a)
     assert {p.requires_grad for n, p in result.globals["transformer"].named_parameters()} == {True, False}
+
+def test_an_interrupted_end_is_taken_again(tmp_path, data, monkeypatch):
+    """A kill while the last validation draws: --resume writes the LoRA, the sheet and DONE."""
+    flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 2, *NATIVE, *EXACT]
+    with monkeypatch.context() as patch:
+        patch.setattr(predict, "draw_samples", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+        assert train(data, tmp_path, *flags).status == 9
+    run = tmp_path / "run-0"
+    (run / predict.LORA_FILE).unlink() # or a kill a moment earlier
+    assert not (run / "DONE").exists() and not list(run.glob("samples/*"))
+    result = train(data, tmp_path, *flags, "--out_dir", run, "--resume")
+    assert result.status == 0 and (run / "DONE").exists() and lora_of(run), result.err
+    assert [r["step"] for r in validations_of(run)] == [2] and len(list(run.glob("samples/*"))) == 1
 
 def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
     """While the LoRA does nothing they are one number in every step and for every --seed, whatever is dropped; it falls
@@ -365,18 +379,18 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
                  ["--lr", 0, "--mask_foreground_weight", 9]):
         result = train(data, tmp_path, *flags, *more)
         assert result.status == 0, result.err
-    first, second, learned, masked = [[r["val_loss"] for r in looks_of(tmp_path / f"run-{n}")] for n in range(4)]
+    first, second, learned, masked = [[r["val_loss"] for r in validations_of(tmp_path / f"run-{n}")] for n in range(4)]
     assert len({*first, *second}) == 1 and len(learned) == 5 and learned[-1] < 0.98 * first[0]
     assert abs(masked[0] / first[0] - 1) > 1e-3
 
-def test_two_processes_share_a_look(tmp_path, start, data):
+def test_two_processes_share_a_validation(tmp_path, start, data):
     """The same validation loss, PSNRs and sheet as one process."""
     flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2,
              *NATIVE, *EXACT]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
     ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two")
     assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-    (one,), (two,) = looks_of(tmp_path / "one"), looks_of(tmp_path / "two")
+    (one,), (two,) = validations_of(tmp_path / "one"), validations_of(tmp_path / "two")
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
     assert two["psnr"]["data"] == pytest.approx(one["psnr"]["data"], abs=0.05)
     a, b = [np.asarray(Image.open(tmp_path / d / "samples/step_000001_data.png"), int) for d in ("one", "two")]
@@ -396,7 +410,7 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     result = train(data / "target/../../data", tmp_path, "--cache_dir", tmp_path / "c", "--max_steps", 1,
                    "--val_data", data, *NATIVE, *EXACT)
     assert result.status == 0, result.err
-    psnr = looks_of(tmp_path / "run-0")[0]["psnr"]
+    psnr = validations_of(tmp_path / "run-0")[0]["psnr"]
     assert list(psnr) == ["data", "data/deep"]
     got, want = [Image.open(data / kind / "deep/cat.png") for kind in ("control", "target")]
     assert psnr["data/deep"]["input"] == pytest.approx(predict.psnr(got.resize(want.size, Image.LANCZOS), want))
@@ -426,7 +440,7 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
             monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
         result = run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", tmp_path / name, *flags)
         assert result.status == 0, result.err
-        psnr[name] = looks_of(tmp_path / name)[-1]["psnr"]["val"]["lora"]
+        psnr[name] = validations_of(tmp_path / name)[-1]["psnr"]["val"]["lora"]
         print(f"\n{name:8} {psnr[name]:.2f} dB in {tmp_path / name}")
     for way in ("one", "padded"):
         show(f"{way}, dB from mixed", abs(psnr[way] - psnr["mixed"]), 0.3)

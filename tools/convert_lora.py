@@ -89,7 +89,7 @@ def merge(files, scales, model, dtype, out):
             file.chmod(0o666 & ~umask)
         os.replace(tmp, out)
     except (OSError, SafetensorError) as e:
-        raise InputError(f"--out {out}: cannot be written ({e}); free some space, or mend its path")
+        raise InputError(f"--out {out}: cannot be written ({e}); free some space, or correct the path")
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 
@@ -103,7 +103,7 @@ def copy_file(source, target):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
-    parser.add_argument("lora", nargs="+", type=Path, help="several only to be merged")
+    parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
     parser.add_argument("--to", choices=["comfyui", "diffusers", "model"], required=True, help="what to make of it")
     parser.add_argument("--out", type=Path, required=True, help="new .safetensors file; of --to model a new folder")
     parser.add_argument("--model", help="to merge into: hub id or folder (default: tiny)")

@@ -16,7 +16,7 @@ import numpy as np
 from cache import HelpFormatter, InputError, write_file
 
 def read_log(folder):
-    """-> (records of steps, records of looks). The last line of a run that is at work, or was killed, may be cut."""
+    """-> (records of steps, of validations). The last line of a run that is at work, or was killed, may be cut."""
     log = folder / "log.jsonl"
     try:
         lines = log.read_text().splitlines()[1:]
@@ -53,19 +53,19 @@ def find_hardest(steps):
     found = [(name, float(np.mean(r)), len(r)) for name, r in ratios.items()]
     return sorted(found, key=lambda row: -row[1])
 
-def draw_curves(steps, looks):
+def draw_curves(steps, validations):
     """-> a PNG's bytes."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError("loss.png: needs a package that is not here; pip install matplotlib")
+        raise InputError("loss.png: matplotlib is not installed; pip install matplotlib")
     figure, n = Figure((12, 4), layout="constrained"), max(1, len(steps) // 20)
     left, right = figure.subplots(1, 2)
     x, y = [[r[key] for r in steps] for key in ("step", "loss")]
     left.plot(x, y, color="lightgray", label="training")
     left.plot(x[n - 1:], np.convolve(y, np.ones(n) / n, "valid"), label=f"mean of {n}")
-    if looks:
-        left.plot([r["step"] for r in looks], [r["val_loss"] for r in looks], "o-", label="held-out samples")
+    if validations:
+        left.plot([r["step"] for r in validations], [r["val_loss"] for r in validations], "o-", label="validation")
     left.set(xlabel="step", ylabel="loss")
     left.legend()
     right.bar(np.arange(10) / 10, by_timestep(steps[-100:])[3], 0.09, align="edge")
@@ -78,11 +78,11 @@ def main():
     parser.add_argument("run", type=Path, help="run folder of train.py, or its copy")
     parser.add_argument("--hardest", type=int, default=5, metavar="N", help="how many samples to name")
     args = parser.parse_args()
-    steps, looks = read_log(args.run)
+    steps, validations = read_log(args.run)
     print(f"hardest samples of {args.run}, by their loss over the mean at the same timesteps:")
     for name, ratio, times in find_hardest(steps)[:args.hardest]:
         print(f"{ratio:6.2f}  {name}  (seen {times} times)")
-    write_file(args.run / "loss.png", draw_curves(steps, looks))
+    write_file(args.run / "loss.png", draw_curves(steps, validations))
     print(f"{args.run / 'loss.png'}: the losses, and the last 100 steps' by timestep")
 
 if __name__ == "__main__":

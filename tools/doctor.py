@@ -10,12 +10,12 @@ prints a table of what they hold, and looks for pairs that teach the wrong thing
     other caption   the same pair with another instruction
     other target    the same control and instruction with another target
 
-What was edited itself raises no alarm. An error ends with status 1, a finding is a reason to look. Writes report.json
-(a line for each sample) and sheet_*.png (each finding's pictures) to OUT. No model is needed.
+The edit itself raises no alarm. Errors make the exit status 1; findings do not, they are a reason to look. Writes
+report.json (a line for each sample) and sheet_*.png (each finding's pictures) to OUT. No model is needed.
 
 $ python tools/doctor.py photos                          # -> out/doctor-photos
 $ python tools/doctor.py photos drawings --reg_data faces --out report
-$ python tools/doctor.py photos --target_pixels 512*512 --model Qwen/Qwen-Image-Edit-2509
+$ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 
 Shapes: H, W height and width of a small copy in pixels, N pixels or samples, K pixels that both pictures show.
 """

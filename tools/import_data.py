@@ -1,5 +1,5 @@
 """
-Other layouts -> ours, once. SOURCE is only read; OUT appears whole, or not at all. SOURCE is one of
+Converts a dataset of another layout into ours. SOURCE is only read; OUT appears whole, or not at all. SOURCE is one of
     a folder        of other trainers, with names in FOLDERS; controls NAME, NAME_1 or NAME_control_1 or, counted from
                     0, NAME_0000; masks NAME_mask, beside the target or the control
     a manifest      .jsonl, .json, .csv (commas, semicolons or tabs) with names in COLUMNS, or a metadata.* in a folder
@@ -75,8 +75,8 @@ def read_folders(source, folders):
         owners = meanings(*key, targets)
         for name, what in owners:
             targets[name].setdefault(what if len(owners) == 1 else "unclear", []).extend(paths)
-        problems += [error_line(f"{path}: not used, as no target goes by that name or its format is not read; delete "
-                                "it, or save it as PNG") for path in paths if not owners]
+        problems += [error_line(f"{path}: not used: no target has this name, or this kind of file is not read; rename, "
+                                "convert or delete it") for path in paths if not owners]
     for name, own in targets.items():
         try:
             samples.append(read_files(source, name, own, targets))
@@ -242,8 +242,9 @@ def convert_cache(paths, folder):
                                     dict(version=cache.VERSION, key=key, sizes=sizes, sources=[str(path)]))
             texts = {(prompt, True): dict(tokens=len(tensors[part]), file=files[part])
                      for prompt, part in ((name, "prompt_embed"), ("", "empty_prompt_embed")) if part in files}
-            scale = dict(img_shapes=shapes, file=files["pixel_latent"])
-            samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, scales=[scale], texts=texts))
+            resolutions = [dict(img_shapes=shapes, file=files["pixel_latent"])]
+            samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, resolutions=resolutions,
+                                  texts=texts))
         except InputError as e:
             problems.append(str(e))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
