@@ -234,7 +234,9 @@ def plus(pipes):
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
-    return starter(tmp_path_factory.mktemp("output"))
+    start = starter(tmp_path_factory.mktemp("output"))
+    start("cache.py", "-h").wait() # the fork server imports for seconds; kills are aimed by the time a process takes
+    return start
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
