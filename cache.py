@@ -181,6 +181,8 @@ def parse_args(parser, tiny):
     if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" # each process its own
     args.device = args.device or "cpu"
+    if not args.cache_dir:
+        parser.error("argument --cache_dir: empty; give a folder")
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     for name, value in vars(args).items():
         if name.endswith("device"):
@@ -228,13 +230,14 @@ def start_processes(args):
 @contextlib.contextmanager
 def signals_noted():
     """with signals_noted() as stopped: signals only fill this list, so that what is begun can be finished."""
-    stopped, known = [], [n for n in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, n)] # Windows lacks the last
-    before = {n: signal.signal(getattr(signal, n), lambda number, _: stopped.append(number)) for n in known}
+    stopped, handle = [], signal.signal # a name of its own, as modules are gone when the interpreter ends
+    numbers = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, n)] # Windows lacks one
+    before = {number: handle(number, lambda number, _: stopped.append(number)) for number in numbers}
     try:
         yield stopped
     finally:
-        for n, handler in before.items():
-            signal.signal(getattr(signal, n), handler)
+        for number, handler in before.items():
+            handle(number, handler)
 
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------
 
@@ -347,8 +350,11 @@ def find_folder(data, role):
 def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or "link" for a link
     to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
+    def unreadable(e):
+        if not isinstance(e, FileNotFoundError): # mask/ need not be there
+            raise InputError(f"{e.filename}: cannot be read ({e.strerror}); fix its permissions")
     found = {}
-    for root, dirs, names in os.walk(folder):
+    for root, dirs, names in os.walk(folder, onerror=unreadable):
         links = [name for name in dirs if Path(root, name).is_symlink()]
         for path in [Path(root, name) for name in sorted(names + links) if not name.startswith(".")]:
             if kind := "link" if path.name in links else KINDS.get(path.suffix.lower()):
@@ -410,9 +416,12 @@ def read_row(manifest, n, line, alone, settings):
     where = f"{manifest}:{n}"
     try:
         row = json.loads(line)
+        if not isinstance(row, dict):
+            raise TypeError(f"a {type(row).__name__}")
         if settings is not None and "control" not in row and "image" in row:
             row["control"] = row.pop("image")
-        known = dict(control=(str, list), prompt=(str, list)) | (settings or dict(target=str, mask=(str, type(None))))
+        known = dict(control=(str, list)) | (dict(prompt=str) | settings if settings is not None else dict(
+            prompt=(str, list), target=str, mask=(str, type(None))))
         need = ["prompt"] + ["target"] * (settings is None) + ["control"] * (not alone)
         wrong = [k for k in [*need, *row] if k not in row or not isinstance(row[k], known.get(k, ()))
                  or isinstance(row[k], bool)] # which is an int to Python
@@ -871,12 +880,22 @@ def run_name(model, roots):
     names = [Path(root).stem.removeprefix(model + "-") if is_index(root) else root_name(root) for root in roots]
     return f"{model}-{'+'.join(names)}"
 
-def write_index(path, samples, geometry, models):
+def index_path(cache_dir, name, roots):
+    """Where the index of these datasets goes: with a hash in its name if the index of others, which are still there,
+    has the name already."""
+    path = Path(cache_dir, f"{name}.json")
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError): # none, or a broken one, which is replaced
+        others = json.loads(path.read_text())["roots"]
+        if others != roots and all(map(os.path.exists, others)):
+            return path.with_stem(f"{name}-{content_key(roots=roots)[:6]}")
+    return path
+
+def write_index(path, samples, geometry, models, roots=()):
     """JSON that read_index reads. Files go by their names below the index's folder, which may be copied elsewhere."""
     below = lambda encoded: encoded | dict(file=encoded["file"].relative_to(path.parent).as_posix())
     rows = [asdict(s) | dict(resolutions=list(map(below, s.resolutions)),
                              texts=[[*key, below(text)] for key, text in s.texts.items()]) for s in samples]
-    index = dict(version=VERSION, models=models, geometry=geometry, samples=rows)
+    index = dict(version=VERSION, models=models, geometry=geometry, roots=roots, samples=rows)
     write_file(path, json.dumps(index, indent=1).encode())
 
 def read_index(path):
@@ -953,9 +972,12 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
         problems += later
         samples, val_samples = list(filter(is_cached, samples)), list(filter(is_cached, val_samples))
         for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
-            if rank == 0 and encoded and not any(map(is_index, roots)):
-                index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
-                write_index(index, encoded, geometry, encoder_fingerprints(folder))
+            # with errors an index would look complete
+            if rank == 0 and encoded and not any(map(is_index, roots)) and (args.skip_bad or not problems):
+                places = list(map(os.path.realpath, roots))
+                index = index_path(args.cache_dir, run_name(args.model, roots) + end, places)
+                write_index(index, encoded, geometry, encoder_fingerprints(folder), places)
+                print(f"{index}: {len(encoded)} samples")
     if rank == 0:
         print(describe(samples))
     return samples, val_samples, geometry, problems
@@ -999,7 +1021,7 @@ def main():
     samples, val_samples, _, problems = make_cache(pipe, folder, args, rank, world_size, verify=args.verify)
     if rank == 0 and args.prune and problems:
         raise InputError("--prune: would also delete files of the samples with errors above; fix those samples first")
-    if rank == 0:
+    if rank == 0 and not problems:
         try:
             prune_files(args.cache_dir, args.prune)
         except InputError:

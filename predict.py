@@ -464,6 +464,8 @@ def read_samples(args):
     folder = args.image[0]
     if not folder.is_dir():
         return [cache.make_sample("--prompt", folder, args.out.stem, None, args.image, [args.prompt])], []
+    if args.image[1:]:
+        raise InputError(f"--image {args.image[1]}: a folder stands alone; give one folder, or files")
     samples = []
     for (stem, kind), paths in cache.find_files(folder).items():
         for path in paths if kind in ("picture", "other") else []: # other: TIFF and the like, each an error by its name
@@ -487,6 +489,7 @@ def complete_settings(sample, args, stretched):
     fits = lambda key, low, high: s.get(key) is None or low <= s[key] <= high
     where = f"{args.jobs or '--image'}: {sample.name}"
     cache.check_text(f"{where}: negative prompt", s["negative_prompt"])
+    cache.check_text(f"{where}: out", own.get("out", ""))
     for wrong, what in (
             (not pictures, "a picture without a control cannot be edited; leave it out"),
             ("sigmas" in own and "num_inference_steps" in own, "both sigmas and num_inference_steps; leave one out"),
@@ -494,7 +497,8 @@ def complete_settings(sample, args, stretched):
              f"sigmas {sigmas}; give falling numbers, none above 1, all above 0"),
             (not fits("shift", 1e-6, 1e6), f"shift {s['shift']}; give a number above 0"),
             (not fits("true_cfg_scale", -1e6, 1e6), f"true_cfg_scale {s['true_cfg_scale']}; give a number"),
-            (s["num_inference_steps"] < least, f"{s['num_inference_steps']} steps; give at least {least}"),
+            (not fits("num_inference_steps", least, 1000),
+             f"{s['num_inference_steps']} steps; give at least {least}, at most 1000"),
             (not fits("size_from", 1, pictures), f"size_from {s['size_from']} of {pictures} pictures; count from 1"),
             (not fits("height", 32, 16_384) or not fits("width", 32, 16_384),
              f"{s['width']} x {s['height']} pixels; give 32 to 16384 for --width and --height"),
@@ -510,6 +514,7 @@ def plan_pictures(samples, args, many, model_fingerprint):
     hash of all that decides the picture. InputError if two would be written to one file."""
     loras = [[cache.file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
     pictures, sheet = {}, args.out_dir / SHEET
+    sources = {Path(p).resolve() for s in samples for p in (s.target, s.mask, *s.controls) if p}
     for row, sample in enumerate(samples):
         files = [sample.resolutions[0]["file"].stem, *[text["file"].stem for text in sample.texts.values()]]
         decides = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
@@ -521,6 +526,8 @@ def plan_pictures(samples, args, many, model_fingerprint):
             path = out.with_stem(out.stem + end)
             if path in pictures or (many and path == sheet):
                 raise InputError(f"{args.jobs or '--image'}: two pictures would be {path}; give each its own name")
+            if path.resolve() in sources:
+                raise InputError(f"{path}: would overwrite a picture that is read; give another --out_dir or --out")
             key = cache.content_key(files=files, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
                                     loras=[[lora, strength * scale] for lora, strength in loras], **decides)
             pictures[path] = SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,

@@ -73,8 +73,8 @@ flag("--use_cache", action=on_off, default=True,
      help="--no-use_cache: encode each batch anew, with all models on the device")
 # LoRA
 flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
-flag("--lora_alpha", type=number(float, 0), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
-flag("--lora_dropout", type=number(float, 0, 1), default=0.0, help="share of the LoRA's inputs that is set to 0")
+flag("--lora_alpha", type=number(float, 1e-6), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
+flag("--lora_dropout", type=number(float, 0, 0.99), default=0.0, help="share of the LoRA's inputs that is set to 0")
 flag("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
      help="linear layers, by the ends of their names; attention: all of the attention, image and text; "
           "all-linear: all of the blocks")
@@ -147,6 +147,8 @@ if args.sample_every and not args.val_data:
     parser.error("argument --sample_every: there is nothing to draw; give --val_data")
 if not args.use_cache and any(map(cache.is_index, args.data + args.val_data)):
     parser.error("argument --use_cache: an index is a cache; leave out --no-use_cache")
+if "lr" in dict(args.optimizer_args):
+    parser.error("argument --optimizer_args: lr would be ignored; give --lr")
 if package == args.optimizer:
     parser.error(f"argument --optimizer: {args.optimizer!r} is no path of a class; give for instance torch.optim.AdamW")
 if not find_spec(package):
@@ -207,7 +209,9 @@ for path in reversed(saved):
         break
     except InputError as e:
         say(f"warning: {path} is damaged; trying the checkpoint before it ({e})")
-if args.resume and not checkpoint and (saved or not log.exists()): # (a run may be killed before its first checkpoint)
+begun = [name for name in ("log.jsonl", ".lock") if (out_dir / name).exists()] # perhaps killed before a checkpoint
+finished = [name for name in ("DONE", LORA_FILE) if (out_dir / name).exists()] # its checkpoints have been deleted
+if args.resume and not checkpoint and (saved or finished or not begun):
     raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right "
                      "--out_dir, or start a new run without --resume")
 if checkpoint:
@@ -352,6 +356,9 @@ try:
     lora = predict.add_lora(transformer, **lora_config) # {name: parameter}: all that learns
 except (TypeError, ValueError) as e:
     raise InputError(f"--lora_args: peft refuses them ({str(e).splitlines()[0]}); see peft.LoraConfig")
+if lora_args.get("target_parameters") or any(".lora_" not in name for name in lora):
+    raise InputError("--lora_args: would train what a LoRA's file cannot hold; leave out bias, modules_to_save and "
+                     "target_parameters")
 
 # ---- packs: which process computes which samples, in which forward passes --------------------------------------------
 
@@ -451,14 +458,21 @@ def load_checkpoint(weights, tensors, state):
     group = optimizer.state_dict()["param_groups"][0] | state["group"]
     optimizer.load_state_dict(dict(state=saved, param_groups=[group]))
 
+def due(step):
+    """Whether this many steps are followed by a validation; after the last one it comes in any case."""
+    every = args.sample_every or args.max_steps
+    return bool(val_samples) and step > 0 and (step % every == 0 or step >= args.max_steps)
+
 def begin_log():
     """Writes the first line, which tells how the run was begun, and keeps the steps up to the checkpoint of a killed
-    run: those after it are taken again, and its last line may be half a line."""
+    run: what comes after it is taken again, and its last line may be half a line."""
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
     kept = lines[:1] or [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
     for line in lines[1:]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            kept += [line] if json.loads(line)["step"] <= step else []
+            record = json.loads(line)
+            again = record["step"] > step or (record["step"] == step and "val_loss" in record and due(step))
+            kept += [] if again else [line]
     cache.write_file(log, ("\n".join(kept) + "\n").encode())
 
 def write_log(sync=False, **record):
@@ -601,6 +615,8 @@ signals = contextlib.ExitStack() # (`with` would indent all that follows)
 stopped, stopping = signals.enter_context(cache.signals_noted()), False # a signal ends the run after the step at hand
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
 while step < args.max_steps and not stopping:
+    if due(step): # here and not after the step, so that a resumed run takes what an interruption has cut off
+        validate()
     t0 = clock()
 
     # this step's samples, and this process's share of them
@@ -642,10 +658,8 @@ while step < args.max_steps and not stopping:
     step += 1
     seconds = clock() - t0
 
-    # log, save, validate: nothing below changes the training
-    last = step == args.max_steps
-    validating = val_items and args.sample_every and step % args.sample_every == 0 and not (last or stopping)
-    saving = last or validating or stopping or step % args.save_every == 0 # first, for drawing takes minutes
+    # log and save: nothing below changes the training. A validation, which takes minutes, is preceded by a checkpoint
+    saving = step == args.max_steps or due(step) or stopping or step % args.save_every == 0
     if rank == 0:
         tokens, cuda = sum(lengths), args.device.startswith("cuda")
         memory = (torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss) / 2**30
@@ -661,8 +675,6 @@ while step < args.max_steps and not stopping:
         bar.update()
         if saving:
             save_checkpoint()
-    if validating:
-        validate()
 bar.close()
 
 # ---- the end, which --resume takes again if it was interrupted -------------------------------------------------------

@@ -211,6 +211,7 @@ ROW = '{"target": "target/cat.png", "control": ["control/cat.png"], "prompt": "g
 BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line number
     "no JSON": ('{"target": "target/cat.png", ',),
     "no object": ('["target/cat.png"]',),
+    "numbers": ("[1, 2]",),
     "deep": ("[" * 100_000,),
     "no target": (ROW % '"target": null', "target"),
     "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
@@ -256,6 +257,15 @@ def test_a_picture_that_may_not_be_read_is_one_line(data, monkeypatch):
     monkeypatch.setattr(cache.Image, "open", no) # root may read everything
     with refused(data / "target/cat.png", "permissions"):
         cache.image_size(data / "target/cat.png")
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(data, monkeypatch):
+    real = os.walk
+    def walk(folder, onerror):
+        onerror(PermissionError(13, "Permission denied", f"{folder}/deep")) # root may read everything
+        yield from real(folder)
+    monkeypatch.setattr(os, "walk", walk)
+    with refused(data / "target/deep", "permissions"):
+        cache.read_dataset(data)
 
 # ---- several datasets, and pictures without controls -----------------------------------------------------------------
 

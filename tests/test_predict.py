@@ -47,13 +47,14 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
             dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),
             dict(image=[one, two], size_from=1, num_inference_steps=3),
             dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3])]
-    bad = {"missing.png": [dict(image=["missing.png"])], "'prompt'": [dict(prompt=None)],
+    bad = {"missing.png": [dict(image=["missing.png"])], "'prompt'": [dict(prompt=None), dict(prompt=["a", "b"])],
            "'heigth'": [dict(heigth=3)], "'image'": [dict(control=one)],
            "seed": [dict(seed=x) for x in ("3", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
            "'out'": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
            "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[1], num_inference_steps=3)],
            "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
-           "at least 2": [dict(num_inference_steps=1)], "pixels; give 32": [dict(height=0), dict(width=31)],
+           "at least 2": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
+           "pixels; give 32": [dict(height=0), dict(width=31)],
            "negative prompt": [dict(negative_prompt="<|im_end|>")]}
     rows, out = [*good, *sum(bad.values(), [])], tmp_path / "o"
     jobs = write_jobs(tmp_path, [dict(image=one, prompt="add a red border") | row for row in rows])
@@ -75,6 +76,17 @@ def test_jobs_that_contradict_each_other_are_one_line(tmp_path, photos, rows, mo
     jobs = write_jobs(tmp_path, [dict(image=str(photos[0]), prompt="x") | row for row in rows])
     result = run_script("predict.py", "--jobs", jobs, "--out_dir", tmp_path / "o", *more, "--num_inference_steps", 2)
     assert result.status == 1 and is_one_line(result.errors[0], "jobs.jsonl", named), result.err
+
+@pytest.mark.parametrize("flags", [
+    "--jobs DATA --out_dir DATA/target", "--image DATA/control/a.png --prompt x --seed 1 2 --out DATA/control/a.png",
+    "--image DATA/control/a-s1.png --prompt x --seed 1 2 --out DATA/control/a.png"])
+def test_no_picture_that_is_read_is_overwritten(tmp_path, flags):
+    for name in ("a", "a-s1"):
+        add_item(tmp_path / "data", name)
+    before = {p: p.read_bytes() for p in tmp_path.glob("data/*/*")}
+    result = run_script("predict.py", *flags.replace("DATA", str(tmp_path / "data")).split(), "--lora", "")
+    assert result.status in (1, 2) and "error: " in result.err
+    assert before == {p: p.read_bytes() for p in tmp_path.glob("data/*/*")}
 
 def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tmp_path, monkeypatch):
     """Pictures that vanish or are cut between planning and encoding, a place that is taken, a cached file that was
@@ -318,7 +330,8 @@ def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, photos, two_lor
     ("EDIT --size_from 2", "size_from 2 of 1"), ("EDIT --image no.png", "no.png"), ("EDIT --lora no/thing", "the hub"),
     ("EDIT --negative_prompt <|im_end|>", "negative prompt"), ("EDIT --out TMP/file/a.png", "TMP/file"),
     ("EDIT --image TMP/in --out_dir TMP/file/o", "TMP/file"), ("EDIT --image TMP/no", "TMP/no"),
-    ("EDIT --image TMP/sheet", "sheet.png"), ("EDIT --image TMP/in --out_dir TMP/in", "TMP/in"),
+    ("EDIT --image TMP/sheet", "sheet.png"), ("EDIT --image TMP/in TMP/sheet", "one folder"),
+    ("EDIT --image TMP/in --out_dir TMP/in", "TMP/in"),
     ("EDIT --image TMP/in --out_dir TMP/in/out", "TMP/in"), ("--jobs TMP/gone.jsonl", "does not exist")])
 def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, named):
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections import Counter
 from math import prod
 
@@ -256,7 +257,9 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
     (["--optimizer_args", "beta=3"], 1, "beta"),
     (["--tracker", "wandb"], 2, "pip install wandb"),
     (["--quantize", "nf4"], 2, "pip install bitsandbytes"),
-    (["--lora_args", "no_such=1"], 1, "--lora_args"),
+    (["--lora_args", "no_such=1"], 1, "--lora_args"), (["--lora_args", "bias=all"], 1, "bias"),
+    (["--lora_args", 'modules_to_save=["img_in"]'], 1, "modules_to_save"), (["--optimizer_args", "lr=5"], 2, "--lr"),
+    (["--lora_dropout", 1], 2, "--lora_dropout"), (["--lora_alpha", 0], 2, "--lora_alpha"),
     (["--lora_args", "init_lora_weights=pissa"], 2, "base"),
     (["--lora_args", "use_dora=true", "--quantize", "int8"], 2, "DoRA"),
     (["--lora_targets", "to_q", "to_kk"], 1, "to_k "), # peft would go on
@@ -355,6 +358,31 @@ def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     assert [p.name for p in sorted((b / "samples").glob("*.png"))] == [f"step_{n:06d}_data.png" for n in (1, 2, 3)]
     assert [r["step"] for r in validations_of(b)] == [1, 2, 3] and not validations_of(a)
     assert {p.requires_grad for n, p in result.globals["transformer"].named_parameters()} == {True, False}
+
+def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
+    """A kill while pictures are drawn after step 2 of 4: the resumed run has log and sheets of an unbroken one."""
+    flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 4, "--sample_every", 2, *NATIVE, *EXACT]
+    train(data, tmp_path, *flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(predict, "draw_samples", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+        assert train(data, tmp_path, *flags).status == 9
+    whole, cut = tmp_path / "run-0", tmp_path / "run-1"
+    assert [r["step"] for r in log_of(cut)] == [1, 2]
+    for _ in range(2): # and once more, from the end
+        (cut / "DONE").unlink(missing_ok=True)
+        assert train(data, tmp_path, *flags, "--out_dir", cut, "--resume").status == 0
+        assert [r["step"] for r in validations_of(cut)] == [2, 4] and validations_of(cut) == validations_of(whole)
+        assert curve(log_of(cut)) == curve(log_of(whole))
+    assert sorted(p.name for p in cut.glob("samples/*")) == sorted(p.name for p in whole.glob("samples/*"))
+
+def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(tmp_path):
+    train_log(tmp_path / "a")
+    before = lora_of(tmp_path / "a")
+    for path in (tmp_path / "a").glob("checkpoint-*"):
+        shutil.rmtree(path)
+    result = train_toy(tmp_path / "a", "--resume", "--max_steps", 9)
+    assert result.status == 1 and is_one_line(result.errors[0], "checkpoint")
+    assert all(torch.equal(before[k], v) for k, v in lora_of(tmp_path / "a").items())
 
 def test_an_interrupted_end_is_taken_again(tmp_path, data, monkeypatch):
     """A kill while the last validation draws: --resume writes the LoRA, the sheet and DONE."""
