@@ -96,8 +96,8 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
 
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
-EXTRAS = dict(quantize="low_bit", quantize_text_encoder="low_bit", offload="shard", fsdp="shard", plan="plan",
-              tracker="track") # flag: the file in extras/ that it switches on
+EXTRAS = dict(device="cuda", quantize="low_bit", quantize_text_encoder="low_bit", offload="shard", fsdp="shard",
+              plan="plan", tracker="track") # flag: the file in extras/ that it switches on
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
 
 def load_extra(flag):
@@ -134,6 +134,8 @@ def add_model_flags(parser):
     flag("--dtype", choices=["float32", "bfloat16", "float16"],
          help="of the frozen models and the cache (default: bfloat16 on CUDA, float32 on CPU)")
     flag("--device", help="default: cuda if there is one, else cpu; under torchrun one per process")
+    flag("--flash_attention", choices=["auto", "2"], default="auto",
+         help="auto: 3 on Hopper, 4 on data centre Blackwell, where its package is installed; else 2")
     flag("--cache_dir", default="cache", help="where encoded samples of all models and datasets are kept")
     flag("--max_sequence_length", type=number(int, 1), default=1024,
          help="most tokens in a prompt; a longer prompt is an error, it is not cut")
@@ -178,24 +180,42 @@ def parse_args(parser, tiny):
     if args.model == "tiny":
         parser.set_defaults(**tiny)
         args = parser.parse_args()
-    if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
-        args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" # each process its own
-    args.device = args.device or "cpu"
+    if args.device is None and not torch.cuda.is_available() and args.model != "tiny" and not vars(args).get("plan"):
+        check_size_for_cpu(args.model)
     if not args.cache_dir:
         parser.error("argument --cache_dir: empty; give a folder")
+    default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name in [name for name in vars(args) if name.endswith("device")]:
+        device = getattr(args, name) or default
+        if device == "cuda": # each process its own
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        elif device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
+        setattr(args, name, device)
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as e:
+            parser.error(f"argument --{name}: {device!r} cannot be used ({str(e).splitlines()[0]})")
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    if args.device.startswith("cuda") and (problem := load_extra("device").problem(args.device, args.dtype)):
+        parser.error(f"argument --device: {problem}")
     for name, value in vars(args).items():
-        if name.endswith("device"):
-            setattr(args, name, value or args.device)
-            try:
-                torch.empty(0, device=value or args.device)
-            except (RuntimeError, AssertionError) as e:
-                parser.error(f"argument --{name}: {value!r} cannot be used ({str(e).splitlines()[0]})")
-        if name in EXTRAS and value and value != "none":
+        if name in EXTRAS and name != "device" and value and value != "none":
             load_extra(name)
         if isinstance(value, str) and value in PACKAGES and not find_spec(PACKAGES[value]):
             parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
     return args
+
+def check_size_for_cpu(model):
+    """InputError where a large model would go to the CPU, in float32, because no GPU can be used."""
+    weights = [file.stat().st_size for file in Path(model).glob("*/*.safetensors")]
+    if not Path(model).is_dir() or sum(weights) > 4e9:
+        driver = Path("/proc/driver/nvidia/version")
+        driver = re.search(r"\d+\.[\d.]+", driver.read_text()) if driver.is_file() else None
+        raise InputError(f"--device: no usable GPU (torch {torch.__version__} is built for CUDA "
+                         f"{torch.version.cuda or '-'}, the NVIDIA driver is {driver[0] if driver else 'not loaded'}; "
+                         "CUDA 13 needs 580 or newer); update the driver, install a torch that fits it, or give "
+                         "--device cpu")
 
 def parse_data_args(parser, tiny):
     """parse_args, with the flags of add_data_flags."""
@@ -220,9 +240,12 @@ def start_processes(args):
     if args.model == "tiny" and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     cuda = args.device.startswith("cuda")
-    if cuda:
-        torch.cuda.set_device(args.device) # where NCCL works
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if cuda:
+        card = load_extra("device").prepare(args.device, args.flash_attention)
+        torch.cuda.set_device(args.device) # where NCCL works
+        if rank == 0:
+            print(card)
     if world_size > 1: # the others wait while one encodes or draws for hours
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=7))
     return rank, world_size
@@ -640,6 +663,7 @@ def load_encoder(pipe, part, args):
         pipe.vae.quant_conv.to(args.vae_device)
         return
     encoder = load_part(Qwen2_5_VLForConditionalGeneration, Path(pipe.name_or_path, "text_encoder"), args.dtype)
+    encoder.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
     try:
         if args.quantize_text_encoder != "none":
             make_low_bit = load_extra("quantize_text_encoder").make_low_bit

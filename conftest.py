@@ -1,4 +1,6 @@
 """Options of test_consistency.py and tests/, which import OPTIONS from here."""
+import os
+
 import torch
 
 OPTIONS = dict(dtype=torch.float32, device=torch.device("cpu"), full=False, model="tiny", kills=4, fuzz=0)
@@ -21,4 +23,7 @@ def pytest_configure(config):
     if not OPTIONS["full"]:
         torch.set_num_threads(1)  # the test models are too small for more: two threads take three times as long
     if OPTIONS["device"].type == "cuda":  # some attention kernels add up gradients in any order; here they are compared
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        OPTIONS["device"] = torch.device("cuda", OPTIONS["device"].index or 0)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # with warn_only attention would stay as it is
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in extras/cuda.py

@@ -100,7 +100,8 @@ class Packed:
 def has_varlen(x):
     """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
     through diffusers, for all models or in a with block, has precedence."""
-    return (varlen_attn is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return (varlen_attn is not None and x.is_cuda and torch.version.hip is None # (which lacks it on many cards)
+            and x.dtype in (torch.bfloat16, torch.float16)
             and torch.cuda.get_device_capability(x.device) >= (8, 0)
             and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE)
 
@@ -118,8 +119,9 @@ def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
     call a sample."""
     txt_lens, img_lens, lens = packed.txt_lens, packed.img_lens, packed.joint_lens
-    both = lambda txt, img: torch.cat([part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1))
-                                       for part in pair], dim=1)
+    join = lambda parts: parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) # of one part it would be a copy
+    both = lambda txt, img: join([part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1))
+                                  for part in pair])
     k, v = both(txt_qkv[1], img_qkv[1]), both(txt_qkv[2], img_qkv[2])
     if txt_qkv[0] is None:
         q, q_lens, cu_q = img_qkv[0], img_lens, packed.cu_img
@@ -128,12 +130,12 @@ def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     if cu_q is not None and backend is None and parallel_config is None:
         out = varlen_attn(q[0], k[0], v[0], cu_q, packed.cu_joint, max(q_lens), max(lens))[None]
     else:
-        out = torch.cat([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config)
-                         for qkv in zip(q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1))], dim=1)
+        out = join([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config)
+                    for qkv in zip(q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1))])
     if txt_qkv[0] is None:
         return None, out
     parts = out.split([n for pair in zip(txt_lens, img_lens) for n in pair], dim=1)
-    return torch.cat(parts[::2], dim=1), torch.cat(parts[1::2], dim=1)
+    return join(parts[::2]), join(parts[1::2])
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
@@ -212,6 +214,8 @@ def by_segment(segments, f, *xs):
     """f(row, *the segment's tokens of each x) for all segments -> (B, N, C). xs: (B, N, C), read as B * N rows."""
     if torch.compiler.is_compiling(): # a gather, which the compiler fuses; eager it would cost memory and a kernel more
         return f(segments.index, *[x.flatten(0, 1) for x in xs]).view_as(xs[0])
+    if len(segments.rows) == 1: # nothing to put together
+        return f(segments.rows[0], *xs)
     parts = zip(*[x.flatten(0, 1).split(segments.lens) for x in xs])
     return torch.cat([f(row, *p) for row, p in zip(segments.rows, parts)]).view_as(xs[0])
 

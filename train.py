@@ -574,14 +574,21 @@ def validate():
     vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
     vae.to(args.vae_device)
     transformer.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"): # nothing is compiled once more: that takes longer
-        val_loss = validation_loss()
-        if base_pictures is None:
-            transformer.disable_adapters()
-            base_pictures = draw_pictures()
+    try: # nothing is compiled once more: that takes longer
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            val_loss = validation_loss()
+            if base_pictures is None:
+                transformer.disable_adapters()
+                base_pictures = draw_pictures()
             transformer.enable_adapters()
-        shares = [{i: compare(i, picture) for i, picture in draw_pictures().items()}]
-    transformer.train()
+            shares = [{i: compare(i, picture) for i, picture in draw_pictures().items()}]
+    except torch.OutOfMemoryError:
+        if world_size > 1: # the others are waiting for this process's share
+            raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
+        transformer.enable_adapters()
+        return say(f"warning: no memory for the validation after step {step}; the training goes on (--max_tokens)")
+    finally:
+        transformer.train()
     if not live:
         vae.to("cpu")
     if args.device.startswith("cuda"):
@@ -625,8 +632,10 @@ while step < args.max_steps and not stopping:
     lengths = [count_tokens(*p) for p in picked]
 
     # forward and backward, pack by pack: the gradients of sums add up
-    loss_sum, weight_sum, sample_losses = 0.0, 0.0, [0.0] * len(picked)
+    loss_sum, weight_sum, sample_losses, cut = 0.0, 0.0, [0.0] * len(picked), False
     for pack, factor in deal_packs(lengths)[rank]:
+        if cut := bool(stopped) and not args.fsdp: # a step may take longer than the grace that torchrun gives; its
+            break                                  # blocks come from all processes with --fsdp, so that it has to end
         torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed()) # of LoRA dropout, nothing else
         try:
             losses = flow_loss(transformer, [load_item(*picked[i], generator("noise", positions[i])) for i in pack])
@@ -641,8 +650,10 @@ while step < args.max_steps and not stopping:
         weight_sum += factor * sum(weight for _, weight in losses)
 
     # add up with the other processes, divide by what all of them saw, step
-    loss_sum, weight_sum, stopping, *sample_losses = sum_over_processes(
-        [loss_sum, weight_sum, len(stopped), *sample_losses])
+    loss_sum, weight_sum, stopping, cut, *sample_losses = sum_over_processes(
+        [loss_sum, weight_sum, len(stopped), cut, *sample_losses])
+    if cut: # of any process: the step is not taken, --resume takes it
+        break
     for p in lora.values():
         p.grad /= weight_sum
     loss, lr = loss_sum / weight_sum, learning_rate(step)
@@ -680,6 +691,8 @@ bar.close()
 # ---- the end, which --resume takes again if it was interrupted -------------------------------------------------------
 
 if stopping:
+    if rank == 0 and step and (not checkpoints() or step_of(checkpoints()[-1]) != step): # in the midst of a step
+        save_checkpoint()
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:
     if rank == 0:

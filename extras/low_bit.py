@@ -16,7 +16,7 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer):
         ctx.layer = layer
-        if layer.kind == "fp8" and has_fp8_matmul(x): # rows of x get scales of their own
+        if layer.kind == "fp8" and has_fp8_matmul(x, layer): # rows of x get scales of their own
             rows = x.flatten(0, -2)
             scale = (rows.abs().amax(-1, keepdim=True).float() / 448).clamp_min(1e-12)
             out = torch._scaled_mm((rows / scale).to(torch.float8_e4m3fn), layer.weight.view(torch.float8_e4m3fn).T,
@@ -29,9 +29,11 @@ class FrozenProduct(torch.autograd.Function):
         return grad @ ctx.layer.unpacked(grad.dtype), None
 
 
-def has_fp8_matmul(x):
+def has_fp8_matmul(x, layer):
+    """_scaled_mm wants Ada or newer, and sides that are multiples of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
     return (x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
-            and torch.cuda.get_device_capability(x.device) >= (8, 9))
+            and torch.cuda.get_device_capability(x.device) >= (8, 9)
+            and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
 
 
 def bitsandbytes():
@@ -64,8 +66,9 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
             blocks = torch.Size([len(self.scale), 64])
             state = bitsandbytes().QuantState(self.scale, blocks, self.code, 64, self.kind, dtype)
             return bitsandbytes().dequantize_4bit(self.weight, state).view(self.out_features, self.in_features)
-        weight = self.weight if self.kind == "int8" else self.weight.view(torch.float8_e4m3fn)
-        return weight.to(dtype) * self.scale.to(dtype)
+        if self.kind == "int8":
+            return self.weight * self.scale.to(dtype) # promoted inside the one kernel
+        return self.weight.view(torch.float8_e4m3fn).to(dtype).mul_(self.scale.to(dtype))
 
     def forward(self, x):
         out = FrozenProduct.apply(x, self)

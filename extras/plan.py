@@ -79,8 +79,7 @@ def model_bytes(model, quantize="none"):
 
 
 def transformer_bytes(transformer, quantize, offload, parts):
-    """-> (bytes on the device, bytes of pinned host memory); parts: processes under --fsdp. torch rounds each pinned
-    tensor up to a power of two."""
+    """-> (bytes on the device, bytes of pinned host memory); parts: processes under --fsdp."""
     block, number = transformer.transformer_blocks[0], len(transformer.transformer_blocks)
     each, rest, away = model_bytes(block, quantize), model_bytes(transformer) - number * model_bytes(block), min(
         offload, number)
@@ -88,8 +87,7 @@ def transformer_bytes(transformer, quantize, offload, parts):
     gathered = 3 * each if parts > 1 else each if away else 0
     linears = [m for name, m in block.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" not in name]
     unpacked = max(map(model_bytes, linears)) if quantize != "none" else 0
-    rounded = sum(2 ** (round(model_bytes(m, quantize) / parts) - 1).bit_length() for m in linears)
-    return rest + (number - away) * each // parts + gathered + unpacked, away * rounded
+    return rest + (number - away) * each // parts + gathered + unpacked, away * each // parts
 
 
 def encoder_bytes(folder, dtype, quantize):
@@ -100,6 +98,7 @@ def encoder_bytes(folder, dtype, quantize):
         vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(folder / "vae"))
         text = Qwen2_5_VLForConditionalGeneration._from_config(
             Qwen2_5_VLForConditionalGeneration.config_class.from_pretrained(folder / "text_encoder"))
+    text.lm_head = torch.nn.Identity() # as in cache.load_encoder
     return model_bytes(torch.nn.Module.to(vae, dtype)), model_bytes(torch.nn.Module.to(text, dtype), quantize)
 
 

@@ -25,8 +25,8 @@ def shard(transformer, device, offload, fsdp, pack):
     offload = min(offload, len(blocks))
     away = [i * len(blocks) // offload for i in range(offload)]
     transformer.bytes_away = 0
-    if device.type == "cuda":
-        torch.cuda.set_device(device) # where FSDP2 works
+    if device.type == "cuda": # where FSDP2 works; set_device wants a number
+        torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
                                 world_size=1)

@@ -177,7 +177,7 @@ def test_fp8_matrices_are_multiplied_as_such_where_the_device_can(monkeypatch):
     linear = torch.nn.Linear(192, 64, dtype=torch.bfloat16)
     low, x = low_bit.LowBitLinear(linear, "fp8"), (torch.randn(2, 5, 192) * torch.rand(2, 5, 1)).bfloat16()
     unpacked, calls, real = low(x), [], torch._scaled_mm
-    monkeypatch.setattr(low_bit, "has_fp8_matmul", lambda x: True)
+    monkeypatch.setattr(low_bit, "has_fp8_matmul", lambda x, layer: True)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
     assert 0 < rel(low(x), unpacked) < 0.05 and calls == [1]
 
@@ -306,8 +306,9 @@ def test_the_plan_of_the_real_model_needs_no_weights(tmp_path):
     near = functools.partial(pytest.approx, abs=0.03)
     assert base == near(0.08 + 10 * block) and half[0] == near(base - 4 * block) and away[0] == near(base - 9 * block)
     assert int8[0] == near(base - 5 * block + unpacked) and nf4[0] == near(base - 7.19 * block + unpacked)
-    # a block's 648 MiB are 1 GiB when each tensor is rounded up to a power of two, as torch pins memory
-    assert (half[4], away[4], int8_away[4]) == (5, 10, 5) and unchecked[2] > 3 * given[2]
+    # as they are: extras/cuda.py keeps torch from rounding each pinned tensor up to a power of two
+    assert (half[4], away[4], int8_away[4]) == (near(5 * block), near(10 * block), near(5 * block))
+    assert unchecked[2] > 3 * given[2]
     assert not (tmp_path / "c").exists()
 
 # ---- trackers --------------------------------------------------------------------------------------------------------

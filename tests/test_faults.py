@@ -151,6 +151,34 @@ def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, sma
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
     assert_same_run(out_dir, unbroken.out_dir)
 
+def test_a_signal_in_the_midst_of_a_long_step_does_not_wait_for_its_end(tmp_path, small, monkeypatch):
+    """It is looked for between the packs; the step is not taken, and the resumed run is the unbroken one."""
+    flags, real, calls = [*small.flags, "--max_tokens", 1, "--max_steps", 3], rope_patch.run_packed, []
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole").status == 0
+
+    def run_packed(*args):
+        calls.append(1)
+        if len(calls) == len(log_of(tmp_path / "whole")[0]["samples"]) + 1: # the first pack of step 2
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(rope_patch, "run_packed", run_packed)
+        result = run_script("train.py", *flags, "--out_dir", tmp_path / "cut")
+    assert result.status == 0 and "stopped by a signal after step 1" in result.out, result.err
+    assert steps_of(tmp_path / "cut") == [1] and [r["step"] for r in log_of(tmp_path / "cut")] == [1]
+    assert len(calls) == len(log_of(tmp_path / "whole")[0]["samples"]) + 1
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "cut", "--resume").status == 0
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+def test_a_validation_without_memory_is_a_warning_and_costs_no_step(tmp_path, small, monkeypatch):
+    flags = [*small.flags, "--max_steps", 3]
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole").status == 0
+    monkeypatch.setattr(predict, "draw_samples", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    flags += ["--val_data", small.folder / "data", "--sample_every", 1, "--cache_dir", tmp_path / "c"]
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.out.count("warning: no memory for the validation") == 3, result.err
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, small, start):
     ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", "--max_steps", 2000, "--save_every", 2000)
     until(lambda: lines_of(tmp_path / "run") > 1)

@@ -1,0 +1,125 @@
+"""What happens with --device cuda, as far as a machine without a card can tell."""
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cache
+from extras import cuda, low_bit
+from models import refused
+from test_consistency import TINY, encoder_flags
+
+@pytest.fixture
+def card(monkeypatch):
+    """A machine with an H100, as far as flags are concerned; a test may change its capability."""
+    found = SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch, "empty", lambda *args, device=None, real=torch.empty, **kwargs: real(*args, **kwargs))
+    return found
+
+def parse(monkeypatch, *flags):
+    """cache.parse_args of cache.py's flags."""
+    parser = cache.argparse.ArgumentParser(allow_abbrev=False)
+    cache.add_model_flags(parser)
+    monkeypatch.setattr("sys.argv", ["cache.py", *map(str, flags)])
+    return cache.parse_args(parser, {})
+
+def test_every_device_has_a_number_and_each_process_its_own(card, monkeypatch):
+    """NCCL, FSDP2 and torch.cuda.set_device refuse a device without one."""
+    args = parse(monkeypatch, "--text_encoder_device", "cuda", "--vae_device", "cpu")
+    assert (args.device, args.text_encoder_device, args.vae_device) == ("cuda:0", "cuda:0", "cpu")
+    assert args.dtype == "bfloat16"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse(monkeypatch, "--device", "cuda").text_encoder_device == "cuda:3"
+    for name in ("--device", "--vae_device"): # all processes on one card
+        with pytest.raises(SystemExit) as e:
+            parse(monkeypatch, name, "cuda:0")
+        assert e.value.code == 2
+
+@pytest.mark.parametrize("capability, dtype, usable", [
+    ((7, 5), "bfloat16", False), ((7, 5), "float32", True), ((8, 0), "bfloat16", True), ((12, 0), "bfloat16", True)])
+def test_a_card_before_ampere_is_refused_before_a_model_is_loaded(card, monkeypatch, capsys, capability, dtype, usable):
+    card.capability = capability
+    if usable:
+        return parse(monkeypatch, "--dtype", dtype)
+    with pytest.raises(SystemExit) as e:
+        parse(monkeypatch, "--dtype", dtype)
+    assert e.value.code == 2 and "Ampere" in capsys.readouterr().err
+
+def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
+    """It would take 82 GB in float32, and hours a step; the usual reason is a driver older than the CUDA build."""
+    (tmp_path / "transformer").mkdir()
+    with open(tmp_path / "transformer/model.safetensors", "wb") as f:
+        f.truncate(5 * 10**9) # takes no space
+    for model in (tmp_path, "Qwen/Qwen-Image-Edit-2509"):
+        with refused("--device", torch.__version__, "driver", "580", "--device cpu"):
+            parse(monkeypatch, "--model", model)
+        assert parse(monkeypatch, "--model", model, "--device", "cpu").dtype == "float32"
+    os.truncate(tmp_path / "transformer/model.safetensors", 10**6)
+    assert parse(monkeypatch, "--model", tmp_path).device == "cpu"
+
+def test_what_is_set_before_the_first_tensor(card, monkeypatch):
+    """cuDNN's attention off (one family of kernels, no plan for each shape), room for variants of a compiled block, an
+    allocator that does not fragment, and the fastest flash attention that is installed and runs on this card."""
+    settings, active = [], []
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    before, limit = torch.backends.cuda.cudnn_sdp_enabled(), torch._dynamo.config.recompile_limit
+    try:
+        assert "attention 2" in cuda.prepare("cuda:0", "auto") and not active
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch._dynamo.config.recompile_limit >= 64
+        assert "expandable_segments:True" in settings[0] and "pinned_max_round_threshold_mb:1" in settings[0]
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128") # the user's own wins
+        monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+        for capability, want in (((9, 0), "FA3"), ((10, 0), "FA4"), ((12, 0), None), ((8, 9), None)):
+            active.clear()
+            card.capability = capability
+            cuda.prepare("cuda:0", "auto")
+            assert active == [want] * bool(want)
+        active.clear()
+        card.capability = (9, 0)
+        cuda.prepare("cuda:0", "2")
+        assert not active and len(settings) == 1
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        torch._dynamo.config.recompile_limit = limit
+
+def test_an_allocator_setting_that_torch_does_not_know_is_left_out(monkeypatch):
+    """The real setter, of which an older torch refuses the second key."""
+    tried = []
+    def setter(settings):
+        tried.append(settings)
+        if "new" in settings:
+            raise RuntimeError("Unrecognized key")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", setter)
+    cuda.configure_allocator("a:1,new:1", "a:1", "b:1")
+    assert tried == ["a:1,new:1", "a:1"]
+
+def test_fp8_products_need_sides_of_16(monkeypatch):
+    """Qwen2.5-VL's vision MLP has 3420, of which _scaled_mm raises."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0")
+    layer = lambda rows, columns: SimpleNamespace(in_features=columns, out_features=rows)
+    assert low_bit.has_fp8_matmul(x, layer(1280, 3072)) == (torch.version.hip is None)
+    assert not low_bit.has_fp8_matmul(x, layer(1280, 3420)) and not low_bit.has_fp8_matmul(x, layer(3420, 1280))
+
+def test_a_low_bit_weight_is_unpacked_by_one_kernel_to_the_same_bits():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(192, 64, dtype=torch.bfloat16)
+    for kind in ("int8", "fp8"):
+        low = low_bit.LowBitLinear(linear, kind)
+        weight = low.weight if kind == "int8" else low.weight.view(torch.float8_e4m3fn)
+        for dtype in (torch.bfloat16, torch.float32):
+            assert torch.equal(low.unpacked(dtype), weight.to(dtype) * low.scale.to(dtype))
+
+def test_the_text_encoder_computes_no_logits():
+    """Its last layer would be 1 GB of the real one's, and nobody reads what it makes."""
+    pipe = cache.load_pipeline(TINY)
+    cache.load_encoder(pipe, "text", encoder_flags())
+    assert not list(pipe.text_encoder.lm_head.parameters())
