@@ -36,6 +36,13 @@ def test_sampling_is_timed_only_where_the_stock_pipeline_agrees(monkeypatch):
     result = run_script("tools/bench.py", "--predict", "--rounds", 1)
     assert is_one_line(result.errors[0], "predict") and "stock calls" not in result.out
 
+def test_all_ways_have_one_copy_of_the_frozen_weights(benched):
+    """Which is 38 GiB of the real model. Their LoRAs are their own."""
+    frozen = [{p.data_ptr() for name, p in model.named_parameters() if ".lora_" not in name}
+              for model in benched.globals["models"].values()]
+    assert all(pointers == frozen[0] for pointers in frozen)
+    assert len({id(model.lora) for model in benched.globals["models"].values()}) == 3
+
 def test_a_ratio_is_taken_round_by_round(benched):
     times = dict(packed=np.array([1, 2, 4, 8]), steady=np.array([2, 4, 8, 16]), shaky=np.array([2, 4, 16, 32]))
     ratios = [benched.globals["ratio"](times, way) for way in ("steady", "shaky")]

@@ -86,12 +86,12 @@ if args.checkpointing is None:
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-def make_model():
+def make_model(device=args.device):
     """Random weights, made on the device in their dtype: the full model would not fit anywhere in fp32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.manual_seed(0)
-    with torch.device(args.device):
+    with torch.device(device):
         model = QwenImageTransformer2DModel(**MODELS[args.size])
     torch.set_default_dtype(before)
     return model.requires_grad_(False)
@@ -110,10 +110,12 @@ def with_lora(model, ours=True):
         p.data = torch.randn(p.shape, device=p.device).mul(.02)
     return model.train()
 
-def share(model, source):
-    """model on the frozen weights of `source` itself, not on a copy; the LoRA stays its own."""
-    frozen = {k: v for k, v in source.state_dict().items() if ".lora_" not in k}
-    model.load_state_dict(frozen, assign=True, strict=False)
+def share(source):
+    """A stock model on the frozen weights of `source` itself: the device never holds a second copy."""
+    model = make_model("meta")
+    frozen = {k.replace(".base_layer", ""): v for k, v in source.state_dict().items() if ".lora_" not in k}
+    model.load_state_dict(frozen, assign=True)
+    model.pos_embed = source.pos_embed # its tables are no weights
     return model
 
 # ---- samples, and what they cost -------------------------------------------------------------------------------------
@@ -260,8 +262,7 @@ def make_ours():
 def make_models():
     """One set of frozen weights under every way, three copies of the LoRA."""
     ours = make_ours()
-    single = share(with_lora(make_model()), ours)
-    stock = share(with_lora(make_model(), ours=False), ours)
+    single, stock = with_lora(share(ours)), with_lora(share(ours), ours=False)
     if args.checkpointing:
         single.enable_gradient_checkpointing()
     stock.enable_gradient_checkpointing()
@@ -351,7 +352,7 @@ def bench_predict():
         cache.load_encoder(pipe, part, flags)
     MODELS[args.size]["joint_attention_dim"] = 64 # tiny's text encoder, and VAE
     ours = patch_qwen_model_for_multi_resolution(make_model().eval())
-    pipe.transformer = share(make_model().eval(), ours)
+    pipe.transformer = share(ours).eval()
     pipe.set_progress_bar_config(disable=True)
     stock_code.VAE_IMAGE_SIZE = area # 1024 * 1024 there
     with tempfile.TemporaryDirectory() as flags.cache_dir:
