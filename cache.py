@@ -76,12 +76,14 @@ class Sample:
     repeats: int = 1 # how often an epoch has it
     settings: dict = field(default_factory=dict) # flags of predict.py that its line of jobs.jsonl sets
     # plan_sample adds what will be encoded:
-    sizes: list = field(default_factory=list) # (width, height) in pixels: the target (or what the result takes its
-    # shape from), then the controls
-    prompt_sizes: list = field(default_factory=list) # of the controls' copies for the text encoder
-    resolutions: list = field(default_factory=list) # for each of --target_pixels dict(file, img_shapes): where its
-    # latents are, and their (1, height, width) in tokens, the target's first
-    texts: dict = field(default_factory=dict) # {(prompt, whether pictures come with it): dict(file, tokens)}
+    # (width, height) in pixels: of the target, or of what the result takes its shape from, then of the controls
+    sizes: list = field(default_factory=list)
+    # the same of the controls' copies for the text encoder
+    prompt_sizes: list = field(default_factory=list)
+    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first)
+    resolutions: list = field(default_factory=list)
+    # {(prompt, whether pictures come with it): dict(file, tokens)}
+    texts: dict = field(default_factory=dict)
 
 def error_line(message):
     return "error: " + message.replace("\n", "\\n") # names may hold anything

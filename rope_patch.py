@@ -390,8 +390,8 @@ def packed_rows(model, img, txt, txt_lens, shapes, freqs):
     return Rows(img, txt, freqs, img_lens, txt_lens, None, None)
 
 def padded_rows(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
-    """The Rows of the padded and of the precomputed mode (freqs given). In precomputed rows
-    the joint mask tells which tokens are pads; without one, img_shapes do."""
+    """The Rows of the padded and of the precomputed mode (freqs given). In precomputed rows the joint mask tells which
+    tokens are pads; without one, img_shapes do."""
     (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
     img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
     if freqs is None or (joint_mask is None and shapes is not None):

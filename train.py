@@ -574,8 +574,8 @@ def validate():
     vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
     vae.to(args.vae_device)
     transformer.eval()
-    try: # nothing is compiled once more: that takes longer
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
             val_loss = validation_loss()
             if base_pictures is None:
                 transformer.disable_adapters()
@@ -634,8 +634,11 @@ while step < args.max_steps and not stopping:
     # forward and backward, pack by pack: the gradients of sums add up
     loss_sum, weight_sum, sample_losses, cut = 0.0, 0.0, [0.0] * len(picked), False
     for pack, factor in deal_packs(lengths)[rank]:
-        if cut := bool(stopped) and not args.fsdp: # a step may take longer than the grace that torchrun gives; its
-            break                                  # blocks come from all processes with --fsdp, so that it has to end
+        # a step may take longer than the time that torchrun gives after a signal. (With --fsdp it has to end, as all
+        # processes gather each block together)
+        cut = bool(stopped) and not args.fsdp
+        if cut:
+            break
         torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed()) # of LoRA dropout, nothing else
         try:
             losses = flow_loss(transformer, [load_item(*picked[i], generator("noise", positions[i])) for i in pack])
