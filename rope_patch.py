@@ -26,6 +26,7 @@ from math import ceil, prod
 from types import MethodType
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import (
     AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn)
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
@@ -43,14 +44,23 @@ ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is sile
 
 def apply_rotary_emb_qwen_batched(x, freqs_cis):
     """Rotate queries or keys. x: (B, S, H, D). freqs_cis: complex (S, R), shared by the batch, or (B, S, R), per
-    sample; told apart by ndim. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which
-    knows the shared form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes differ."""
-    want = (x.shape[1], x.shape[3] // 2) if freqs_cis.ndim == 2 else (x.shape[0], x.shape[1], x.shape[3] // 2)
-    if tuple(freqs_cis.shape) != want or not freqs_cis.is_complex():
-        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want {want}, "
-                         f"complex, for x {tuple(x.shape)}")
-    x_BSHR = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(x_BSHR * freqs_cis.unsqueeze(-2)).flatten(3).type_as(x)
+    sample; or real_freqs of these. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen,
+    which knows the shared form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes
+    differ."""
+    freqs = real_freqs(freqs_cis) if freqs_cis.is_complex() else freqs_cis
+    want = (x.shape[1], x.shape[3]) if freqs.ndim == 2 else (x.shape[0], x.shape[1], x.shape[3])
+    if tuple(freqs.shape) != want:
+        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want "
+                         f"{(*want[:-1], want[-1] // 2)}, complex, for x {tuple(x.shape)}")
+    pairs, freqs = [t.unflatten(-1, (-1, 2)) for t in (x.float(), freqs.unsqueeze(-2))]
+    if torch.compiler.is_compiling():
+        (a, b), (cos, sin) = pairs.unbind(-1), freqs.unbind(-1)
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3).type_as(x)
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs)).flatten(3).type_as(x)
+
+def real_freqs(freqs_cis):
+    """Complex (..., R) -> (..., D) of cos, sin, cos, ...: torch.compile cannot fuse complex numbers."""
+    return torch.view_as_real(freqs_cis).flatten(-2)
 
 def sample_freqs(pos_embed, shapes, txt_len, device):
     """One sample's (img (I, R), txt (T, R)) frequencies, from the model's own module, so that plain and layer3d RoPE
@@ -71,6 +81,12 @@ def given_freqs(freqs, mask_BN):
         raise ValueError(f"image_rotary_emb: got shape {tuple(freqs.shape)}, want ({n}, R) or ({batch}, {n}, R)")
     return freqs.expand(batch, *freqs.shape[-2:]).masked_fill(~mask_BN[..., None], 0)
 
+def fuses(x):
+    """Whether packed rows take one kernel where stock takes several. On a card such work is a third of a step, and no
+    bits are lost, as its attention kernels differ from stock's anyway; one kernel rounds less often. On a CPU stock's
+    bits are kept."""
+    return x.is_cuda
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 def as_bool_mask(mask, name, want):
@@ -89,13 +105,18 @@ def as_joint_mask(mask, batch, length):
 
 @dataclass
 class Packed:
-    """Where the samples stand in a packed row, made once per forward pass and not once per block. (No tuple:
-    torch.compile would look into it, and compile anew for every number of samples.)"""
+    """Where the samples stand in a packed row, made once per forward pass and not once per block. A compiled block
+    reads the tensors only: lists of lengths would be compiled anew for every number of samples."""
     txt_lens: list
     img_lens: list
     joint_lens: list # text + image
-    cu_joint: torch.Tensor | None # (B + 1,) int32, where each sample's [text, image] begins; None: varlen cannot run
-    cu_img: torch.Tensor | None # the same for its image tokens alone
+    # for varlen attention, None where it cannot run:
+    cu_joint: torch.Tensor | None = None # (B + 1,) int32, where each sample's [text, image] begins
+    cu_img: torch.Tensor | None = None # the same for its image tokens alone
+    order: torch.Tensor | None = None # (S,) place in [all text, all image] of each token of the joint row
+    inverse: torch.Tensor | None = None # (S,) the way back
+    max_joint: int = 0 # longest sample
+    max_img: int = 0
 
 def has_varlen(x):
     """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
@@ -107,35 +128,71 @@ def has_varlen(x):
 
 def pack_layout(txt_lens, img_lens, x):
     """-> Packed, for rows of x's device and dtype."""
-    joint_lens, cu_joint, cu_img = [t + i for t, i in zip(txt_lens, img_lens)], None, None
+    packed = Packed(list(txt_lens), list(img_lens), [t + i for t, i in zip(txt_lens, img_lens)])
     if has_varlen(x):
-        begins = lambda lens: torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(x.device, non_blocking=True)
-        cu_joint, cu_img = begins(joint_lens), begins(img_lens)
-    return Packed(list(txt_lens), list(img_lens), joint_lens, cu_joint, cu_img)
+        here = lambda t: t.to(x.device, non_blocking=True)
+        begins = lambda lens: here(torch.tensor([0, *accumulate(lens)], dtype=torch.int32))
+        tokens = torch.arange(sum(packed.joint_lens)).split([*txt_lens, *img_lens]) # all text, then all image
+        order = torch.cat([part for pair in zip(tokens, tokens[len(txt_lens):]) for part in pair])
+        packed = replace(packed, cu_joint=begins(packed.joint_lens), cu_img=begins(img_lens), order=here(order),
+                         inverse=here(order.argsort()), max_joint=max(packed.joint_lens), max_img=max(img_lens))
+    return packed
 
-@torch.compiler.disable # eager between two compiled halves of the block: lists of lengths would compile anew every step
+class Reorder(torch.autograd.Function):
+    """x[:, order]. Its gradient is a gather by the inverse order, where autograd's own would add atomically."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(order, inverse)
+        return x[:, order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, inverse = ctx.saved_tensors
+        return Reorder.apply(grad, inverse, order), None, None
+
+def join_rows(parts):
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) # of one part it would be a copy
+
+def to_joint(txt, img, packed):
+    """(1, sum T, ...) and (1, sum I, ...) -> (1, S, ...): the samples' [text, image] one after the other."""
+    if torch.compiler.is_compiling():
+        return Reorder.apply(torch.cat([txt, img], dim=1), packed.order, packed.inverse)
+    pairs = zip(txt.split(packed.txt_lens, 1), img.split(packed.img_lens, 1))
+    return join_rows([part for pair in pairs for part in pair])
+
+def from_joint(joint, txt_len, packed):
+    """The way back."""
+    if torch.compiler.is_compiling():
+        both = Reorder.apply(joint, packed.inverse, packed.order)
+        return both[:, :txt_len], both[:, txt_len:]
+    parts = joint.split([n for pair in zip(packed.txt_lens, packed.img_lens) for n in pair], dim=1)
+    return join_rows(parts[::2]), join_rows(parts[1::2])
+
 def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     """Attention within each sample's [text, image]. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
     three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
     call a sample."""
-    txt_lens, img_lens, lens = packed.txt_lens, packed.img_lens, packed.joint_lens
-    join = lambda parts: parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) # of one part it would be a copy
-    both = lambda txt, img: join([part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1))
-                                  for part in pair])
-    k, v = both(txt_qkv[1], img_qkv[1]), both(txt_qkv[2], img_qkv[2])
+    if packed.cu_joint is None or backend is not None or parallel_config is not None:
+        return attention_by_sample(txt_qkv, img_qkv, packed, backend, parallel_config)
+    k, v = [to_joint(txt_qkv[n], img_qkv[n], packed) for n in (1, 2)]
     if txt_qkv[0] is None:
-        q, q_lens, cu_q = img_qkv[0], img_lens, packed.cu_img
-    else:
-        q, q_lens, cu_q = both(txt_qkv[0], img_qkv[0]), lens, packed.cu_joint
-    if cu_q is not None and backend is None and parallel_config is None:
-        out = varlen_attn(q[0], k[0], v[0], cu_q, packed.cu_joint, max(q_lens), max(lens))[None]
-    else:
-        out = join([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config)
-                    for qkv in zip(q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1))])
-    if txt_qkv[0] is None:
-        return None, out
-    parts = out.split([n for pair in zip(txt_lens, img_lens) for n in pair], dim=1)
-    return join(parts[::2]), join(parts[1::2])
+        return None, varlen_attn(img_qkv[0][0], k[0], v[0], packed.cu_img, packed.cu_joint, packed.max_img,
+                                 packed.max_joint)[None]
+    q = to_joint(txt_qkv[0], img_qkv[0], packed)
+    out = varlen_attn(q[0], k[0], v[0], packed.cu_joint, packed.cu_joint, packed.max_joint, packed.max_joint)[None]
+    return from_joint(out, txt_qkv[0].shape[1], packed)
+
+@torch.compiler.disable # eager between two compiled halves of the block
+def attention_by_sample(txt_qkv, img_qkv, packed, backend, parallel_config):
+    """packed_attention, one call a sample."""
+    k, v = [to_joint(txt_qkv[n], img_qkv[n], packed) for n in (1, 2)]
+    q, q_lens = img_qkv[0], packed.img_lens
+    if txt_qkv[0] is not None:
+        q, q_lens = to_joint(txt_qkv[0], img_qkv[0], packed), packed.joint_lens
+    each = zip(q.split(q_lens, 1), k.split(packed.joint_lens, 1), v.split(packed.joint_lens, 1))
+    out = join_rows([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config) for qkv in each])
+    return (None, out) if txt_qkv[0] is None else from_joint(out, txt_qkv[0].shape[1], packed)
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
@@ -161,7 +218,8 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
 
         def project(linear, norm, x, freqs):
             x = linear(x).unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
-            x = x if norm is None else norm(x)
+            if norm is not None: # diffusers' takes eight kernels in fp32
+                x = F.rms_norm(x, (head_dim,), norm.weight, norm.eps) if packed is not None and fuses(x) else norm(x)
             return x if freqs is None else apply_rotary_emb_qwen_batched(x, freqs)
 
         img_freqs, txt_freqs = image_rotary_emb or (None, None)
@@ -219,6 +277,9 @@ def by_segment(segments, f, *xs):
     parts = zip(*[x.flatten(0, 1).split(segments.lens) for x in xs])
     return torch.cat([f(row, *p) for row, p in zip(segments.rows, parts)]).view_as(xs[0])
 
+def multiply_add(x, y, z):
+    return torch.addcmul(z, x, y) if fuses(x) else x * y + z
+
 @contextmanager
 def scaled_lora(modules, scale):
     """peft's LoRA layers under `modules` work at `scale` times their strength inside this context."""
@@ -250,10 +311,10 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
 
 def ragged_block(block, img, txt, temb, image_rotary_emb, joint_attention_kwargs, ragged):
     def modulate(segments, x, shift, scale):
-        return by_segment(segments, lambda r, x: x * (1 + scale[r]) + shift[r], x)
+        return by_segment(segments, lambda r, x: multiply_add(x, 1 + scale[r], shift[r]), x)
 
     def add_gated(segments, x, gate, y):
-        return by_segment(segments, lambda r, x, y: x + gate[r] * y, x, y)
+        return by_segment(segments, lambda r, x, y: multiply_add(gate[r], y, x), x, y)
 
     img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
     img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = block.img_mod(temb).chunk(6, dim=-1)
@@ -439,9 +500,10 @@ def ragged_forward(model, rows, shapes, timestep, additional_t_cond, kwargs, lor
         timestep = torch.cat([timestep, timestep * 0])
         additional_t_cond = None if additional_t_cond is None else additional_t_cond.expand(batch).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
+    freqs = tuple(map(real_freqs, rows.freqs))
     for i, block in enumerate(model.transformer_blocks):
         last = i == len(model.transformer_blocks) - 1
-        args = img, txt, None, temb, rows.freqs, kwargs, replace(ragged, last=last)
+        args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=last)
         if torch.is_grad_enabled() and model.gradient_checkpointing:
             txt, img = model._gradient_checkpointing_func(block, *args)
         else:
@@ -452,7 +514,7 @@ def ragged_forward(model, rows, shapes, timestep, additional_t_cond, kwargs, lor
     # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
     segments = make_segments(rows.img_lens, range(batch), img.device)
     scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
-    img = by_segment(segments, lambda r, x: x * (1 + scale[r]) + shift[r], model.norm_out.norm(img))
+    img = by_segment(segments, lambda r, x: multiply_add(x, 1 + scale[r], shift[r]), model.norm_out.norm(img))
     return blank(model.proj_out(img), rows.img_mask_BI)
 
 def text_mask(mask, txt_lens, txt):

@@ -139,7 +139,7 @@ def show(what, error, limit):
 
 def assert_equals_stock(got, stock, exact=None):
     """The rule of the claim, for each tensor of two lists or dicts. float32: within 1e-5 of stock. bfloat16, where
-    `exact` is stock's float32 answer: within 1e-2 of stock, or at most twice as far from `exact` as stock is."""
+    `exact` is stock's float32 answer: within 1e-2 of stock, or at most three times as far from `exact` as stock is."""
     got, stock, exact = [x if isinstance(x, dict) else dict(enumerate(x or ())) for x in (got, stock, exact)]
     assert got.keys() == stock.keys()
     for name, want in stock.items():
@@ -147,7 +147,7 @@ def assert_equals_stock(got, stock, exact=None):
         error, limit = rel(got[name], want), 1e-2 if exact else 1e-5
         show(f"{name}, from stock", error, limit)
         if exact and error > limit:
-            error, limit = rel(got[name], exact[name]), 2 * rel(want, exact[name])
+            error, limit = rel(got[name], exact[name]), 3 * rel(want, exact[name])
             show(f"{name}, from stock in float32", error, limit)
         assert error <= limit, name
 

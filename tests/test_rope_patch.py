@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention.varlen as torch_varlen
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.transformers import transformer_qwenimage as stock_code
+from torch._dynamo.utils import counters
 
 import predict
 import rope_patch
@@ -372,24 +374,54 @@ def test_the_last_position_of_the_table_is_usable():
 
 # ---- speed: one kernel, no pads, no dead text, no new compilation ----------------------------------------------------
 
-def varlen_reference(q, k, v, cu_q, cu_k, max_q, max_k):
+def varlen_reference(q, k, v, cu_q, cu_k):
     """torch.nn.attention.varlen.varlen_attn in plain words: it has no CPU kernel. (N, H, D) tensors."""
-    assert q.ndim == 3 and cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
-    assert (max_q, max_k, len(q), len(k)) == (cu_q.diff().max(), cu_k.diff().max(), cu_q[-1], cu_k[-1])
     cut = lambda x, cu: [x[a:b].transpose(0, 1) for a, b in zip(cu, cu[1:])]
     return torch.cat([torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(0, 1)
                       for qkv in zip(cut(q, cu_q), cut(k, cu_k), cut(v, cu_k))])
 
-def test_packed_attention_in_one_kernel_call(monkeypatch):
+@torch_varlen._varlen_attn.register_kernel("cpu")
+def varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, *_, **__):
+    assert q.ndim == 3 and cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
+    assert (max_q, max_k, len(q), len(k)) == (cu_q.diff().max(), cu_k.diff().max(), cu_q[-1], cu_k[-1])
+    return (varlen_reference(q, k, v, cu_q, cu_k).contiguous(), torch.zeros(q.shape[1], len(q)),
+            torch.zeros(2, dtype=torch.uint64))
+
+@torch_varlen._varlen_attn_backward.register_kernel("cpu")
+def varlen_backward(grad, q, k, v, out, lse, cu_q, cu_k, *_, **__):
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    for (a, b), (c, d) in zip(zip(cu_q, cu_q[1:]), zip(cu_k, cu_k[1:])):
+        gr, qu, ke, va, ou = [x.transpose(0, 1).float() for x in (grad[a:b], q[a:b], k[c:d], v[c:d], out[a:b])]
+        scale = q.shape[-1]**-0.5
+        weights = (scale * qu @ ke.mT).softmax(-1)
+        inner = scale * weights * (gr @ va.mT - (gr * ou).sum(-1, keepdim=True)) # of the softmax
+        for x, there, value in zip(grads, ((a, b), (c, d), (c, d)), (inner @ ke, inner.mT @ qu, weights.mT @ gr)):
+            x[slice(*there)] = value.transpose(0, 1)
+    return tuple(grads)
+
+@pytest.mark.parametrize("variant", ["v1", "2511"])
+def test_packed_attention_in_one_kernel_call(variant, monkeypatch):
     """What CUDA gets, with the kernel written out: one call a block, its bounds made once per forward pass."""
     calls, layouts, real = [], [], rope_patch.pack_layout
     monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
-    monkeypatch.setattr(rope_patch, "varlen_attn", lambda *a: calls.append(a) or varlen_reference(*a))
+    monkeypatch.setattr(rope_patch, "varlen_attn", lambda *a: calls.append(a) or torch_varlen.varlen_attn(*a))
     monkeypatch.setattr(rope_patch, "pack_layout", lambda *a: layouts.append(a) or real(*a))
-    model, samples = patched_model("2511", torch.float32, lora=True), BATCHES["one to six pictures"]
+    model, samples = patched_model(variant, torch.float32, lora=True), BATCHES["one to six pictures"]
     got = with_gradients(model, samples, run(model, "packed", samples))
     assert len(calls) == 2 and len(layouts) == 1
-    assert_equals_stock(got, stock_answer("one to six pictures", "2511", torch.float32))
+    assert_equals_stock(got, stock_answer("one to six pictures", variant, torch.float32))
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["v1", "2511"])
+def test_fewer_roundings_on_a_card_keep_the_claim(variant, dtype, monkeypatch):
+    """There packed rows take fused kernels where stock takes several. 2e-7 from it in float32; in bfloat16 as far from
+    the truth as stock."""
+    monkeypatch.setattr(rope_patch, "fuses", lambda x: True)
+    model, samples = patched_model(variant, dtype, lora=True), BATCHES["one to six pictures"]
+    got = with_gradients(model, samples, run(model, "packed", samples))
+    answers = [stock_answer("one to six pictures", variant, d) for d in (dtype, torch.float32)]
+    assert any(not torch.equal(got[name], want) for name, want in answers[0].items()) # else nothing was fused
+    assert_equals_stock(got, answers[0], answers[1] if dtype == torch.bfloat16 else None)
 
 def test_the_one_kernel_needs_half_precision_on_ampere_and_no_other_backend_chosen(monkeypatch):
     monkeypatch.setattr(rope_patch, "varlen_attn", lambda *_: None)
@@ -414,16 +446,23 @@ def test_linears_see_no_pads_when_packed_and_no_text_that_nobody_reads(mode):
     assert tokens == {name: text if re.search("add_|txt_", name) else image for name in linears
                       if not re.match(r"1\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp)", name)}
 
-def test_compiled_blocks_do_not_compile_anew_for_new_lengths():
-    """After one batch of several samples and one of a single one, every other mixture runs what is compiled."""
-    plain = patched_copy(hot_model(dtype=torch.float32))
+@pytest.mark.parametrize("varlen", [True, False])
+def test_compiled_blocks_do_not_compile_anew_for_new_lengths(varlen, monkeypatch):
+    """After one batch of several samples and one of a single one, every other mixture runs what is compiled. A block
+    whose attention is one kernel is one graph."""
+    monkeypatch.setattr(rope_patch, "has_varlen", lambda x: varlen)
+    plain = patched_copy(hot_model("2511" if varlen else "v1", torch.float32))
     predict.add_lora(plain.requires_grad_(False), r=4, target_modules=["to_q", "net.2"], init_lora_weights=False)
     model = copy.deepcopy(plain)
     torch._dynamo.reset()
-    for block in model.transformer_blocks[:None if FULL else 1]: # each takes 5 seconds
+    counters.clear()
+    for block in model.transformer_blocks[:None if FULL or varlen else 1]: # each takes 5 seconds
         block.compile(dynamic=True, backend="eager")
-    for i, samples in enumerate([MIXED, MIXED[:1], BATCHES["one to six pictures"], BATCHES["one sample"]]):
+    mixtures = [MIXED, MIXED[:1], *BATCHES.values()]
+    for i, samples in enumerate(mixtures):
         with torch._dynamo.config.patch(error_on_recompile=i > 1):
             got = with_gradients(model, samples, run(model, "packed", samples))
         assert_equals_stock(got, with_gradients(plain, samples, run(plain, "packed", samples)))
+    if varlen:
+        assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 4 # one or more, last or not
     torch._dynamo.reset()
