@@ -6,34 +6,73 @@ byte, and a scale per 64 weights. Why not a library's layers: fully_shard fails 
 autograd keeps bf16 copies of their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of
 64; diffusers' layerwise casting has no scales, and cannot load a LoRA. GUIDE.md has the errors that were measured.
 """
+import math
+
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+TOP = dict(int8=127, fp8=448) # greatest value of a weight
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x @ weight.T for a low-bit weight, which is unpacked anew in the backward pass. autograd alone would keep it as
-    it was multiplied, in bf16: 27 GB of the real model."""
+    """x @ weight.T for a low-bit weight. Where the device multiplies eight bits as such, x and the output's gradient are
+    quantized too, row by row; else the weight is unpacked, in the backward pass anew: autograd alone would keep it in
+    bf16, 27 GB of the real model."""
 
     @staticmethod
     def forward(ctx, x, layer):
         ctx.layer = layer
-        if layer.kind == "fp8" and has_fp8_matmul(x, layer): # rows of x get scales of their own
-            rows = x.flatten(0, -2)
-            scale = (rows.abs().amax(-1, keepdim=True).float() / 448).clamp_min(1e-12)
-            out = torch._scaled_mm((rows / scale).to(torch.float8_e4m3fn), layer.weight.view(torch.float8_e4m3fn).T,
-                                   scale, layer.scale.T, out_dtype=x.dtype)
-            return out.unflatten(0, x.shape[:-1])
-        return x @ layer.unpacked(x.dtype).T
+        if not has_product(x, layer):
+            return x @ layer.unpacked(x.dtype).T
+        out = eight_bit_product(*rows_of(x, layer.kind), layer.weight, layer.scale, layer.kind, x.dtype)
+        return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ ctx.layer.unpacked(grad.dtype), None
+        layer = ctx.layer
+        if not has_product(grad, layer):
+            return grad @ layer.unpacked(grad.dtype), None
+        # the scales are of the weight's rows, over which this sum runs; the kernels want its columns one after the other
+        rows, ones = quantize_rows(grad * layer.scale.T.to(grad.dtype), layer.kind), torch.ones_like(layer.scale[:1])
+        out = eight_bit_product(*rows, layer.weight.T.contiguous(), ones.expand(layer.in_features, 1).contiguous(),
+                                layer.kind, grad.dtype)
+        return out.unflatten(0, grad.shape[:-1]), None
 
 
-def has_fp8_matmul(x, layer):
-    """_scaled_mm wants Ada or newer, and sides that are multiples of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
-    return (x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
-            and torch.cuda.get_device_capability(x.device) >= (8, 9)
-            and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
+def has_product(x, layer):
+    """fp8 wants Ada or newer, int8 Ampere and more than 16 rows (modulation has few), and both want sides that are
+    multiples of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
+    return (layer.kind in TOP and x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(x.device) >= ((8, 9) if layer.kind == "fp8" else (8, 0))
+            and x.numel() > 16 * x.shape[-1] and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
+
+
+def quantize_rows(x, kind):
+    """(..., K) -> (M, K) of eight bits, and (M, 1): what each row was divided by."""
+    x = x.flatten(0, -2)
+    # in x's dtype, so that nothing is written in fp32. rounded up it may be 1/256 too large, hence below the top
+    inverse = (0.99 * TOP[kind] / torch.linalg.vector_norm(x, math.inf, -1, keepdim=True).clamp_min(1e-30)).to(x.dtype)
+    rows = (x * inverse).round_().to(torch.int8) if kind == "int8" else (x * inverse).to(torch.float8_e4m3fn)
+    return rows, 1 / inverse.float()
+
+
+latest = WeakTensorKeyDictionary() # the tensor that was quantized last, as q, k and v multiply the same one
+
+
+def rows_of(x, kind):
+    if torch.compiler.is_compiling(): # finds out by itself
+        return quantize_rows(x, kind)
+    if x not in latest:
+        latest.clear()
+        latest[x] = quantize_rows(x, kind)
+    return latest[x]
+
+
+def eight_bit_product(rows, row_scale, weight, scale, kind, dtype):
+    """(M, K) @ (N, K).T, times the scales (M, 1) and (N, 1) of their rows -> (M, N)."""
+    if kind == "fp8":
+        return torch._scaled_mm(rows, weight.view(torch.float8_e4m3fn).T, row_scale, scale.T, out_dtype=dtype)
+    return torch._int_mm(rows, weight.T) * row_scale.to(dtype) * scale.T.to(dtype)
 
 
 def bitsandbytes():
@@ -53,8 +92,7 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
                                                          compress_statistics=False)
             scale, self.code = state.absmax, state.code
         else:
-            top = 127 if kind == "int8" else 448
-            scale = (weight.float().abs().amax(1, keepdim=True) / top).clamp_min(1e-12)
+            scale = (weight.float().abs().amax(1, keepdim=True) / TOP[kind]).clamp_min(1e-12)
             weight = weight.float() / scale
             weight = weight.round() if kind == "int8" else weight.to(torch.float8_e4m3fn).view(torch.int8)
             weight = weight.to(torch.int8)

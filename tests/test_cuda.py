@@ -101,13 +101,17 @@ def test_an_allocator_setting_that_torch_does_not_know_is_left_out(monkeypatch):
     cuda.configure_allocator("a:1,new:1", "a:1", "b:1")
     assert tried == ["a:1,new:1", "a:1"]
 
-def test_fp8_products_need_sides_of_16(monkeypatch):
-    """Qwen2.5-VL's vision MLP has 3420, of which _scaled_mm raises."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0")
-    layer = lambda rows, columns: SimpleNamespace(in_features=columns, out_features=rows)
-    assert low_bit.has_fp8_matmul(x, layer(1280, 3072)) == (torch.version.hip is None)
-    assert not low_bit.has_fp8_matmul(x, layer(1280, 3420)) and not low_bit.has_fp8_matmul(x, layer(3420, 1280))
+@pytest.mark.parametrize("kind, capability, rows, columns, tokens, able", [
+    ("fp8", (8, 9), 1280, 3072, 40, True), ("fp8", (8, 6), 1280, 3072, 40, False), ("int8", (8, 0), 1280, 3072, 40, True),
+    ("nf4", (9, 0), 1280, 3072, 40, False), ("int8", (9, 0), 1280, 3072, 16, False),
+    ("fp8", (9, 0), 1280, 3420, 40, False), ("fp8", (9, 0), 3420, 1280, 40, False)])
+def test_eight_bit_products_need_a_card_and_sides_that_can(kind, capability, rows, columns, tokens, able, card):
+    """Of sides like 3420, in Qwen2.5-VL's vision MLP, _scaled_mm raises; of 16 rows or fewer _int_mm does."""
+    card.capability = capability
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", shape=(1, tokens, columns),
+                        numel=lambda: tokens * columns)
+    layer = SimpleNamespace(kind=kind, in_features=columns, out_features=rows)
+    assert low_bit.has_product(x, layer) == (able and torch.version.hip is None)
 
 def test_a_low_bit_weight_is_unpacked_by_one_kernel_to_the_same_bits():
     torch.manual_seed(0)
