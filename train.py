@@ -86,7 +86,7 @@ flag("--base_lora", metavar="PATH", help="a LoRA to add to the frozen weights, s
 # step
 flag("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
 flag("--batch_size", type=number(int, 1), default=4, help="samples per optimizer step, over all processes")
-flag("--max_tokens", type=number(int, 1), default=16_384,
+flag("--max_tokens", type=number(int, 1), default=10_000,
      help="image + text tokens per forward pass; lower this first if you run out of memory")
 flag("--batching", choices=["packed", "padded"], default="packed", help="padded is the slow reference")
 flag("--optimizer", default="torch.optim.AdamW", metavar="CLASS", help="or bitsandbytes.optim.AdamW8bit (less memory), "

@@ -11,6 +11,7 @@ from math import prod
 import pytest
 import torch
 from conftest import OPTIONS
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cache
 import predict
@@ -19,7 +20,6 @@ from models import DTYPE_NAME, ON_DEVICE
 from test_consistency import DEVICE, DTYPE, data, log_of, rel, run_script, show
 
 MODEL = OPTIONS["model"]
-LIMIT = 1e-5 if DTYPE == torch.float32 else 1e-2
 
 @functools.cache
 def own_transformer():
@@ -36,16 +36,44 @@ def own_batch(transformer):
     return latents, prompts, torch.tensor([0.9, 0.5, 0.1], device=DEVICE, dtype=DTYPE), shapes
 
 @torch.no_grad()
+def stock_one_at_a_time(transformer, latents, prompts, times, shapes):
+    """The patched model runs stock's own code for every call that stock knows."""
+    return [type(transformer).forward(transformer, x[None], p[None], None, t[None], [s], return_dict=False)[0][0]
+            for x, p, t, s in zip(latents, prompts, times, shapes)]
+
+@functools.cache
+def limit():
+    """1e-5 in float32, 1e-2 in bfloat16; or, where 60 blocks make more of a rounding, twice the distance of stock from
+    itself with another attention kernel."""
+    answers = []
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION if DTYPE != torch.float32 else
+                   SDPBackend.EFFICIENT_ATTENTION if DEVICE.type == "cuda" else SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(kernel):
+            answers.append(stock_one_at_a_time(own_transformer(), *own_batch(own_transformer())))
+    floor = max(map(rel, *answers))
+    show(f"{MODEL}, stock from stock with another attention kernel", floor, 1)
+    return max(1e-5 if DTYPE == torch.float32 else 1e-2, 2 * floor)
+
+@torch.no_grad()
 def test_own_model_packed_equals_stock_one_at_a_time():
-    """Stock's own code, one sample at a time: the patched model runs it for every call that stock knows."""
     transformer = own_transformer()
+    batch = own_batch(transformer)
+    packed = rope_patch.run_packed(transformer, *batch)
+    for n, (got, want) in enumerate(zip(packed, stock_one_at_a_time(transformer, *batch))):
+        show(f"{MODEL}, sample {n}", rel(got, want), limit())
+        assert rel(got, want) <= limit()
+
+@torch.no_grad()
+def test_own_models_first_blocks_are_exact_in_float32():
+    """What bfloat16 cannot tell: four blocks of the real weights, 5.4 GB, are within 1e-5."""
+    transformer = predict.load_transformer(cache.find_model(MODEL, ["transformer"]), DTYPE_NAME) # in the files as yet
+    transformer.transformer_blocks = transformer.transformer_blocks[:4]
+    torch.nn.Module.to(transformer, DEVICE, torch.float32)
     latents, prompts, times, shapes = own_batch(transformer)
-    packed = rope_patch.run_packed(transformer, latents, prompts, times, shapes)
-    for n in range(3):
-        stock = type(transformer).forward(transformer, latents[n][None], prompts[n][None], None, times[n][None],
-                                          [shapes[n]], return_dict=False)[0][0]
-        show(f"{MODEL}, sample {n}", rel(packed[n], stock), LIMIT)
-        assert rel(packed[n], stock) <= LIMIT
+    batch = [x.float() for x in latents], [p.float() for p in prompts], times.float(), shapes
+    for got, want in zip(rope_patch.run_packed(transformer, *batch), stock_one_at_a_time(transformer, *batch)):
+        show(f"{MODEL}, first blocks in float32", rel(got, want), 1e-5)
+        assert rel(got, want) <= 1e-5
 
 def test_own_model_lora_round_trip(tmp_path):
     """A LoRA on every attention layer, saved and loaded again, answers the same."""
@@ -61,8 +89,8 @@ def test_own_model_lora_round_trip(tmp_path):
         predict.load_loras(transformer, [tmp_path], [1.0])
         got = torch.cat(rope_patch.run_packed(transformer, *batch))
     transformer.delete_adapters("lora0")
-    show(f"{MODEL}, LoRA loaded again", rel(got, want), LIMIT)
-    assert rel(got, want) <= LIMIT < rel(base, want)
+    show(f"{MODEL}, LoRA loaded again", rel(got, want), limit())
+    assert rel(got, want) <= limit() < rel(base, want)
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU test_extras.py measures this, with a model of d = 512")
 def test_own_model_trains_in_the_planned_memory(tmp_path, data):
