@@ -98,7 +98,7 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
 
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
-EXTRAS = dict(device="cuda", quantize="low_bit", quantize_text_encoder="low_bit", offload="shard", fsdp="shard",
+EXTRAS = dict(device="cuda", quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard",
               plan="plan", tracker="track") # flag: the file in extras/ that it switches on
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
 

@@ -81,7 +81,8 @@ def add_memory_flags(parser):
     cache.add_quantize_flag(parser, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
     parser.add_argument("--offload", type=blocks, default=0, metavar="BLOCKS",
                         help="blocks (a number, or all) that wait in host memory and are copied to the device for each "
-                             "forward and backward pass; with it raise --max_tokens: more tokens a pass, fewer copies")
+                             "forward and backward pass, behind the computation if a pass has enough tokens: raise "
+                             "--max_tokens too")
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
@@ -93,8 +94,10 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
         low_bit = cache.load_extra("quantize")
         pack = lambda block: low_bit.make_low_bit(block, quantize, device)
     try:
-        if offload or fsdp:
-            return cache.load_extra("offload").shard(transformer, device, offload, fsdp, pack)
+        if fsdp:
+            return cache.load_extra("fsdp").shard(transformer, device, offload, pack)
+        if offload:
+            return cache.load_extra("offload").place(transformer, device, offload, pack)
         for block in transformer.transformer_blocks:
             pack(block).to(device)
         return transformer.to(device)

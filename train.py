@@ -708,5 +708,5 @@ if rank == 0 and not stopping:
         + shlex.join(["--model", args.model, "--lora", str(out_dir), *([args.base_lora] if args.base_lora else [])])
         + " --image CONTROL.png --prompt \"...\"\n  python tools/curves.py " + shlex.quote(str(out_dir)))
 signals.close()
-if dist.is_initialized(): # --offload has one of its own
+if dist.is_initialized():
     dist.destroy_process_group()

@@ -83,8 +83,8 @@ def transformer_bytes(transformer, quantize, offload, parts):
     block, number = transformer.transformer_blocks[0], len(transformer.transformer_blocks)
     each, rest, away = model_bytes(block, quantize), model_bytes(transformer) - number * model_bytes(block), min(
         offload, number)
-    # the block at work; between processes also the next one and the buffer in which that arrives
-    gathered = 3 * each if parts > 1 else each if away else 0
+    # the block at work and the next one; between processes also the buffer in which that arrives
+    gathered = 3 * each if parts > 1 else min(2, away) * each
     linears = [m for name, m in block.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" not in name]
     unpacked = max(map(model_bytes, linears)) if quantize != "none" else 0
     return rest + (number - away) * each // parts + gathered + unpacked, away * each // parts

@@ -1,4 +1,4 @@
-"""extras/: few bits, sharding and offloading, --plan, trackers. The same numbers, less memory, and how much."""
+"""extras/: few bits, sharding, --plan, trackers; offloading with them. The same numbers, less memory; how much."""
 import copy
 import gc
 import ctypes
@@ -16,7 +16,6 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from PIL import Image
-from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
 import cache
 import predict
@@ -72,7 +71,7 @@ def test_combinations_agree_with_the_plain_run(tmp_path, small, start, plain, ba
     show("combination", max(abs(a / b - 1) for a, b in zip(got, want)), 1e-5)
     assert got == pytest.approx(want, rel=1e-5) and len(set(got)) == 5
 
-# ---- shards and offloaded blocks -------------------------------------------------------------------------------------
+# ---- shards ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp_is_data_parallel_bit_for_bit_and_takes_turns(tmp_path, small, start, ranks):
@@ -102,19 +101,6 @@ def test_validation_under_fsdp_is_that_of_one_process(tmp_path, start, data):
     one, two = [json.loads((tmp_path / d / "log.jsonl").read_text().splitlines()[-1]) for d in ("one", "two")]
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
     assert two["psnr"]["data"] == pytest.approx(one["psnr"]["data"], abs=0.05)
-
-def test_bytes_that_are_copied_are_those_that_are_counted_and_a_pack_shares_them(tmp_path, small, monkeypatch):
-    """The bytes that FSDP2 really gathers; four samples in one pack cost a quarter a sample."""
-    gathered, real = [], fsdp_param.FSDPParam.all_gather_inputs
-    monkeypatch.setattr(fsdp_param.FSDPParam, "all_gather_inputs", property(
-        lambda self: [gathered.append(t.nbytes) or t for t in real.fget(self)]))
-    for max_tokens, passes in ((10_000, 1), (1, 4)):
-        gathered.clear()
-        result = run_script("train.py", *small.flags, "--max_steps", 1, "--batch_size", 4, "--offload", 2,
-                            "--max_tokens", max_tokens, "--out_dir", tmp_path / str(passes))
-        assert result.status == 0, result.err
-        block = sum(p.nbytes for p in predict.load_transformer(TINY, "float32").transformer_blocks[0].parameters())
-        assert result.globals["transformer"].bytes_away == 2 * block and sum(gathered) == 2 * passes * 2 * block
 
 # ---- few bits --------------------------------------------------------------------------------------------------------
 
@@ -231,7 +217,7 @@ def test_predict_py_draws_from_a_low_bit_base_in_host_memory(tmp_path, photos):
         assert result.status == 0, result.err
         pictures.append(np.asarray(Image.open(tmp_path / f"{n}.png"), int))
     plain, offloaded, low = pictures
-    assert np.abs(plain - offloaded).max() <= 1 and 0 < np.abs(plain - low).mean() < 8 # levels of 255
+    assert np.abs(plain - offloaded).max() == 0 and 0 < np.abs(plain - low).mean() < 8 # levels of 255
 
 def test_a_low_bit_training_goes_on_bit_for_bit(tmp_path, small, start):
     """int8 in host memory, stopped after 3 of 5 steps; another base than before is refused."""
@@ -340,7 +326,7 @@ def test_the_plan_of_the_real_model_needs_no_weights(tmp_path):
     given, unchecked, int8, nf4, half, away, int8_away = rows
     base, block, unpacked = given[0], 339_806_208 * 2 / 2**30, 3072 * 18432 * 2 / 2**30 # GiB
     near = functools.partial(pytest.approx, abs=0.03)
-    assert base == near(0.08 + 10 * block) and half[0] == near(base - 4 * block) and away[0] == near(base - 9 * block)
+    assert base == near(0.08 + 10 * block) and half[0] == near(base - 3 * block) and away[0] == near(base - 8 * block)
     assert int8[0] == near(base - 5 * block + unpacked) and nf4[0] == near(base - 7.19 * block + unpacked)
     # as they are: extras/cuda.py keeps torch from rounding each pinned tensor up to a power of two
     assert (half[4], away[4], int8_away[4]) == (near(5 * block), near(10 * block), near(5 * block))

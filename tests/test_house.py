@@ -15,8 +15,8 @@ from models import is_one_line
 from test_consistency import HERE, TINY, run_script
 
 CORE = ["rope_patch.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
-EXTRAS = dict(low_bit=["--quantize", "int8"], shard=["--offload", "1"], plan=["--plan"],
-              track=["--tracker", "tensorboard"])
+EXTRAS = dict(low_bit=["--quantize", "int8"], offload=["--offload", "1"], shard=["--fsdp"],
+              plan=["--plan"], track=["--tracker", "tensorboard"])
 
 def imports_of(path):
     """-> ({modules imported at the top of a file}, {those imported anywhere in it})."""

@@ -1,0 +1,70 @@
+"""
+--offload without --fsdp: frozen blocks wait in pinned host memory, and each is copied while the one before it computes.
+
+All blocks that are away share two buffers on the device: number k of them always lies in buffer k % 2. So its
+parameters are views that stay the same, for autograd and torch.compile, and only the buffers' bytes change. FSDP2,
+where there is one process, copies on the stream that computes, and each tensor twice; and diffusers' group offloading
+has taken a block away when its backward pass begins.
+"""
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+
+
+def place(transformer, device, offload, pack):
+    """Brings the transformer, with its LoRAs, to the device, one block after the other: pack(block) first, then the
+    frozen weights of `offload` of the blocks, spread evenly, go to pinned host memory, one tensor a block ->
+    transformer."""
+    device, blocks = torch.device(device), transformer.transformer_blocks
+    offload, hosts, buffers = min(offload, len(blocks)), [], []
+    away = [i * len(blocks) // offload for i in range(offload)]
+    for i, block in enumerate(blocks):
+        pack(block)
+        if i in away:
+            frozen = [p for name, p in block.named_parameters() if ".lora_" not in name]
+            sizes = [-(-p.nbytes // 256) * 256 for p in frozen] # aligned as by CUDA's allocator
+            host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            hosts.append(host)
+            if len(buffers) < 2:
+                buffers.append(torch.empty_like(host, device=device))
+            buffer = buffers[(len(hosts) - 1) % 2] # of this size too, as all blocks are alike
+            for p, *parts in zip(frozen, host.split(sizes), buffer.split(sizes)):
+                waiting, view = [part[:p.nbytes].view(p.dtype).view(p.shape) for part in parts]
+                waiting.copy_(p)
+                p.data = view # p keeps its version: to autograd it never changes
+        block.to(device)
+    copy_ahead([blocks[i] for i in away], hosts, buffers, device)
+    return transformer.to(device)
+
+
+def copy_ahead(blocks, hosts, buffers, device):
+    """Hooks that fill the buffers: each block's weights (hosts) are there when it computes, and the next one's on the
+    way. Blocks may be entered in any order, which may break off: it decides what is copied early, no more."""
+    streams = getattr(torch, device.type) # torch.cpu has the same names, which do nothing
+    copies, number, held, last = streams.Stream(device), {b: k for k, b in enumerate(blocks)}, [None, None], -1
+
+    def copy(k):
+        if 0 <= k < len(hosts) and held[k % 2] != k:
+            # what was in this buffer has been used: a forward pass calls one block after the other, and autograd, which
+            # takes the latest of all nodes that are ready, has run all of a block before it enters an earlier one
+            copies.wait_stream(streams.current_stream(device))
+            with streams.stream(copies):
+                buffers[k % 2].copy_(hosts[k], non_blocking=True)
+            held[k % 2] = k
+
+    @torch.compiler.disable # or the hook itself would be compiled, anew for each k
+    def enter(block, *_):
+        nonlocal last
+        k = number[block]
+        if k != last: # else it is here, and to wait now would be to wait for its neighbour
+            copy(k) # already done, but for the first one
+            streams.current_stream(device).wait_stream(copies)
+            copy(k + 1 if k > last or k == 0 else k - 1)
+            last = k
+
+    @torch.compiler.disable
+    def enter_on_return(block, args, out): # also where nothing is computed again: what autograd has saved are the views
+        register_multi_grad_hook([t for t in out if t.requires_grad], lambda grad: enter(block), mode="any")
+
+    for block in blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(enter_on_return)
