@@ -20,6 +20,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
+PRODUCT = dict(int8=6, fp8=5) # what a product of eight bits holds for a while, a token and channel of the widest layer
 
 
 class LiveBytes(TorchDispatchMode):
@@ -141,10 +142,12 @@ def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal
     sizes = [([tuple(shape) for shape in resolution["img_shapes"]], sample.texts[text]["tokens"])
              for sample, resolution, text in heaviest]
     peaks = {n: step_bytes(transformer, flow_loss, sizes, n) for n in {checkpointed, 0, blocks}}
+    widest = max(m.in_features for m in transformer.transformer_blocks[0].modules() if hasattr(m, "in_features"))
     for row, (base, host) in bases.items():
         base += 0 if args.use_cache else sum(encoders)
         # weights and two moments; then activations and gradients
-        device = base, 3 * lora_bytes, max(peaks[row[0]], 3 * lora_bytes)
+        step = peaks[row[0]] + PRODUCT.get(row[1], 0) * widest * cost(of_pack(heaviest))
+        device = base, 3 * lora_bytes, max(step, 3 * lora_bytes)
         cards = [f"{c} GB" for c in CARDS if sum(device) / GIB + 1 <= 0.9375 * c] # of their GB
         say(" ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host)) + f" {[*cards, '-'][0]:>6}"
             f"  --gradient_checkpointing {row[0]} --quantize {row[1]} --offload {row[2]}"
