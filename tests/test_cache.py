@@ -361,6 +361,13 @@ def test_training_refuses_an_index_that_does_not_fit_and_names_what(tmp_path, ro
     result = train(root.index, tmp_path, "--model", root.model, *flags if isinstance(flags, list) else ())
     assert result.status == 1 and len(result.losses) < 2 and is_one_line(result.errors[-1], *named), result.err
 
+def test_a_model_folder_without_weights_is_no_other_model(root):
+    """As a download for --plan leaves it."""
+    for part in ("vae", "text_encoder"):
+        next((root.model / part).glob("*.safetensors")).unlink()
+    samples, _ = cache.open_index(root.index, root.model, lambda s: [])
+    assert len(samples) == 2
+
 def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(tmp_path, data):
     val, flags = add_item(tmp_path / "val", "dog", [(64, 32), (64, 64), (32, 64)]), ["--caption_dropout_rate", 0.5]
     here = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--val_data", val, "--sample_every", 1, *flags)
