@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import unicodedata
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
@@ -62,6 +62,7 @@ KINDS = {".txt": "caption", **dict.fromkeys([".png", ".jpg", ".jpeg", ".webp", "
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
 LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
+Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning, and filters of warnings are not for threads
 NEGATIVE_PROMPT = " " # what an unconditional run is told, as in the model cards
 
 @dataclass
@@ -103,12 +104,14 @@ EXTRAS = dict(device="cuda", quantize="low_bit", quantize_text_encoder="low_bit"
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
 
 def load_extra(flag):
-    """The module in extras/ that this flag switches on. InputError if it is not here."""
+    """The module in extras/ that this flag switches on. InputError if it is not here; for --device None instead."""
     try:
         return importlib.import_module(f"extras.{EXTRAS[flag]}")
     except ModuleNotFoundError as e:
         if not e.name.startswith("extras"):
             raise
+        if flag == "device": # a card trains without it too, as torch sets it up
+            return None
         raise InputError(f"--{flag}: needs extras/{EXTRAS[flag]}.py; copy it here, or leave the flag out")
 
 def pixels(text):
@@ -132,9 +135,9 @@ def number(kind, low, high=math.inf):
 
 def add_model_flags(parser):
     flag = parser.add_argument
-    flag("--model", default="tiny", help="hub id or folder of Qwen-Image-Edit, -2509 or -2511")
+    flag("--model", default="tiny", help="hub id (ID@REVISION pins it) or folder of Qwen-Image-Edit, -2509 or -2511")
     flag("--dtype", choices=["float32", "bfloat16", "float16"],
-         help="of the frozen models and the cache (default: bfloat16 on CUDA, float32 on CPU)")
+         help="of the frozen models and the cache (default: float32 on CPU, else bfloat16)")
     flag("--device", help="default: cuda if there is one, else cpu; under torchrun one per process")
     flag("--flash_attention", choices=["auto", "2"], default="auto",
          help="auto: 3 on Hopper, 4 on data centre Blackwell, where its package is installed; else 2")
@@ -198,8 +201,9 @@ def parse_args(parser, tiny):
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as e:
             parser.error(f"argument --{name}: {device!r} cannot be used ({str(e).splitlines()[0]})")
-    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
-    if args.device.startswith("cuda") and (problem := load_extra("device").problem(args.device, args.dtype)):
+    args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
+    tuned = args.device.startswith("cuda") and load_extra("device")
+    if tuned and (problem := tuned.problem(args.device, args.dtype)):
         parser.error(f"argument --device: {problem}")
     for name, value in vars(args).items():
         if name in EXTRAS and name != "device" and value and value != "none":
@@ -244,12 +248,13 @@ def start_processes(args):
     cuda = args.device.startswith("cuda")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if cuda:
-        card = load_extra("device").prepare(args.device, args.flash_attention)
+        tuned = load_extra("device")
+        card = tuned.prepare(args.device, args.flash_attention) if tuned else "extras/cuda.py is missing: slower"
         torch.cuda.set_device(args.device) # where NCCL works
         if rank == 0:
             print(card)
-    if world_size > 1: # the others wait while one encodes or draws for hours
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(days=7))
+    if world_size > 1: # hours: others wait for the slowest to encode or draw. No device_id: NCCL would do the waiting
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
     return rank, world_size
 
 @contextlib.contextmanager
@@ -508,14 +513,11 @@ def open_image(path):
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         raise InputError(f"{path}: no file of that name; add it")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning) # we say it ourselves below
-            image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
+        image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
     except PermissionError:
         raise InputError(f"{path}: may not be read; mend its permissions")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+    except (OSError, ValueError, SyntaxError):
         what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
-        what = str(e) if isinstance(e, Image.DecompressionBombError) else what
         raise InputError(f"{path}: {what}; replace it")
     if image.width * image.height > MAX_PIXELS:
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
@@ -603,9 +605,10 @@ def find_model(model, parts, weights=True):
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
+        repo, _, revision = model.partition("@")
         try:
-            folder = Path(snapshot_download(model, ignore_patterns=None if weights else "*.safetensors",
-                                            allow_patterns=["model_index.json", *[f"{p}/*" for p in parts]]))
+            folder = Path(snapshot_download(repo, revision=revision or None, allow_patterns=[
+                "model_index.json", *[f"{p}/*" for p in parts]], ignore_patterns=None if weights else "*.safetensors"))
         except Exception as e: # a dozen kinds: no such name, no network, no login, ...
             raise InputError(f"--model {model}: not a folder, and not downloadable from the hub ({type(e).__name__}); "
                              "check the name and the network, or log in: hf auth login")
@@ -709,18 +712,17 @@ def encoder_fingerprints(folder):
 # ---- encoding: what the stock pipeline computes, one picture or prompt at a time -------------------------------------
 
 @torch.no_grad()
-def encode_image(pipe, image, size):
+def encode_image(pipe, image):
     """RGB image -> (tokens, 64): the posterior's mode, normalised by latents_mean/std, 2x2 patches packed. fp32 or bf16
     as the VAE; on the VAE encoder's device."""
     weight = next(pipe.vae.encoder.parameters())
-    x = pipe.image_processor.preprocess(image, size[1], size[0]).unsqueeze(2).to(weight.device, weight.dtype)
+    x = pipe.image_processor.preprocess(image).unsqueeze(2).to(weight.device, weight.dtype)
     z = pipe._encode_vae_image(x, generator=None)
     return pipe._pack_latents(z, 1, z.shape[1], *z.shape[3:])[0]
 
 @torch.no_grad()
-def encode_prompt(pipe, prompt, images, sizes):
+def encode_prompt(pipe, prompt, images):
     """Instruction and the pictures it speaks of -> (T, 3584), without the template's first 64 tokens."""
-    images = [pipe.image_processor.resize(im, h, w) for im, (w, h) in zip(images, sizes)]
     images = (images or None) if is_plus(pipe) else images[0]
     embeds, _ = pipe.encode_prompt([prompt], images, device=pipe.text_encoder.device)
     return embeds[0]
@@ -733,26 +735,34 @@ def prompt_length(pipe, prompt, sizes):
     text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
     return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
 
-def encode_latents(pipe, sample, resolution):
+def read_pictures(pipe, sample, part, what):
+    """What encode_text needs: the controls as the text encoder sees them. Or encode_latents: controls, target and mask
+    (or None), which has a pixel for each token. Apart from these so that threads can do it ahead: PIL frees the GIL."""
+    read = lambda path, size: path and pipe.image_processor.resize(read_image(path), size[1], size[0])
+    if part == "text":
+        return list(map(read, sample.controls, sample.prompt_sizes)) if what[1] else []
+    (w, h), *sizes = [(w * 16, h * 16) for _, h, w in what["img_shapes"]]
+    return [*map(read, sample.controls, sizes), read(sample.target, (w, h)),
+            sample.mask and read_image(sample.mask).convert("L").resize((w // 16, h // 16), Image.BOX)]
+
+def encode_latents(pipe, sample, resolution, pictures=None):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
     (I_0, 64), and where there is a mask edit_mask (I_0,): the edited share of each token's 16x16 pixels."""
-    target_size, *control_sizes = [(w * 16, h * 16) for _, h, w in resolution["img_shapes"]]
-    latents = [encode_image(pipe, read_image(path), size) for path, size in zip(sample.controls, control_sizes)]
+    *controls, target, mask = pictures or read_pictures(pipe, sample, "vae", resolution)
+    latents = [encode_image(pipe, image) for image in controls]
     out = dict(img_shapes=torch.tensor(resolution["img_shapes"]))
-    if sample.target:
-        out["pixel_latent"] = encode_image(pipe, read_image(sample.target), target_size)
+    if target:
+        out["pixel_latent"] = encode_image(pipe, target)
     out["control_latent"] = torch.cat(latents or [out["pixel_latent"][:0]])
-    if sample.mask:
-        mask = read_image(sample.mask).convert("L").resize((target_size[0] // 16, target_size[1] // 16), Image.BOX)
+    if mask:
         out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
     return finite(out, sample)
 
-def encode_text(pipe, sample, prompt, with_pictures):
-    """-> prompt_embed (T, 3584), prompt_embeds_mask (T,) of the prompt and, as the encoder sees both, the sample's
-    controls. For the prompt "" the names begin with empty_."""
-    pictures = [read_image(path) for path in sample.controls] if with_pictures else []
-    embed = encode_prompt(pipe, prompt, pictures, sample.prompt_sizes)
-    name = "prompt_embed" if prompt else "empty_prompt_embed"
+def encode_text(pipe, sample, text, pictures=None):
+    """-> prompt_embed (T, 3584), prompt_embeds_mask (T,) of text = (prompt, whether pictures come with it): of the
+    prompt and, as the encoder sees both, the sample's controls. For the prompt "" the names begin with empty_."""
+    embed = encode_prompt(pipe, text[0], pictures or read_pictures(pipe, sample, "text", text))
+    name = "prompt_embed" if text[0] else "empty_prompt_embed"
     return finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample)
 
 def finite(tensors, sample):
@@ -864,21 +874,29 @@ def check_space(pipe, jobs, args, quiet):
 def encode_files(pipe, jobs, args, quiet):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems."""
     problems, loaded, order = [], None, sorted(jobs, key=lambda file: jobs[file][1] == "text")
-    with signals_noted() as stopped:
-        for file in tqdm(order, desc="encoding", unit=" files", disable=quiet or None):
+    with signals_noted() as stopped, ThreadPoolExecutor(4) as pool:
+        reads = [] # a future for each file of `order` so far: pictures are read while the encoder works, 8 files ahead
+        for n, file in enumerate(tqdm(order, desc="encoding", unit=" files", disable=quiet or None)):
+            reads += [pool.submit(read_pictures, pipe, *jobs[later]) for later in order[len(reads):n + 9]]
             sample, part, what = jobs[file]
             if part != loaded:
                 drop_encoders(pipe)
                 load_encoder(pipe, part, args)
                 loaded = part
             try:
-                tensors = encode_latents(pipe, sample, what) if part == "vae" else encode_text(pipe, sample, *what)
+                encode = encode_latents if part == "vae" else encode_text
+                tensors = encode(pipe, sample, what, reads[n].result())
             except InputError as e:
                 problems.append(str(e))
+            except torch.OutOfMemoryError:
+                raise InputError(f"{sample.name}: out of memory in the {part} encoder; lower --control_pixels and "
+                                 "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
             else:
                 write_tensors(file, tensors, dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[
                     sample.target, *sample.controls]))
+            reads[n] = None # or all pictures would stay in memory
             if stopped:
+                pool.shutdown(cancel_futures=True)
                 tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
                 sys.exit(128 + stopped[0])
     drop_encoders(pipe)
@@ -892,7 +910,7 @@ def load_latents(sample, resolution, pipe=None):
 def load_text(sample, text, pipe=None):
     """prompt_embed (T, 3584) of one of the keys of sample.texts, likewise."""
     file = sample.texts[text]["file"]
-    tensors = encode_text(pipe, sample, *text) if pipe else read_tensors(file, key=file.stem)[0]
+    tensors = encode_text(pipe, sample, text) if pipe else read_tensors(file, key=file.stem)[0]
     return tensors["prompt_embed" if text[0] else "empty_prompt_embed"]
 
 # ---- indexes: a dataset's samples and their files --------------------------------------------------------------------
@@ -902,7 +920,7 @@ def is_index(root):
 
 def run_name(model, roots):
     """<model>-<data>+<more data>, for indexes and run folders."""
-    model = Path(model).name
+    model = Path(model).name if Path(model).is_dir() else model.split("/", 1)[-1].replace("/", "-") # (ID@refs/pr/3)
     names = [Path(root).stem.removeprefix(model + "-") if is_index(root) else root_name(root) for root in roots]
     return f"{model}-{'+'.join(names)}"
 
@@ -1048,11 +1066,8 @@ def main():
     if rank == 0 and args.prune and problems:
         raise InputError("--prune: would also delete files of the samples with errors above; fix those samples first")
     if rank == 0 and not problems:
-        try:
+        with contextlib.nullcontext() if args.prune else contextlib.suppress(InputError):
             prune_files(args.cache_dir, args.prune)
-        except InputError:
-            if args.prune:
-                raise
     if world_size > 1:
         dist.destroy_process_group()
     if not samples or (problems and not args.skip_bad):

@@ -618,8 +618,8 @@ def main():
     try:
         problems += draw(args, folder, config, mine, quiet=rank > 0) if mine else []
     except torch.OutOfMemoryError:
-        raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize or --offload. "
-                         "the same command goes on with what is missing")
+        raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
+                         "where it decodes, --vae_device cpu. the same command goes on with what is missing")
     if world_size > 1:
         dist.barrier() # all are done: torchrun would end the others when one returns 1
     if rank == 0 and missing:

@@ -30,8 +30,10 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from importlib.util import find_spec
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,8 +105,7 @@ flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], d
      help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 flag("--loss_norm", choices=["sample", "token"], default="sample",
      help="sample: mean per sample, then over samples; token: mean over all tokens, large pictures weigh more")
-flag("--mask_foreground_weight", type=number(float, 0), default=2.0, help="loss weight of the edited region, "
-     "where there is a mask")
+flag("--mask_foreground_weight", type=number(float, 0), default=2.0, help="loss weight of a mask's edited region")
 flag("--mask_background_weight", type=number(float, 0), default=1.0, help="loss weight of the rest of that picture")
 # memory
 flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
@@ -112,8 +113,7 @@ flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
 flag("--fsdp", action="store_true", help="shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of "
      "it, plus two whole blocks while they compute")
 predict.add_memory_flags(parser)
-flag("--compile", action="store_true",
-     help="torch.compile the blocks: minutes at the start, then faster; needs a compiler")
+flag("--compile", action="store_true", help="torch.compile the blocks: minutes at first, then faster; needs a compiler")
 # run
 flag("--seed", type=number(int, 0, 2**64 - 1), default=0, help="seed of order, noise, timesteps, dropout, initial LoRA")
 flag("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
@@ -212,8 +212,7 @@ for path in reversed(saved):
 begun = [name for name in ("log.jsonl", ".lock") if (out_dir / name).exists()] # perhaps killed before a checkpoint
 finished = [name for name in ("DONE", LORA_FILE) if (out_dir / name).exists()] # its checkpoints have been deleted
 if args.resume and not checkpoint and (saved or finished or not begun):
-    raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right "
-                     "--out_dir, or start a new run without --resume")
+    raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
 if checkpoint:
     refuse_changes(checkpoint[2]["config"]) # before anything slow
     step = checkpoint[2]["step"]
@@ -242,8 +241,7 @@ if problems and not args.skip_bad: # they have been reported
     sys.exit(1)
 if not samples:
     raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-alone = [s.name for s in val_samples if not s.controls]
-if alone:
+if alone := [s.name for s in val_samples if not s.controls]:
     raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be drawn; leave it out")
 live = None if args.use_cache else pipe # encodes each batch anew
 for part in ("vae", "text") if live and not args.plan else ():
@@ -395,7 +393,8 @@ if args.pretrained_lora:
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.gradient_checkpointing != 0:
-    transformer.enable_gradient_checkpointing()
+    transformer.enable_gradient_checkpointing(partial( # only dropout draws random numbers in a block
+        torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=lora_config["lora_dropout"] > 0))
     transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
@@ -618,22 +617,39 @@ def sum_over_processes(numbers):
         p.grad = grad.view_as(p)
     return sums.tolist()
 
+def plan_step(step):
+    """-> positions of the step's samples, what pick picks there, their lengths, and this process's [(pack, factor)]."""
+    positions = range(step * args.batch_size, (step + 1) * args.batch_size)
+    picked = [pick(p) for p in positions]
+    lengths = [count_tokens(*p) for p in picked]
+    return positions, picked, lengths, deal_packs(lengths)[rank]
+
+def load_packs(step):
+    """Yields the items of each pack of this process, from this step to the last. While one computes, a thread reads and
+    checks the files of the next, and waits for the device to copy them. Live encoders have the device to themselves."""
+    plans = map(plan_step, range(step, args.max_steps))
+    packs = ([positions[i] for i in pack] for positions, _, _, dealt in plans for pack, _ in dealt)
+    load = lambda pack: [load_item(*pick(p), generator("noise", p)) for p in pack]
+    if live:
+        yield from map(load, packs)
+    with ThreadPoolExecutor(1) as thread:
+        loads = (thread.submit(load, pack) for pack in packs)
+        for this, _ in pairwise(chain(loads, [None])): # submits the next one before it gives this one
+            yield this.result()
+
 signals = contextlib.ExitStack() # (`with` would indent all that follows)
 stopped, stopping = signals.enter_context(cache.signals_noted()), False # a signal ends the run after the step at hand
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
+loaded = load_packs(step)
 while step < args.max_steps and not stopping:
     if due(step): # here and not after the step, so that a resumed run takes what an interruption has cut off
         validate()
     t0 = clock()
 
-    # this step's samples, and this process's share of them
-    positions = range(step * args.batch_size, (step + 1) * args.batch_size)
-    picked = [pick(p) for p in positions]
-    lengths = [count_tokens(*p) for p in picked]
-
     # forward and backward, pack by pack: the gradients of sums add up
+    positions, picked, lengths, packs = plan_step(step)
     loss_sum, weight_sum, sample_losses, cut = 0.0, 0.0, [0.0] * len(picked), False
-    for pack, factor in deal_packs(lengths)[rank]:
+    for pack, factor in packs:
         # a step may take longer than the time that torchrun gives after a signal. (With --fsdp it has to end, as all
         # processes gather each block together)
         cut = bool(stopped) and not args.fsdp
@@ -641,7 +657,7 @@ while step < args.max_steps and not stopping:
             break
         torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed()) # of LoRA dropout, nothing else
         try:
-            losses = flow_loss(transformer, [load_item(*picked[i], generator("noise", positions[i])) for i in pack])
+            losses = flow_loss(transformer, next(loaded))
             (factor * sum(loss for loss, _ in losses)).backward()
         except torch.OutOfMemoryError:
             names = ", ".join(f"{picked[i][0].name}: {lengths[i]:,}" for i in pack)

@@ -69,7 +69,7 @@ def samples_of(pipe, data, texts=None, reg_data=(), **geometry):
 def encode(pipe, sample, prompt=None):
     """The sample's tensors at its first resolution, encoded now."""
     text = (sample.prompts[0] if prompt is None else prompt, True)
-    return cache.encode_latents(pipe, sample, sample.resolutions[0]) | cache.encode_text(pipe, sample, *text)
+    return cache.encode_latents(pipe, sample, sample.resolutions[0]) | cache.encode_text(pipe, sample, text)
 
 def make_cache(data, cache_dir, *flags):
     return run_script("cache.py", "--data", data, "--cache_dir", cache_dir, "--val_data", *ON_DEVICE, *flags)

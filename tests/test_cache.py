@@ -4,10 +4,14 @@ no damage to them, to their index or to the model's folder goes unnoticed.
 """
 import errno
 import os
+import signal
+import threading
 import pickle
 import re
 import shutil
+import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +23,7 @@ from transformers import Qwen2VLProcessor
 import cache
 import predict
 from models import (DTYPE_NAME, assert_same, cached_files, change_weight, damage_tensors, encode, flip, index_of,
-                    is_one_line, load, make_cache, pipes, plus, refused, samples_of, train)
+                    is_one_line, load, make_cache, pipes, plus, refused, samples_of, train, until)
 from test_consistency import (DEVICE, DTYPE, NATIVE, TINY, add_item, as_v1, copy_model, data, draw_picture,
                               encoder_flags, rel, run_script, show, stock_area, tiny_v1)
 
@@ -69,7 +73,7 @@ def test_the_text_encoder_knows_rows_and_columns_of_a_picture(plus, monkeypatch)
     seen, model = [], plus.text_encoder.model.language_model
     monkeypatch.setattr(model, "forward", lambda **kwargs: seen.append(kwargs["position_ids"]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cache.encode_prompt(plus, "go", [draw_picture((128, 64))], [(128, 64)])
+        cache.encode_prompt(plus, "go", [draw_picture((128, 64))])
     time, row, column = seen[0][-3:, 0] # transformers may put text positions in front
     assert not torch.equal(row, column) and not torch.equal(time, column)
 
@@ -114,6 +118,78 @@ def test_the_encoders_are_never_on_the_device_together(data, tmp_path, monkeypat
     monkeypatch.setattr(cache, "load_encoder", load_encoder)
     make_cache(data, tmp_path / "c")
     assert list(encoders) == ["vae", "text"] and not any(encoder() for encoder, _ in encoders.values())
+
+def test_pictures_are_read_while_the_encoder_works_but_not_far_ahead(tmp_path, monkeypatch):
+    for n in range(12):
+        add_item(tmp_path / "data", f"{n}")
+    read, write, begun, written, leads = cache.read_pictures, cache.write_tensors, [], [], []
+
+    def write_tensors(path, *args):
+        written.append(path)
+        until(lambda: len(begun) >= min(len(written) + 8, 24), seconds=10)
+        leads.append(len(begun) - len(written))
+        write(path, *args)
+    monkeypatch.setattr(cache, "read_pictures", lambda *args: begun.append(1) or read(*args))
+    monkeypatch.setattr(cache, "write_tensors", write_tensors)
+    result = make_cache(tmp_path / "data", tmp_path / "c")
+    assert result.status == 0 and len(begun) == 24 and max(leads) == 8, result.err
+    assert [path.parent.name for path in written] == ["latents"] * 12 + ["text"] * 12
+
+def test_a_signal_leaves_alone_what_is_not_being_read_yet(tmp_path, monkeypatch):
+    for n in range(12):
+        add_item(tmp_path / "data", f"{n}")
+    read, write, shutdown = cache.read_pictures, cache.write_tensors, ThreadPoolExecutor.shutdown
+    begun, stopping = [], threading.Event()
+
+    def read_pictures(*args):
+        begun.append(1)
+        assert len(begun) == 1 or stopping.wait(30)
+        return read(*args)
+
+    def cancel(pool, wait=True, **how):
+        shutdown(pool, wait=False, **how)
+        stopping.set()
+        shutdown(pool)
+    monkeypatch.setattr(cache, "read_pictures", read_pictures)
+    monkeypatch.setattr(cache, "write_tensors", lambda *args: write(*args) or os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", cancel)
+    result = make_cache(tmp_path / "data", tmp_path / "c")
+    assert result.status == 128 + signal.SIGTERM and "stopped by a signal" in result.out, result.err
+    assert len(cached_files(tmp_path / "c")) == 1 and len(begun) <= 1 + 4
+
+def test_a_picture_that_breaks_after_the_check_is_named_and_stops_no_other(data, tmp_path, monkeypatch):
+    for n in range(12):
+        add_item(data, f"{n}")
+    real, good, bad = cache.encode_files, len(list((data / "target").glob("*.png"))) - 2, ["3", "7"]
+
+    def encode_files(*args):
+        (data / "control/3.png").unlink()
+        (data / "control/7.png").write_bytes((data / "control/7.png").read_bytes()[:2000])
+        return real(*args)
+    monkeypatch.setattr(cache, "encode_files", encode_files)
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 1 and len(result.errors) == 2 and len(cached_files(tmp_path / "c")) == 2 * good, result.err
+    assert is_one_line(min(result.errors), "broken") or is_one_line(max(result.errors), "broken")
+    for n in bad:
+        assert any(is_one_line(line, data / f"control/{n}.png") for line in result.errors)
+
+def test_a_large_picture_is_no_warning(tmp_path):
+    """PIL has a limit of its own, below ours; and its warnings cannot be silenced in one thread alone."""
+    Image.new("1", (12000, 8000)).save(tmp_path / "large.png") # 96 megapixels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.image_size(tmp_path / "large.png") == (12000, 8000)
+        cache.read_image(tmp_path / "large.png")
+
+def test_a_model_may_be_pinned_to_a_revision(monkeypatch):
+    calls = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: calls.append(
+        (*args, kwargs["revision"])) or TINY)
+    for model in ("Qwen/Edit@v1.0", "Qwen/Edit"):
+        assert cache.find_model(model, cache.ENCODERS) == TINY
+    assert calls == [("Qwen/Edit", "v1.0"), ("Qwen/Edit", None)]
+    assert cache.run_name("Qwen/Edit@v1.0", ["photos"]) == "Edit@v1.0-photos"
+    assert cache.run_name("Qwen/Edit@refs/pr/3", ["photos"]) == "Edit@refs-pr-3-photos"
 
 # ---- what a cached file depends on -----------------------------------------------------------------------------------
 
@@ -284,6 +360,13 @@ def test_training_refuses_an_index_that_does_not_fit_and_names_what(tmp_path, ro
     flags = change(root, *sorted(root.cache.glob("text/*")))
     result = train(root.index, tmp_path, "--model", root.model, *flags if isinstance(flags, list) else ())
     assert result.status == 1 and len(result.losses) < 2 and is_one_line(result.errors[-1], *named), result.err
+
+def test_a_model_folder_without_weights_is_no_other_model(root):
+    """As a download for --plan leaves it."""
+    for part in ("vae", "text_encoder"):
+        next((root.model / part).glob("*.safetensors")).unlink()
+    samples, _ = cache.open_index(root.index, root.model, lambda s: [])
+    assert len(samples) == 2
 
 def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(tmp_path, data):
     val, flags = add_item(tmp_path / "val", "dog", [(64, 32), (64, 64), (32, 64)]), ["--caption_dropout_rate", 0.5]

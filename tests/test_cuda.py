@@ -1,5 +1,7 @@
 """What happens with --device cuda, as far as a machine without a card can tell."""
 import os
+import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,27 @@ def test_every_device_has_a_number_and_each_process_its_own(card, monkeypatch):
         with pytest.raises(SystemExit) as e:
             parse(monkeypatch, name, "cuda:0")
         assert e.value.code == 2
+
+def test_a_card_works_without_extras(card, monkeypatch, capsys):
+    """As torch sets it up; whoever waits does so in gloo, for hours and not for ever."""
+    groups = []
+    monkeypatch.setitem(sys.modules, "extras.cuda", None) # as if the file were gone
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: groups.append((args, kwargs)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(1), "w")) # start_processes reconfigures it
+    args = parse(monkeypatch)
+    assert (args.device, args.dtype) == ("cuda:0", "bfloat16")
+    assert cache.start_processes(args) == (0, 2)
+    assert groups == [(("cpu:gloo,cuda:nccl",), dict(timeout=timedelta(hours=6)))]
+    with pytest.raises(SystemExit): # a flag that needs a file still says so
+        monkeypatch.setitem(sys.modules, "extras.low_bit", None)
+        parse(monkeypatch, "--quantize_text_encoder", "int8")
+
+def test_only_a_cpu_computes_in_float32_by_default(card, monkeypatch):
+    """82 GB on a Mac would help nobody."""
+    assert [parse(monkeypatch, "--device", device).dtype for device in ("cpu", "mps", "cuda")] == [
+        "float32", "bfloat16", "bfloat16"]
 
 @pytest.mark.parametrize("capability, dtype, usable", [
     ((7, 5), "bfloat16", False), ((7, 5), "float32", True), ((8, 0), "bfloat16", True), ((12, 0), "bfloat16", True)])

@@ -94,18 +94,18 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
     for n in range(4):
         save(draw_picture(seed=n), tmp_path / f"{n}.png")
     jobs = write_jobs(tmp_path, [dict(image=f"{n}.png", prompt="add a red border", out=f"{n}.png") for n in range(4)])
-    out, real = tmp_path / "out", cache.load_encoder
-    def call(*flags, load=real):
+    out, real = tmp_path / "out", cache.encode_files
+    def call(*flags, encode=real):
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "load_encoder", load)
+            patch.setattr(cache, "encode_files", encode)
             return run_script("predict.py", "--jobs", jobs, "--out_dir", out, "--cache_dir", tmp_path / "c",
                               "--num_inference_steps", 2, *ON_DEVICE, *flags)
     def spoil(*args):
         (tmp_path / "1.png").unlink(missing_ok=True)
         (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:2000])
-        real(*args)
+        return real(*args)
     (out / "0.png").mkdir(parents=True) # where a picture should go
-    result = call(load=spoil)
+    result = call(encode=spoil)
     assert result.status == 1 and all(map(is_one_line, result.errors)), result.err
     assert sorted(re.findall(r"/(\d.png): ", " ".join(result.errors))) == ["0.png", "1.png", "2.png"]
     assert sorted(p.name for p in out.glob("*.png")) == ["0.png", "3.png"]
@@ -126,10 +126,30 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
     result = call()
     assert result.status == 0 and "3 of 4" in result.out and result.out.count("/2.png:") == 1, result.err
 
-def test_out_of_memory_is_one_line(tmp_path, photos, monkeypatch):
-    monkeypatch.setattr(predict, "denoise", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
-    result = run_script("predict.py", "--image", photos[0], "--prompt", "x", "--lora", "", "--out", tmp_path / "a.png")
-    assert result.status == 1 and is_one_line(result.errors[-1], "--max_tokens"), result.err
+@pytest.mark.parametrize("module, name, flag", [
+    (cache, "encode_image", "--control_pixels"), (cache, "encode_prompt", "--text_encoder_device"),
+    (predict, "run_packed", "--max_tokens"), (predict, "decode", "--vae_device")])
+def test_out_of_memory_is_one_line_and_finished_pictures_stay(tmp_path, monkeypatch, module, name, flag):
+    """While encoding, drawing or decoding the second of two pictures; once there is memory only that one is drawn."""
+    pictures = [save(draw_picture((64, 64), seed=n), tmp_path / f"{n}.png") for n in range(2)]
+    jobs = write_jobs(tmp_path, [dict(image=str(path), prompt="x", out=path.name) for path in pictures])
+    real, calls, done = getattr(module, name), [], tmp_path / "out/0.png"
+
+    def fails(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > (2 if name == "run_packed" else 1): # of its two steps
+            raise torch.OutOfMemoryError
+        return real(*args, **kwargs)
+    call = lambda: run_script("predict.py", "--jobs", jobs, "--out_dir", tmp_path / "out", "--num_inference_steps", 2,
+                              "--max_tokens", 1, "--cache_dir", tmp_path / "c", "--lora", "", *ON_DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fails)
+        result = call()
+    assert result.status == 1 and is_one_line(result.errors[-1], flag) and len(result.errors) == 1, result.err
+    assert "Traceback" not in result.err and done.exists() == (module is predict)
+    before = done.stat().st_mtime_ns if done.exists() else 0
+    assert call().status == 0 and (tmp_path / "out/1.png").exists()
+    assert not before or done.stat().st_mtime_ns == before
 
 def test_processes_share_the_jobs(tmp_path, photos, start):
     """Two processes draw the pictures that one draws, each of them once; the sheet shows all; a bad job stops none."""
@@ -296,7 +316,7 @@ def test_the_shipped_base_copies_and_follows(tmp_path):
     cache.load_encoder(pipe, "vae", encoder_flags())
     for sample in cache.read_dataset(tmp_path / "known")[0]:
         target = cache.read_image(sample.target)
-        ceiling = predict.decode(pipe.vae, cache.encode_image(pipe, target, target.size),
+        ceiling = predict.decode(pipe.vae, cache.encode_image(pipe, target),
                                  [(1, target.height // 16, target.width // 16)])
         drawn = Image.open(tmp_path / "o" / (sample.name.replace("/", "-") + ".png"))
         found.setdefault(Path(sample.name).parts[0], []).append([predict.psnr(p, target) for p in (drawn, ceiling)])

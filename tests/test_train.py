@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections import Counter
 from math import prod
 
@@ -17,7 +18,7 @@ from PIL import Image
 import cache
 import predict
 import rope_patch
-from models import cached_files, is_one_line, pipes, plus, small, start, start_ranks, train
+from models import cached_files, damage_tensors, is_one_line, pipes, plus, small, start, start_ranks, train, until
 from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, globals_of_train, log_of,
                               lora_of, losses_of, rel, run_script, show, tiny_v1, toy_cache, train_log, train_toy)
 
@@ -136,7 +137,7 @@ def test_dropped_pictures_leave_latents_and_prompt(tmp_path, data, plus):
     for prompt in ("add a red border", ""):
         p = next(p for p, (_, _, text) in enumerate(draws) if text == (prompt, False))
         item, full = [names["load_item"](*names["pick"](p), ns["generator"]("noise", p)) for names in (ns, before)]
-        want = cache.encode_prompt(plus, prompt, [], [])
+        want = cache.encode_prompt(plus, prompt, [])
         assert len(want) == draws[p][0].texts[prompt, False]["tokens"] and rel(item.prompt, want) < 1e-6
         assert item.controls.shape == (0, 64) and len(item.img_shapes) == 1 and torch.equal(item.x0, full.x0)
     kept = cached_files(tmp_path / "c")
@@ -229,6 +230,55 @@ def test_nan_stops_before_the_step_is_taken(tmp_path, data):
     run = tmp_path / "run-1"
     assert [r["step"] for r in log_of(run)] == [1]
     assert all(v.isfinite().all() for v in lora_of(run / "checkpoint-000001").values())
+
+@pytest.mark.parametrize("live", [False, True], ids=["cached", "live"])
+def test_the_next_pack_is_read_while_one_computes(small, tmp_path, monkeypatch, live):
+    """The next one of the step, or the first one of the next step; no further, and not where encoders are at work."""
+    real, load, loaded, computed = rope_patch.run_packed, cache.load_text, [], []
+
+    def run_packed(*args):
+        computed.append(1)
+        ahead = 0 if live else 1
+        until(lambda: len(loaded) == min(len(computed) + ahead, 6), seconds=10)
+        return real(*args)
+    monkeypatch.setattr(rope_patch, "run_packed", run_packed)
+    monkeypatch.setattr(cache, "load_text", lambda *args: (load(*args), loaded.append(threading.current_thread()))[0])
+    flags = ["--data", small.folder / "data", "--no-use_cache"] if live else []
+    result = run_script("train.py", *small.flags, *flags, "--out_dir", tmp_path / "run", "--max_steps", 3,
+                        "--max_tokens", 1, "--target_pixels", "native", "--control_pixels", "native")
+    assert result.status == 0 and len(computed) == len(loaded) == 6, result.err
+    assert len(set(loaded)) == 1 and (loaded[0] is threading.main_thread()) == live
+
+def test_a_damaged_file_ends_the_run_in_the_step_that_needs_it(small, tmp_path):
+    """Although it is read before: the steps up to there are taken and logged. Once it is mended --resume goes on."""
+    folder, flags = shutil.copytree(small.cache, tmp_path / "c"), [*small.flags, "--save_every", 1]
+    flags[flags.index(small.cache / "tiny-data.json")] = folder / "tiny-data.json"
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole", "--max_steps", 3).status == 0
+    log = log_of(tmp_path / "whole")
+    name, = set(log[2]["samples"]) - set(log[0]["samples"]) - set(log[1]["samples"]) # an epoch has 5, a step has 2
+    sample = {f"data/{s.name}": s for s in cache.read_index(folder / "tiny-data.json")[0]}[name]
+    file = sample.resolutions[0]["file"]
+    sound = file.read_bytes()
+    damage_tensors(file)
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--max_steps", 3)
+    assert result.status == 1 and is_one_line(result.errors[0], file.name) and "Traceback" not in result.err
+    assert curve(log_of(tmp_path / "run")) == curve(log)[:2]
+    assert sorted(p.name for p in (tmp_path / "run").glob("checkpoint-*"))[-1] == "checkpoint-000002"
+    file.write_bytes(sound)
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--max_steps", 3, "--resume").status == 0
+    assert curve(log_of(tmp_path / "run")) == curve(log)
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputed_blocks_draw_the_same_dropout(small, tmp_path, monkeypatch, dropout):
+    """The state of the generators is kept for that, and for nothing else."""
+    kept, real = [], torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *args, **kwargs: (
+        kept.append(kwargs["preserve_rng_state"]) or real(*args, **kwargs)))
+    for blocks in (0, 9):
+        result = run_script("train.py", *small.flags, "--out_dir", tmp_path / f"{blocks}", "--max_steps", 3,
+                            "--lora_dropout", dropout, "--gradient_checkpointing", blocks)
+        assert result.status == 0, result.err
+    assert curve(log_of(tmp_path / "0")) == curve(log_of(tmp_path / "9")) and set(kept) == {dropout > 0}
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 

@@ -370,7 +370,7 @@ def bench_predict():
                 cache.plan_sample(pipe, job, texts, geometry, models, flags)
                 for file, (part, what) in cache.files_of(job).items():
                     tensors = (cache.encode_latents(pipe, job, what) if part == "vae" else
-                               cache.encode_text(pipe, job, *what))
+                               cache.encode_text(pipe, job, what))
                     cache.write_tensors(file, tensors, dict(version=cache.VERSION, key=file.stem))
                 encoded.append(predict.load_job(job, job.settings, seed, args.device))
             return predict.denoise(ours, pipe.scheduler.config, encoded, max_tokens=20_000)

@@ -58,7 +58,7 @@ def measure(picture, sample, pipe):
     target = reference = fit(sample.target)
     found = dict(drawn=psnr(picture, target))
     if pipe:
-        latents = cache.encode_image(pipe, target, target.size)
+        latents = cache.encode_image(pipe, target)
         reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
         found["vae"] = psnr(reference, target)
     if sample.controls:
