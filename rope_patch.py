@@ -82,9 +82,9 @@ def given_freqs(freqs, mask_BN):
     return freqs.expand(batch, *freqs.shape[-2:]).masked_fill(~mask_BN[..., None], 0)
 
 def fuses(x):
-    """Whether packed rows take one kernel where stock takes several. On a card such work is a third of a step, and no
-    bits are lost, as its attention kernels differ from stock's anyway; one kernel rounds less often. On a CPU stock's
-    bits are kept."""
+    """Whether ragged rows take one kernel where stock takes several. On a card such work is a third of a step, and
+    stock's bits are not at stake, as packed attention has another kernel there; one kernel rounds less often. On a CPU
+    they are kept."""
     return x.is_cuda
 
 # ---- attention -------------------------------------------------------------------------------------------------------

@@ -423,6 +423,20 @@ def test_fewer_roundings_on_a_card_keep_the_claim(variant, dtype, monkeypatch):
     assert any(not torch.equal(got[name], want) for name, want in answers[0].items()) # else nothing was fused
     assert_equals_stock(got, answers[0], answers[1] if dtype == torch.bfloat16 else None)
 
+def test_stock_calls_keep_stocks_bits_on_a_card_too(monkeypatch):
+    monkeypatch.setattr(rope_patch, "fuses", lambda x: True)
+    with torch.no_grad():
+        got, want = [run(of(dtype=torch.bfloat16), "stock", EQUAL) for of in (patched_model, hot_model)]
+    assert_bitwise(got, want)
+
+def test_a_models_own_attention_backend_has_precedence(monkeypatch):
+    monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
+    monkeypatch.setattr(rope_patch, "varlen_attn", None)
+    model = patched_copy(hot_model())
+    for block in model.transformer_blocks: # as model.set_attention_backend does, which also sets it for all models
+        block.attn.processor._attention_backend = AttentionBackendName._NATIVE_MATH
+    assert_one_by_one(run(model, "packed", MIXED), MIXED)
+
 def test_the_one_kernel_needs_half_precision_on_ampere_and_no_other_backend_chosen(monkeypatch):
     monkeypatch.setattr(rope_patch, "varlen_attn", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device)
