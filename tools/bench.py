@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cache
 import predict
 from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
-from tools.speed import (MODELS, flops, make_model, make_samples, matmul_rate, open_device, peak_gib, seconds, share,
-                         with_lora)
+from tools.speed import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib, seconds,
+                         share, with_lora)
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PRESETS = dict(
@@ -77,9 +77,6 @@ if args.checkpointing is None:
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
 OURS = ("packed", "padded", "sorted") # on the patched model; the others are stock diffusers
-
-def loss_of(samples, preds):
-    return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
 
 def batches_of(samples, way):
     n = args.padded_batch

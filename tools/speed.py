@@ -3,13 +3,16 @@ What bench.py and gpu_check.py share: models with random weights, samples of noi
 """
 import ctypes
 import gc
+import re
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import cache
 import predict
@@ -19,6 +22,10 @@ MODELS = dict(
                axes_dims_rope=(8, 28, 28)),
     full=dict(num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584,
               axes_dims_rope=(16, 56, 56)))
+# Qwen2.5-VL's 7 billion parameters: the fields where tiny's config says something else, depths apart
+TEXT = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
+            rope_parameters=dict(mrope_section=[16, 24, 24], rope_theta=1e6, rope_type="default"))
+VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
 
 def open_device(device, dtype):
     """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
@@ -68,6 +75,32 @@ def share(source):
     model.pos_embed = source.pos_embed # its tables are no weights
     return model
 
+def heat(model):
+    """Scales weights so that a wrong position moves the output by a third. As they are made it moves by 6e-4, which
+    bf16 would hide. (test_consistency.py's hot_model does the same.)"""
+    for name, weight in model.named_parameters():
+        if name.endswith("_mod.1.bias"):
+            weight.data.normal_()
+        elif re.search(r"norm_(added_)?[qk]\.weight$", name):
+            weight.data.fill_(2)
+        elif name.endswith(("to_v.weight", "add_v_proj.weight")):
+            weight.data.mul_(4)
+    return model
+
+def make_text_encoder(folder, depths, dtype, device):
+    """Random weights of Qwen2.5-VL's width, which knows the token ids of the model in `folder`. depths: its text and
+    its vision layers; None: the small one of the folder."""
+    config = Qwen2_5_VLConfig.from_pretrained(folder / "text_encoder")
+    if depths:
+        text, vision = depths
+        full = [i for i in range(vision) if i % 8 == 7] or [vision - 1] # layers that see more than their window
+        config.text_config.update(TEXT | dict(num_hidden_layers=text, layer_types=["full_attention"] * text))
+        config.vision_config.update(VISION | dict(depth=vision, fullatt_block_indexes=full))
+    with torch.device(device):
+        encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype).eval()
+    encoder.lm_head = torch.nn.Identity() # as in cache.load_encoder
+    return encoder
+
 def make_samples(config, preset, dtype, device):
     """Noise. preset: for each sample the (height, width) of its target and of its controls, and its text, in tokens."""
     g = torch.Generator().manual_seed(2)
@@ -98,6 +131,9 @@ def flops(config, lens, checkpointed=0, tail=True):
             total -= (22 + 20 * (checkpointed == layers)) * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
     return total
 
+def loss_of(samples, preds):
+    return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
+
 def seconds(f, device):
     """Of one call: processor time of this process (one thread, on a shared machine), wall time, or the GPU's own."""
     if device.startswith("cuda"):
@@ -112,21 +148,37 @@ def seconds(f, device):
     f()
     return clock() - t0
 
+def used_gib(device):
+    """GiB that are taken now: by the tensors on the GPU, or by this process."""
+    gc.collect()
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated() / 2**30
+    ctypes.CDLL(None).malloc_trim(0) # what was freed goes back to the system
+    return proc_status("VmRSS")
+
+def proc_status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 2**20
+
 def peak_gib(f, device):
     """Memory that one call adds at its peak, GiB. Linux lets a process set its own high-water mark back."""
+    before = used_gib(device)
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         f()
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0) # what was freed goes back to the system
-    status = lambda key: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+        return torch.cuda.max_memory_allocated() / 2**30 - before
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    before = status("VmRSS")
     f()
-    return (status("VmHWM") - before) / 2**20
+    return proc_status("VmHWM") - before
+
+def timed(f, device, before=lambda: None):
+    """-> dict: seconds of the first call, which may compile; the median of three later ones, and the GiB that they add.
+    before: called when the warm-up is over."""
+    first, times = seconds(f, device), []
+    f()
+    before()
+    peak = peak_gib(lambda: times.extend(seconds(f, device) for _ in range(3)), device)
+    return {"first call": first, "seconds": float(np.median(times)), "added GiB": peak}
 
 def matmul_rate(dtype, device):
     """FLOP/s of one large matrix product here: what MFU is a part of."""
