@@ -51,6 +51,7 @@ def test_every_stage_and_cell_has_figures(tmp_path, monkeypatch):
     figures = [x for rows in found.values() if isinstance(rows, list) for row in rows for x in flat(list(row.values()))
                if isinstance(x, float)]
     assert len(figures) > 48 * 10 and all(math.isfinite(x) and x > 0 for x in figures), figures
+    assert found["encoding"][0]["tokens"] > 14 * 14 # a picture as the real model sees it
     assert found["about"]["torch"] == torch.__version__ and "--device cpu" in found["about"]["command"]
     # the tables that README would get: a cell of Speed and one of Memory for each of the two
     tables = result.out[result.out.index("**Speed"):]

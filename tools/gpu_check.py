@@ -206,13 +206,14 @@ def check_attention():
 @torch.no_grad()
 def check_encoding():
     folder = cache.find_model("tiny", cache.ENCODERS) # for its tokenizer
-    pipe, full, side = cache.load_pipeline(folder), args.size == "full", 384 if args.size == "full" else 56
-    depths = None if not full else (28, 32) if plan.free_bytes(args.device) > 20 * 2**30 else (4, 4)
+    pipe, depths = cache.load_pipeline(folder), (28, 32) if plan.free_bytes(args.device) > 20 * 2**30 else (4, 4)
+    depths = depths if args.size == "full" else None
+    pipe.processor.image_processor = cache.Qwen2VLImageProcessor() # tiny's makes pictures smaller
     pipe.text_encoder = make_text_encoder(folder, depths, dtype, args.device)
     image, prompt = Image.effect_noise((1024, 1024), 64).convert("RGB"), "let a storm come up behind the house. " * 8
-    yield {"layers": str(depths or "small"), "tokens": cache.prompt_length(pipe, prompt, [(side, side)]),
+    yield {"layers": str(depths or "small"), "tokens": cache.prompt_length(pipe, prompt, [(384, 384)]),
            "weights GiB": plan.model_bytes(pipe.text_encoder) / 2**30} | timed(
-               lambda: cache.encode_prompt(pipe, prompt, [image], [(side, side)]), args.device)
+               lambda: cache.encode_prompt(pipe, prompt, [image], [(384, 384)]), args.device)
 
 # ---- speed and memory ------------------------------------------------------------------------------------------------
 
