@@ -113,6 +113,18 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
         torch.backends.cuda.enable_cudnn_sdp(before)
         torch._dynamo.config.recompile_limit = limit
 
+def test_what_the_tools_time_is_set_up_as_a_training_is(card, monkeypatch):
+    """bench.py once left cuDNN's attention on."""
+    speed, prepared = pytest.importorskip("tools.speed"), []
+    monkeypatch.setattr(cuda, "prepare", lambda *args: prepared.append(args) or "a card")
+    monkeypatch.setattr(torch.cuda, "set_device", prepared.append)
+    for dtype in (torch.float32, torch.bfloat16):
+        prepared.clear()
+        assert speed.open_device("cuda:1", dtype) == "a card" and prepared == [1, ("cuda:1", "auto")]
+    card.capability = (7, 5)
+    with refused("--device cuda", "Ampere"):
+        speed.open_device("cuda", torch.bfloat16)
+
 def test_an_allocator_setting_that_torch_does_not_know_is_left_out(monkeypatch):
     """The real setter, of which an older torch refuses the second key."""
     tried = []

@@ -17,22 +17,16 @@ Times are compared within a round only; a ratio's line gives median and quartile
 say. The first round is not timed: there all ways must agree on the loss and on every LoRA gradient.
 """
 import argparse
-import ctypes
-import gc
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import transformers
-from diffusers import QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
-from diffusers.training_utils import cast_training_params
-from peft import LoraConfig
 from PIL import Image
 from tqdm import tqdm
 
@@ -40,12 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cache
 import predict
 from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
+from tools.speed import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib, seconds,
+                         share, with_lora)
 
-MODELS = dict(
-    small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
-               axes_dims_rope=(8, 28, 28)),
-    full=dict(num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584,
-              axes_dims_rope=(16, 56, 56)))
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PRESETS = dict(
     mixed=[([(8, 8), (8, 8)], 20), ([(16, 8), (8, 16)], 60), ([(16, 16), (16, 16)], 110), ([(32, 16), (32, 16)], 175)],
@@ -75,88 +66,17 @@ parser.add_argument("--cost", action="store_true", help="time against tokens, an
 parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
 args = parser.parse_args()
 dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
-cuda = args.device.startswith("cuda")
-if cuda and not torch.cuda.is_available():
-    parser.error(f"argument --device: {args.device}: no CUDA here; give cpu")
 torch.set_num_threads(args.threads)
+device_name, cuda = open_device(args.device, dtype), args.device.startswith("cuda")
 transformers.utils.logging.disable_progress_bar()
-layers = MODELS[args.size]["num_layers"]
+config = dict(MODELS[args.size])
+layers = config["num_layers"]
 if args.checkpointing is None:
     args.checkpointing = layers if args.size == "full" else 0
-
-# ---- models ----------------------------------------------------------------------------------------------------------
-
-def make_model(device=args.device):
-    """Random weights, made on the device in their dtype: the full model would not fit anywhere in fp32."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = QwenImageTransformer2DModel(**MODELS[args.size])
-    torch.set_default_dtype(before)
-    return model.requires_grad_(False)
-
-def with_lora(model, ours=True):
-    """fp32 weights, far from zero; ours: cast when used, as train.py does, or else peft's own layer."""
-    config = dict(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
-    if ours:
-        predict.add_lora(model, **config)
-    else:
-        model.add_adapter(LoraConfig(**config))
-        cast_training_params(model, torch.float32)
-    torch.manual_seed(1)
-    model.lora = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for p in model.lora.values():
-        p.data = torch.randn(p.shape, device=p.device).mul(.02)
-    return model.train()
-
-def share(source):
-    """A stock model on the frozen weights of `source` itself: the device never holds a second copy."""
-    model = make_model("meta")
-    frozen = {k.replace(".base_layer", ""): v for k, v in source.state_dict().items() if ".lora_" not in k}
-    model.load_state_dict(frozen, assign=True)
-    model.pos_embed = source.pos_embed # its tables are no weights
-    return model
-
-# ---- samples, and what they cost -------------------------------------------------------------------------------------
-
-def make_samples(preset):
-    g = torch.Generator().manual_seed(2)
-    draw = lambda *shape: torch.randn(*shape, generator=g).to(args.device)
-    samples = []
-    for pictures, txt_len in preset:
-        shapes = [(1, h, w) for h, w in pictures]
-        img_len = sum(h * w for h, w in pictures)
-        samples.append(SimpleNamespace(
-            shapes=shapes, lens=(img_len, txt_len), latents=draw(img_len, 64).to(dtype),
-            prompt=draw(txt_len, MODELS[args.size]["joint_attention_dim"]).to(dtype),
-            timestep=torch.rand((), generator=g).to(args.device), target=draw(shapes[0][1] * shapes[0][2], 64)))
-    return samples
-
-def flops(lens, checkpointed=0, tail=True):
-    """Of one training step over samples (image tokens, text tokens) each: 2 a multiplication. Frozen linears cost their
-    forward pass again for the inputs' gradient; attention 2.5 times; checkpointed blocks one forward pass more. The
-    last block's text goes nowhere, so that its output and MLP have no backward pass; without tail, as in rope_patch,
-    no forward pass either, and no query."""
-    c = MODELS[args.size]
-    d, total = c["num_attention_heads"] * c["attention_head_dim"], 0
-    for img, txt in lens:
-        linear, attention = 24 * d * d * (img + txt), 4 * d * (img + txt) ** 2
-        total += c["num_layers"] * (2 * linear + 3.5 * attention) + checkpointed * (linear + attention)
-        total -= 18 * d * d * txt
-        if not tail:
-            total -= (22 + 20 * (checkpointed == c["num_layers"])) * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
-    return total
-
-def widest(lens):
-    return [(max(i for i, _ in lens), max(t for _, t in lens))] * len(lens)
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
 OURS = ("packed", "padded", "sorted") # on the patched model; the others are stock diffusers
-
-def loss_of(samples, preds):
-    return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
 
 def batches_of(samples, way):
     n = args.padded_batch
@@ -188,42 +108,12 @@ def step(way, models, samples):
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
-def seconds(f):
-    """Of one call: processor time of this process (one thread, on a shared machine), wall time, or the GPU's own."""
-    if cuda:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        f()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1000
-    clock = time.process_time if args.threads == 1 else time.perf_counter
-    t0 = clock()
-    f()
-    return clock() - t0
-
-def peak_gib(f):
-    """Memory that one call adds at its peak, GiB. Linux lets a process set its own high-water mark back."""
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        f()
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0) # what was freed goes back to the system
-    status = lambda key: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
-    f()
-    return (status("VmHWM") - before) / 2**20
-
 def interleave(ways, rounds):
     """{name: call} -> {name: seconds of every round}. Forwards and backwards in turn, so that drift hits all alike."""
     times = {name: [] for name in ways}
     for r in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
         for name in list(ways) if r % 2 == 0 else reversed(list(ways)):
-            times[name].append(seconds(ways[name]))
+            times[name].append(seconds(ways[name], args.device))
     return {name: np.array(t) for name, t in times.items()}
 
 def ratio(times, way, reference="packed"):
@@ -235,22 +125,15 @@ def explain(lines):
     if any("INVALID" in line for line in lines):
         print("INVALID: the quartiles are more than 10 % apart; measure again on a quieter machine")
 
-def matmul_rate():
-    """FLOP/s of one large matrix product here: what MFU is a part of."""
-    n = 8192 if cuda else 1024
-    a = torch.randn(n, n, device=args.device, dtype=dtype)
-    return 2 * n**3 / min(seconds(lambda: a @ a) for _ in range(10))
-
 def head(title):
     load = " ".join(f"{x:.1f}" for x in os.getloadavg())
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {args.threads} thread{'s' if args.threads > 1 else ''}"
-    print(f"\n{title} | {args.size} {str(dtype)[6:]} | {name} | torch {torch.__version__} | load {load}")
+    print(f"\n{title} | {args.size} {str(dtype)[6:]} | {device_name} | torch {torch.__version__} | load {load}")
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 def make_ours():
     """The patched model, as train.py sets it up."""
-    ours = patch_qwen_model_for_multi_resolution(with_lora(make_model()))
+    ours = patch_qwen_model_for_multi_resolution(with_lora(make_model(config, dtype, args.device)))
     if args.checkpointing:
         ours.enable_gradient_checkpointing()
         ours.gradient_checkpointing_blocks = args.checkpointing
@@ -268,14 +151,18 @@ def make_models():
     stock.enable_gradient_checkpointing()
     return {**dict.fromkeys(OURS, ours), "single": single, "stock": stock, "bucketed": single}
 
+def widest(lens):
+    return [(max(i for i, _ in lens), max(t for _, t in lens))] * len(lens)
+
 def flops_of(way, batches):
     """What this way computes: pads count as tokens."""
     blocks = args.checkpointing if way in OURS else layers if way == "stock" or args.checkpointing else 0
-    return sum(flops(widest([s.lens for s in batch]) if way in ("padded", "sorted") else [s.lens for s in batch],
-                     blocks, tail=way not in OURS) for batch in batches)
+    lens = [[s.lens for s in batch] for batch in batches]
+    return sum(flops(config, widest(each) if way in ("padded", "sorted") else each, blocks, tail=way not in OURS)
+               for each in lens)
 
 def bench_training(preset, models):
-    samples = make_samples(PRESETS[preset])
+    samples = make_samples(config, PRESETS[preset], dtype, args.device)
     lens = [s.lens for s in samples]
     equal_shapes = all(s.shapes == samples[0].shapes and s.lens == samples[0].lens for s in samples)
     ways = {way: lambda way=way: step(way, models, samples) for way in models if way != "bucketed" or equal_shapes}
@@ -287,7 +174,7 @@ def bench_training(preset, models):
     limit = 1e-4 if dtype == torch.float32 else 0.05
     for way in list(ways):
         try:
-            first = seconds(lambda: ways[way]())
+            first = seconds(lambda: ways[way](), args.device)
             for _ in range(2 if cuda or args.compile else 0): # a GPU's clocks and allocator, and the compiler, warm up
                 ways[way]()
             loss = ways[way]()
@@ -304,14 +191,14 @@ def bench_training(preset, models):
                              f"{max(off):.1e}; it computes something else, so its time would mean nothing")
     times = interleave(ways, args.rounds)
 
-    rate, tokens = matmul_rate(), sum(i + t for i, t in lens)
+    rate, tokens = matmul_rate(dtype, args.device), sum(i + t for i, t in lens)
     least = flops_of("packed", [samples])
     print("way        s/step  tokens/s   MFU   peak GiB   time / packed, quartiles    FLOPs / packed     of the ideal")
     lines = []
     for way in ways:
         s, r = np.median(times[way]), flops_of(way, batches_of(samples, way)) / least
-        lines.append(f"{way:9s} {s:7.3f} {tokens / s:9.0f}  {flops(lens, tail=False) / s / rate:4.0%} "
-                     f"{peak_gib(ways[way]):10.2f}   {ratio(times, way):30s} {r:4.2f} "
+        lines.append(f"{way:9s} {s:7.3f} {tokens / s:9.0f}  {flops(config, lens, tail=False) / s / rate:4.0%} "
+                     f"{peak_gib(ways[way], args.device):10.2f}   {ratio(times, way):30s} {r:4.2f} "
                      f"{np.median(times[way] / times['packed']) / r:16.2f}")
         print(lines[-1], flush=True)
     explain(lines)
@@ -324,16 +211,16 @@ def bench_cost():
     tokens = lambda n: ([(n // 64, 32), (n // 64, 32 - 4)], n // 16) # n in all: target, control, text
     sets = {f"1 x {n}": [tokens(n)] for n in (512, 1024, 2048, 4096, 8192, 16384)}
     sets |= {f"{k} x {4096 // k}": [tokens(4096 // k)] * k for k in (2, 4, 8, 16)}
-    samples = {name: make_samples(s) for name, s in sets.items()}
+    samples = {name: make_samples(config, s, dtype, args.device) for name, s in sets.items()}
     ways = {name: lambda s=s: step("packed", dict(packed=model), s) for name, s in samples.items()}
     for way in ways.values():
         way()
     head("time against FLOPs, packed")
     times = interleave(ways, args.rounds)
     print("samples x tokens   s/step   time / (1 x 4096), quartiles   FLOPs / (1 x 4096)")
-    base = flops([s.lens for s in samples["1 x 4096"]], args.checkpointing, tail=False)
+    cost = {name: flops_of("packed", [s]) for name, s in samples.items()}
     lines = [f"{name:16s} {np.median(times[name]):8.3f}   {ratio(times, name, '1 x 4096'):28s} "
-             f"{flops([s.lens for s in samples[name]], args.checkpointing, tail=False) / base:12.2f}" for name in ways]
+             f"{cost[name] / cost['1 x 4096']:12.2f}" for name in ways]
     print("\n".join(lines))
     explain(lines)
 
@@ -350,8 +237,8 @@ def bench_predict():
                             quantize_text_encoder="none", max_sequence_length=1024)
     for part in ("vae", "text"):
         cache.load_encoder(pipe, part, flags)
-    MODELS[args.size]["joint_attention_dim"] = 64 # tiny's text encoder, and VAE
-    ours = patch_qwen_model_for_multi_resolution(make_model().eval())
+    config["joint_attention_dim"] = 64 # tiny's text encoder, and VAE
+    ours = patch_qwen_model_for_multi_resolution(make_model(config, dtype, args.device).eval())
     pipe.transformer = share(ours).eval()
     pipe.set_progress_bar_config(disable=True)
     stock_code.VAE_IMAGE_SIZE = area # 1024 * 1024 there

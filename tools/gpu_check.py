@@ -1,0 +1,331 @@
+"""
+One command for the day a card is at hand: are README's claims true there, how fast is it, what does it take?
+
+$ python tools/gpu_check.py                              # the real 60 blocks, random weights: ten minutes on an H200
+$ python tools/gpu_check.py --stages speed --minutes 25  # one stage, with time for all of its cells
+$ python tools/gpu_check.py --stages claims --tests all -k "not resume"
+$ python tools/gpu_check.py --device cpu                 # a small model: shows only that this script runs
+
+    claims     pytest on the device, in fp32 and in bf16, in processes of their own
+    distance   packed and padded against stock one at a time, beside the distance between two attention kernels of stock
+    offload    a step with all blocks in host memory, without any there, and the copies alone
+    attention  a step with torch's own flash attention (FA2), and with FA3 or FA4 where its package is installed
+    encoding   a prompt with its picture, through a text encoder of the real shape
+    speed      s/step, tokens/s, MFU and memory, planned and measured: low bits x compiled x checkpointed x packs
+
+The last lines are Markdown tables for README. --out has everything and is rewritten after every line, so that a kill
+loses one at most. Status 1: a claim is false or something broke; that line says what is `wrong`. To run out of memory
+is no failure but a result.
+"""
+import argparse
+import functools
+import gc
+import itertools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import diffusers
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import init_empty_weights
+from diffusers import QwenImageTransformer2DModel
+from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HERE = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(HERE))
+import cache
+import predict
+from extras import cuda, plan
+from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
+from tools.speed import (MODELS, flops, heat, loss_of, make_model, make_samples, make_text_encoder, matmul_rate,
+                         open_device, seconds, share, timed, used_gib, with_lora)
+
+# per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
+PACKS = dict(
+    full={"8.3k x 1": [([(64, 64), (64, 64)], 108)],
+          "16k mixed": [([(64, 64), (64, 64)], 500), ([(32, 32), (32, 32)], 300), ([(48, 24), (48, 24)], 350),
+                        ([(24, 40), (24, 40)], 300)],
+          "512 px x 7": [([(32, 32), (32, 32)], 250)] * 7},
+    small={"one": [([(6, 6), (6, 6)], 9)], "mixed": [([(4, 8), (4, 8)], 9), ([(4, 4), (2, 4), (4, 2)], 5)],
+           "equal": [([(4, 4), (4, 4)], 6)] * 3})
+# (--quantize, compiled): the more important first, and eager before what takes a minute to compile
+GROUPS = [("none", False), ("none", True), ("int8", False), ("nf4", False), ("fp8", False), ("int8", True),
+          ("fp8", True), ("nf4", True)]
+TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/test_rope_patch.py",
+                                                 "tests/test_cuda.py", "tests/test_extras.py"])
+STAGES = ["claims", "distance", "offload", "attention", "encoding", "speed"]
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to do, in this order")
+parser.add_argument("--minutes", type=cache.number(float, 0), default=10.0, help="after which nothing new is begun; "
+                    "claims get two fifths of them. what is begun may take two more, where it compiles")
+parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+parser.add_argument("--size", choices=MODELS, help="full: the real shape, 41 GB (default: full on a card, else small)")
+parser.add_argument("--tests", choices=TESTS, default="quick", help="claims: test_consistency.py, or what else has "
+                    "something to say about a device too")
+parser.add_argument("-k", default="", metavar="EXPRESSION", help="claims: pytest's -k (default: all tests)")
+parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON")
+args = parser.parse_args()
+cache.prepare_folder(args.out.absolute().parent, "choose another --out")
+on_card = args.device.startswith("cuda")
+args.size = args.size or ("full" if on_card else "small")
+dtype = torch.bfloat16 if args.size == "full" else torch.float32
+device_name, deadline = open_device(args.device, dtype), time.monotonic() + 60 * args.minutes
+config, packs = MODELS[args.size], PACKS[args.size]
+layers, (first_pack, mixed_pack, _) = config["num_layers"], packs.values()
+matmul = matmul_rate(dtype, args.device) # FLOP/s, of which MFU is a part
+
+# ---- correctness -----------------------------------------------------------------------------------------------------
+
+def check_claims():
+    """Both dtypes at once: the tests are small, and keep the host busier than the card."""
+    limit, begin, running = 0.4 * 60 * args.minutes, time.monotonic(), []
+    for name in ("float32", "bfloat16"):
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider", *TESTS[args.tests],
+                   "-k", args.k, "--device", args.device, "--dtype", name]
+        output = tempfile.TemporaryFile("w+", errors="replace")
+        running.append((name, subprocess.Popen(command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT), output))
+    if "speed" in args.stages:
+        plan_memory() # half a minute of the host's time, kept for later
+    for name, process, output in running:
+        try:
+            process.wait(max(1, begin + limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        text = output.read()
+        found = dict(re.findall(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M))
+        failed = [test.split("::")[1] for test, result in found.items() if result in ("FAILED", "ERROR")]
+        row = dict(dtype=name, passed=list(found.values()).count("PASSED"), failed=len(failed),
+                   seconds=time.monotonic() - begin)
+        if process.returncode < 0:
+            row["note"] = f"stopped after {row['seconds']:.0f} s"
+        if failed or not row["passed"]:
+            row["wrong"] = ", ".join(failed) or text.strip().rpartition("\n")[2] # that pytest is missing, say
+        yield row
+
+@torch.no_grad()
+def check_distance():
+    """Relative L2 distances, the worst of a pack's samples. In bf16 packed may be three times as far from stock as
+    stock is under another kernel; in fp32 it has the limit of README's proof."""
+    far = lambda got: max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want))
+    for blocks, kind in ((layers, torch.bfloat16), (min(layers, 4), torch.float32)):
+        stock = heat(make_model(config | dict(num_layers=blocks), kind, args.device)).eval()
+        ours = patch_qwen_model_for_multi_resolution(share(stock).eval())
+        samples = make_samples(config, mixed_pack, kind, args.device)
+        shapes, times = [s.shapes for s in samples], torch.stack([s.timestep for s in samples])
+        pack = [s.latents for s in samples], [s.prompt for s in samples], times
+        one_at_a_time = lambda shapes: [
+            stock(x[None], prompt[None], timestep=t[None].to(kind), img_shapes=[shape], return_dict=False)[0][0]
+            for x, prompt, t, shape in zip(*pack, shapes)]
+        want = one_at_a_time(shapes)
+        other = SDPBackend.EFFICIENT_ATTENTION if on_card and kind == torch.bfloat16 else SDPBackend.MATH
+        with sdpa_kernel(other):
+            noise = far(one_at_a_time(shapes))
+        limit = 1e-5 if kind == torch.float32 else max(1e-2, 3 * noise)
+        swapped = far(one_at_a_time([[(f, w, h) for f, h, w in shape] for shape in shapes]))
+        packed, padded = far(run_packed(ours, *pack, shapes)), far(run_padded(ours, *pack, shapes))
+        for what, distance, good in (
+                (f"stock, {other.name}", noise, True), ("shown wrong: sides swapped", swapped, swapped > limit),
+                ("packed", packed, packed <= limit), ("padded", padded, padded <= limit)):
+            row = dict(model=f"{blocks} blocks, {str(kind)[6:]}", what=what, distance=distance, limit=limit)
+            yield row if good else row | dict(wrong="on the wrong side of the limit")
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+def build(quantize="none", compiled=False):
+    """The model as train.py sets it up, on the device, every block checkpointed."""
+    model = patch_qwen_model_for_multi_resolution(make_model(config, dtype, args.device))
+    predict.place_transformer(with_lora(model), args.device, quantize).enable_gradient_checkpointing()
+    for block in model.transformer_blocks if compiled else []:
+        block.compile(dynamic=True)
+    return model
+
+def loss_on(model, samples):
+    return loss_of(samples, run_packed(model, [s.latents for s in samples], [s.prompt for s in samples],
+                                       torch.stack([s.timestep for s in samples]), [s.shapes for s in samples]))
+
+def measure(model, pack):
+    """Time and memory of a training step over a pack: forward, loss, backward."""
+    def step():
+        model.zero_grad()
+        loss_on(model, samples).backward()
+
+    gc.collect() # what a step that ran out of memory has left
+    samples = make_samples(config, pack, dtype, args.device)
+    row, lens = timed(step, args.device, before=model.zero_grad), [s.lens for s in samples]
+    return row | {"tokens/s": sum(map(sum, lens)) / row["seconds"],
+                  "MFU": flops(config, lens, tail=False) / row["seconds"] / matmul}
+
+def check_offload():
+    """A step copies twice, forward and backward. hiding: 1 if it takes no longer than its copies or its work, whichever
+    is longer; unhidden: the same if they came one after the other."""
+    model = build()
+    away = sum(p.nbytes for p in model.transformer_blocks.parameters() if not p.requires_grad)
+    if on_card and plan.free_bytes("cpu") < 1.1 * away: # the kernel would end a process
+        yield dict(note=f"not run: the host has less than {1.1 * away / 2**30:.0f} GiB free")
+        return
+    near = measure(model, first_pack)["seconds"]
+    predict.place_transformer(model, args.device, offload=layers)
+    far = measure(model, first_pack)
+    host = torch.empty(2**28 if on_card else 2**24, dtype=torch.uint8, pin_memory=on_card)
+    there = torch.empty_like(host, device=args.device)
+    bandwidth = len(host) / min(seconds(lambda: there.copy_(host, non_blocking=True), args.device) for _ in range(9))
+    copies = 2 * away / bandwidth
+    yield {"on the card, s": near, "offloaded, s": far["seconds"], "copies, s": copies, "GB/s": bandwidth / 1e9,
+           "hiding": far["seconds"] / max(near, copies), "unhidden": (near + copies) / max(near, copies),
+           "added GiB": far["added GiB"], "host GiB": away / 2**30}
+
+def check_attention():
+    found = cuda.find_flash(torch.cuda.get_device_capability()) if on_card else None
+    if not found:
+        yield dict(kernel="FA3, FA4", note="not installed, or not for this device")
+        return
+    model = build()
+    for kernel in (found, "FA2", found): # extras/cuda.py has chosen it for all else here
+        if kernel == "FA2":
+            torch.nn.attention.restore_flash_attention_impl()
+        else:
+            torch.nn.attention.activate_flash_attention_impl(found)
+        yield dict(kernel=kernel) | measure(model, mixed_pack)
+
+@torch.no_grad()
+def check_encoding():
+    folder = cache.find_model("tiny", cache.ENCODERS) # for its tokenizer
+    pipe, depths = cache.load_pipeline(folder), (28, 32) if plan.free_bytes(args.device) > 20 * 2**30 else (4, 4)
+    depths = depths if args.size == "full" else None
+    pipe.processor.image_processor = cache.Qwen2VLImageProcessor() # tiny's makes pictures smaller
+    pipe.text_encoder = make_text_encoder(folder, depths, dtype, args.device)
+    image, prompt = Image.effect_noise((1024, 1024), 64).convert("RGB"), "let a storm come up behind the house. " * 8
+    yield {"layers": str(depths or "small"), "tokens": cache.prompt_length(pipe, prompt, [(384, 384)]),
+           "weights GiB": plan.model_bytes(pipe.text_encoder) / 2**30} | timed(
+               lambda: cache.encode_prompt(pipe, prompt, [image], [(384, 384)]), args.device)
+
+# ---- speed and memory ------------------------------------------------------------------------------------------------
+
+@functools.cache
+def plan_memory():
+    """What --plan says, in GiB -> ({quantize: base}, LoRA, {(pack, checkpointed blocks): step})."""
+    with init_empty_weights():
+        model = QwenImageTransformer2DModel(**config).requires_grad_(False)
+    model = with_lora(patch_qwen_model_for_multi_resolution(torch.nn.Module.to(model, dtype)))
+    lora = sum(p.nbytes for p in model.lora.values()) / 2**30
+    base = {quantize: plan.transformer_bytes(model, quantize, 0, 1)[0] / 2**30 for quantize, _ in GROUPS}
+    as_ours = lambda i: SimpleNamespace(latents=torch.cat([i.x0.to(dtype), i.controls]), prompt=i.prompt, target=i.x0,
+                                        timestep=i.s, shapes=i.img_shapes)
+    losses = lambda model, items: [(loss_on(model, [as_ours(i) for i in items]), 1)] # as train.py's flow_loss
+    sizes = {name: [([(1, *hw) for hw in pictures], text) for pictures, text in pack] for name, pack in packs.items()}
+    return base, lora, {(name, blocks): plan.step_bytes(model, losses, sizes[name], blocks) / 2**30
+                        for name in sizes for blocks in (layers, 0)}
+
+def check_speed():
+    (base, lora, step), built = plan_memory(), None
+    for group, blocks, (name, pack) in itertools.product(GROUPS, (layers, 0), packs.items()):
+        quantize, compiled = group
+        row = dict(pack=name, weights=quantize, checkpointed="all" if blocks else "none", compiled=compiled,
+                   planned=[base[quantize], lora, step[name, blocks]])
+        if time.monotonic() > deadline:
+            row["note"] = "not run"
+        elif quantize == "nf4" and not find_spec("bitsandbytes"):
+            row["note"] = "bitsandbytes is not installed"
+        elif built == group and model is None:
+            row |= failure # once is enough
+        else:
+            try:
+                if built != group:
+                    model, built = None, group
+                    torch._dynamo.reset() # its graphs would keep the model before
+                    before = used_gib(args.device)
+                    model = build(quantize, compiled)
+                    base_gib = used_gib(args.device) - before - lora
+                model.gradient_checkpointing_blocks = blocks
+                row |= measure(model, pack)
+                row["measured"] = [base_gib, lora, row.pop("added GiB")]
+                if quantize == "fp8" and not (on_card and torch.cuda.get_device_capability() >= (8, 9)):
+                    row["remark"] = "unpacked: no fp8 products here"
+            except (Exception, cache.InputError) as e: # of the compiler, say: other cells may have figures
+                failure = reason(e)
+                row |= failure
+        yield row
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+def reason(e):
+    """What a line has instead of figures. (place_transformer makes an InputError of it.)"""
+    if torch.OutOfMemoryError in (type(e), type(e.__context__)):
+        return dict(note="out of memory")
+    traceback.print_exception(e)
+    return dict(wrong=f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
+
+def text_of(value):
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+def table(rows):
+    """Markdown."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns), *[[text_of(row.get(c, "")) for c in columns] for row in rows]]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+def beside(rows, figures):
+    """The rows of `speed`, a compiled one beside its eager one."""
+    pairs = {}
+    for row in rows:
+        key = row["pack"], row["weights"], row["checkpointed"]
+        pair = pairs.setdefault(key, dict(zip(("pack", "weights", "checkpointed blocks"), key)))
+        said = [figures(row)] if "seconds" in row else []
+        said += [row[key] for key in ("note", "wrong", "remark") if key in row]
+        pair["compiled" if row["compiled"] else "eager"] = ", ".join(said)
+    return list(pairs.values())
+
+def summary(found):
+    """README's tables."""
+    sums = lambda gib: "{:.1f} + {:.1f} + {:.1f} = {:.1f}".format(*gib, sum(gib))
+    tables = {stage: rows for stage, rows in found.items() if stage != "speed"}
+    if "speed" in found:
+        tables["Speed, of a step"] = beside(found["speed"], lambda row: (
+            f"{row['seconds']:.3g} s, {row['tokens/s']:,.0f} tok/s, {row['MFU']:.0%}"))
+        tables["Memory in GiB: base + LoRA + step; planned -> measured"] = beside(found["speed"], lambda row: (
+            f"{sums(row['planned'])} -> {sums(row['measured'])}"))
+    return "\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in tables.items())
+
+def rows_of(stage):
+    """Lines of a stage; one that breaks does not end the others."""
+    try:
+        late = time.monotonic() > deadline and stage != "speed" # whose cells say so one by one
+        yield from [dict(note="not run")] if late else globals()[f"check_{stage}"]()
+    except (Exception, cache.InputError) as e: # (the latter is none of the former)
+        yield reason(e)
+
+driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
+                        text=True).stdout.strip() if shutil.which("nvidia-smi") else "none"
+about = dict(command=shlex.join(["python", *sys.argv]), device=device_name, driver=driver, size=args.size,
+             cuda=torch.version.cuda, **{m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
+print(*[f"{key}: {value}" for key, value in about.items()], sep="\n")
+found = {}
+for stage in [stage for stage in STAGES if stage in args.stages]:
+    print(f"{stage} ...", flush=True)
+    rows, begin = found.setdefault(stage, []), time.monotonic()
+    for row in rows_of(stage):
+        rows.append(row)
+        print(f"{stage}: " + ", ".join(f"{key} {text_of(value)}" for key, value in row.items()), flush=True)
+        cache.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
+    gc.collect()
+    print(f"{stage}: {time.monotonic() - begin:.0f} s")
+if dist.is_initialized(): # extras/shard.py has made it
+    dist.destroy_process_group()
+print(f"\n{summary(found)}\n{args.out}")
+sys.exit(any("wrong" in row for rows in found.values() for row in rows))

@@ -1,0 +1,187 @@
+"""
+What bench.py and gpu_check.py share: models with random weights, samples of noise, FLOPs, clocks, memory.
+"""
+import ctypes
+import gc
+import re
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+import cache
+import predict
+
+MODELS = dict(
+    small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
+               axes_dims_rope=(8, 28, 28)),
+    full=dict(num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584,
+              axes_dims_rope=(16, 56, 56)))
+# Qwen2.5-VL's 7 billion parameters: the fields where tiny's config says something else, depths apart
+TEXT = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
+            rope_parameters=dict(mrope_section=[16, 24, 24], rope_theta=1e6, rope_type="default"))
+VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
+
+def open_device(device, dtype):
+    """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
+    used."""
+    if not device.startswith("cuda"):
+        return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+    if not torch.cuda.is_available():
+        raise cache.InputError(f"--device {device}: no CUDA here; give cpu")
+    cuda = cache.load_extra("device")
+    torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
+    if problem := cuda.problem(device, str(dtype).removeprefix("torch.")):
+        raise cache.InputError(f"--device {device}: {problem}")
+    return cuda.prepare(device, "auto")
+
+# ---- models and samples ----------------------------------------------------------------------------------------------
+
+def make_model(config, dtype, device):
+    """Random weights, made on the device in their dtype: the full model would not fit anywhere in fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = QwenImageTransformer2DModel(**config)
+    torch.set_default_dtype(before)
+    return model.requires_grad_(False)
+
+def with_lora(model, ours=True):
+    """fp32 weights, far from zero; ours: cast when used, as train.py does, or else peft's own layer."""
+    config = dict(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
+    if ours:
+        predict.add_lora(model, **config)
+    else:
+        model.add_adapter(LoraConfig(**config))
+        cast_training_params(model, torch.float32)
+    torch.manual_seed(1)
+    model.lora = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for p in model.lora.values():
+        p.data = torch.randn(p.shape, device=p.device).mul(.02)
+    return model.train()
+
+def share(source):
+    """A stock model on the frozen weights of `source` itself: the device never holds a second copy."""
+    with torch.device("meta"):
+        model = QwenImageTransformer2DModel.from_config(source.config).requires_grad_(False)
+    frozen = {k.replace(".base_layer", ""): v for k, v in source.state_dict().items() if ".lora_" not in k}
+    model.load_state_dict(frozen, assign=True)
+    model.pos_embed = source.pos_embed # its tables are no weights
+    return model
+
+def heat(model):
+    """Scales weights so that a wrong position moves the output by a third. As they are made it moves by 6e-4, which
+    bf16 would hide. (test_consistency.py's hot_model does the same.)"""
+    for name, weight in model.named_parameters():
+        if name.endswith("_mod.1.bias"):
+            weight.data.normal_()
+        elif re.search(r"norm_(added_)?[qk]\.weight$", name):
+            weight.data.fill_(2)
+        elif name.endswith(("to_v.weight", "add_v_proj.weight")):
+            weight.data.mul_(4)
+    return model
+
+def make_text_encoder(folder, depths, dtype, device):
+    """Random weights of Qwen2.5-VL's width, which knows the token ids of the model in `folder`. depths: its text and
+    its vision layers; None: the small one of the folder."""
+    config = Qwen2_5_VLConfig.from_pretrained(folder / "text_encoder")
+    if depths:
+        text, vision = depths
+        full = [i for i in range(vision) if i % 8 == 7] or [vision - 1] # layers that see more than their window
+        config.text_config.update(TEXT | dict(num_hidden_layers=text, layer_types=["full_attention"] * text))
+        config.vision_config.update(VISION | dict(depth=vision, fullatt_block_indexes=full))
+    with torch.device(device):
+        encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype).eval()
+    encoder.lm_head = torch.nn.Identity() # as in cache.load_encoder
+    return encoder
+
+def make_samples(config, preset, dtype, device):
+    """Noise. preset: for each sample the (height, width) of its target and of its controls, and its text, in tokens."""
+    g = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randn(*shape, generator=g).to(device)
+    samples = []
+    for pictures, txt_len in preset:
+        shapes = [(1, h, w) for h, w in pictures]
+        img_len = sum(h * w for h, w in pictures)
+        samples.append(SimpleNamespace(
+            shapes=shapes, lens=(img_len, txt_len), latents=draw(img_len, 64).to(dtype),
+            prompt=draw(txt_len, config["joint_attention_dim"]).to(dtype),
+            timestep=torch.rand((), generator=g).to(device), target=draw(shapes[0][1] * shapes[0][2], 64)))
+    return samples
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+def flops(config, lens, checkpointed=0, tail=True):
+    """Of one training step over samples (image tokens, text tokens) each: 2 a multiplication. Frozen linears cost their
+    forward pass again for the inputs' gradient; attention 2.5 times; checkpointed blocks one forward pass more. The
+    last block's text goes nowhere, so that its output and MLP have no backward pass; without tail, as in rope_patch,
+    no forward pass either, and no query."""
+    d, layers, total = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"], 0
+    for img, txt in lens:
+        linear, attention = 24 * d * d * (img + txt), 4 * d * (img + txt) ** 2
+        total += layers * (2 * linear + 3.5 * attention) + checkpointed * (linear + attention)
+        total -= 18 * d * d * txt
+        if not tail:
+            total -= (22 + 20 * (checkpointed == layers)) * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
+    return total
+
+def loss_of(samples, preds):
+    return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
+
+def seconds(f, device):
+    """Of one call: processor time of this process (one thread, on a shared machine), wall time, or the GPU's own."""
+    if device.startswith("cuda"):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        f()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    t0 = clock()
+    f()
+    return clock() - t0
+
+def used_gib(device):
+    """GiB that are taken now: by the tensors on the GPU, or by this process."""
+    gc.collect()
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated() / 2**30
+    ctypes.CDLL(None).malloc_trim(0) # what was freed goes back to the system
+    return proc_status("VmRSS")
+
+def proc_status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 2**20
+
+def peak_gib(f, device):
+    """Memory that one call adds at its peak, GiB. Linux lets a process set its own high-water mark back."""
+    before = used_gib(device)
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        f()
+        return torch.cuda.max_memory_allocated() / 2**30 - before
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    f()
+    return proc_status("VmHWM") - before
+
+def timed(f, device, before=lambda: None):
+    """-> dict: seconds of the first call, which may compile; the median of three later ones, and the GiB that they add.
+    before: called when the warm-up is over."""
+    first, times = seconds(f, device), []
+    f()
+    before()
+    peak = peak_gib(lambda: times.extend(seconds(f, device) for _ in range(3)), device)
+    return {"first call": first, "seconds": float(np.median(times)), "added GiB": peak}
+
+def matmul_rate(dtype, device):
+    """FLOP/s of one large matrix product here: what MFU is a part of."""
+    n = 8192 if device.startswith("cuda") else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
