@@ -15,9 +15,9 @@ TOP = dict(int8=127, fp8=448) # greatest value of a weight
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x @ weight.T for a low-bit weight. Where the device multiplies eight bits as such, x and the output's gradient are
-    quantized too, row by row; else the weight is unpacked, in the backward pass anew: autograd alone would keep it in
-    bf16, 27 GB of the real model."""
+    """x @ weight.T for a low-bit weight. Where the device multiplies eight bits as such, x and the output's gradient get
+    eight too, with a scale a row. Else the weight is unpacked, in the backward pass anew: autograd alone would keep it
+    in bf16, 27 GB of the real model."""
 
     @staticmethod
     def forward(ctx, x, layer):

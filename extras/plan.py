@@ -20,7 +20,6 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
-PRODUCT = dict(int8=6, fp8=5) # what a product of eight bits holds for a while, a token and channel of the widest layer
 
 
 class LiveBytes(TorchDispatchMode):
@@ -91,6 +90,12 @@ def transformer_bytes(transformer, quantize, offload, parts):
     return rest + (number - away) * each // parts + gathered + unpacked, away * each // parts
 
 
+def product_bytes(transformer, quantize, tokens):
+    """What a product of eight bits holds for a while, beside its result."""
+    widest = max(m.in_features for m in transformer.transformer_blocks[0].modules() if hasattr(m, "in_features"))
+    return dict(int8=6, fp8=5).get(quantize, 0) * widest * tokens
+
+
 def encoder_bytes(folder, dtype, quantize):
     """-> bytes of the VAE's and of the text encoder's weights, from their config files; 0 where there are none."""
     if not (folder / "text_encoder").is_dir():
@@ -142,11 +147,10 @@ def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal
     sizes = [([tuple(shape) for shape in resolution["img_shapes"]], sample.texts[text]["tokens"])
              for sample, resolution, text in heaviest]
     peaks = {n: step_bytes(transformer, flow_loss, sizes, n) for n in {checkpointed, 0, blocks}}
-    widest = max(m.in_features for m in transformer.transformer_blocks[0].modules() if hasattr(m, "in_features"))
     for row, (base, host) in bases.items():
         base += 0 if args.use_cache else sum(encoders)
         # weights and two moments; then activations and gradients
-        step = peaks[row[0]] + PRODUCT.get(row[1], 0) * widest * cost(of_pack(heaviest))
+        step = peaks[row[0]] + product_bytes(transformer, row[1], cost(of_pack(heaviest)))
         device = base, 3 * lora_bytes, max(step, 3 * lora_bytes)
         cards = [f"{c} GB" for c in CARDS if sum(device) / GIB + 1 <= 0.9375 * c] # of their GB
         say(" ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host)) + f" {[*cards, '-'][0]:>6}"

@@ -37,7 +37,6 @@ from types import SimpleNamespace
 import diffusers
 import peft
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
@@ -210,16 +209,16 @@ def check_encoding():
     depths = depths if args.size == "full" else None
     pipe.processor.image_processor = cache.Qwen2VLImageProcessor() # tiny's makes pictures smaller
     pipe.text_encoder = make_text_encoder(folder, depths, dtype, args.device)
-    image, prompt = Image.effect_noise((1024, 1024), 64).convert("RGB"), "let a storm come up behind the house. " * 8
+    image, prompt = Image.effect_noise((384, 384), 64).convert("RGB"), "let a storm come up behind the house. " * 8
     yield {"layers": str(depths or "small"), "tokens": cache.prompt_length(pipe, prompt, [(384, 384)]),
            "weights GiB": plan.model_bytes(pipe.text_encoder) / 2**30} | timed(
-               lambda: cache.encode_prompt(pipe, prompt, [image], [(384, 384)]), args.device)
+               lambda: cache.encode_prompt(pipe, prompt, [image]), args.device)
 
 # ---- speed and memory ------------------------------------------------------------------------------------------------
 
 @functools.cache
 def plan_memory():
-    """What --plan says, in GiB -> ({quantize: base}, LoRA, {(pack, checkpointed blocks): step})."""
+    """What --plan says, in GiB -> ({quantize: base}, LoRA, {(pack, checkpointed blocks, quantize): step})."""
     with init_empty_weights():
         model = QwenImageTransformer2DModel(**config).requires_grad_(False)
     model = with_lora(patch_qwen_model_for_multi_resolution(torch.nn.Module.to(model, dtype)))
@@ -229,15 +228,20 @@ def plan_memory():
                                         timestep=i.s, shapes=i.img_shapes)
     losses = lambda model, items: [(loss_on(model, [as_ours(i) for i in items]), 1)] # as train.py's flow_loss
     sizes = {name: [([(1, *hw) for hw in pictures], text) for pictures, text in pack] for name, pack in packs.items()}
-    return base, lora, {(name, blocks): plan.step_bytes(model, losses, sizes[name], blocks) / 2**30
-                        for name in sizes for blocks in (layers, 0)}
+    steps = {}
+    for name, blocks in itertools.product(sizes, (layers, 0)):
+        tokens = sum(text + sum(h * w for h, w in pictures) for pictures, text in packs[name])
+        step = plan.step_bytes(model, losses, sizes[name], blocks)
+        for quantize in base:
+            steps[name, blocks, quantize] = (step + plan.product_bytes(model, quantize, tokens)) / 2**30
+    return base, lora, steps
 
 def check_speed():
     (base, lora, step), built = plan_memory(), None
     for group, blocks, (name, pack) in itertools.product(GROUPS, (layers, 0), packs.items()):
         quantize, compiled = group
         row = dict(pack=name, weights=quantize, checkpointed="all" if blocks else "none", compiled=compiled,
-                   planned=[base[quantize], lora, step[name, blocks]])
+                   planned=[base[quantize], lora, step[name, blocks, quantize]])
         if time.monotonic() > deadline:
             row["note"] = "not run"
         elif quantize == "nf4" and not find_spec("bitsandbytes"):
@@ -325,7 +329,5 @@ for stage in [stage for stage in STAGES if stage in args.stages]:
         cache.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
     gc.collect()
     print(f"{stage}: {time.monotonic() - begin:.0f} s")
-if dist.is_initialized(): # extras/shard.py has made it
-    dist.destroy_process_group()
 print(f"\n{summary(found)}\n{args.out}")
 sys.exit(any("wrong" in row for rows in found.values() for row in rows))
