@@ -203,6 +203,20 @@ def test_q_k_and_v_quantize_their_input_once(monkeypatch):
     gc.collect()
     assert len(low_bit.latest) == 0
 
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_a_low_bit_layer_compiles_without_a_break(quantize, monkeypatch):
+    """With products of eight bits; any number of rows."""
+    multiply_eight_bits(monkeypatch)
+    torch._dynamo.reset()
+    low = low_bit.LowBitLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16), quantize)
+    compiled = torch.compile(low, fullgraph=True, dynamic=True, backend="eager")
+    for i, rows in enumerate((20, 33, 57)):
+        x = torch.randn(1, rows, 64, dtype=torch.bfloat16, requires_grad=True)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got, want = compiled(x), low(x)
+        assert torch.equal(got, want) and torch.equal(*[torch.autograd.grad(y.sum(), x)[0] for y in (got, want)])
+    torch._dynamo.reset()
+
 def test_predict_py_draws_from_a_low_bit_base_in_host_memory(tmp_path, photos):
     """The flags together, as a user gives them; the picture is near the plain one, and not the same. Offloaded blocks
     alone change nothing."""
