@@ -35,10 +35,12 @@ import sys
 import tempfile
 import time
 import unicodedata
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import diffusers
@@ -62,7 +64,7 @@ KINDS = {".txt": "caption", **dict.fromkeys([".png", ".jpg", ".jpeg", ".webp", "
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
 LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
-Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning, and filters of warnings are not for threads
+Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 NEGATIVE_PROMPT = " " # what an unconditional run is told, as in the model cards
 
 @dataclass
@@ -253,7 +255,7 @@ def start_processes(args):
         torch.cuda.set_device(args.device) # where NCCL works
         if rank == 0:
             print(card)
-    if world_size > 1: # hours: others wait for the slowest to encode or draw. No device_id: NCCL would do the waiting
+    if world_size > 1: # some wait for hours while others encode or draw (with device_id they would wait in NCCL)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
     return rank, world_size
 
@@ -736,8 +738,9 @@ def prompt_length(pipe, prompt, sizes):
     return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
 
 def read_pictures(pipe, sample, part, what):
-    """What encode_text needs: the controls as the text encoder sees them. Or encode_latents: controls, target and mask
-    (or None), which has a pixel for each token. Apart from these so that threads can do it ahead: PIL frees the GIL."""
+    """Reads and resizes what encode_text or encode_latents takes; threads can do it ahead, as PIL releases the GIL. For
+    part "text": the controls, or []. For "vae": [*controls, target or None, mask or None], a pixel of the mask for each
+    token."""
     read = lambda path, size: path and pipe.image_processor.resize(read_image(path), size[1], size[0])
     if part == "text":
         return list(map(read, sample.controls, sample.prompt_sizes)) if what[1] else []
@@ -748,7 +751,7 @@ def read_pictures(pipe, sample, part, what):
 def encode_latents(pipe, sample, resolution, pictures=None):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
     (I_0, 64), and where there is a mask edit_mask (I_0,): the edited share of each token's 16x16 pixels."""
-    *controls, target, mask = pictures or read_pictures(pipe, sample, "vae", resolution)
+    *controls, target, mask = read_pictures(pipe, sample, "vae", resolution) if pictures is None else pictures
     latents = [encode_image(pipe, image) for image in controls]
     out = dict(img_shapes=torch.tensor(resolution["img_shapes"]))
     if target:
@@ -761,7 +764,8 @@ def encode_latents(pipe, sample, resolution, pictures=None):
 def encode_text(pipe, sample, text, pictures=None):
     """-> prompt_embed (T, 3584), prompt_embeds_mask (T,) of text = (prompt, whether pictures come with it): of the
     prompt and, as the encoder sees both, the sample's controls. For the prompt "" the names begin with empty_."""
-    embed = encode_prompt(pipe, text[0], pictures or read_pictures(pipe, sample, "text", text))
+    pictures = read_pictures(pipe, sample, "text", text) if pictures is None else pictures
+    embed = encode_prompt(pipe, text[0], pictures)
     name = "prompt_embed" if text[0] else "empty_prompt_embed"
     return finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample)
 
@@ -875,9 +879,11 @@ def encode_files(pipe, jobs, args, quiet):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems."""
     problems, loaded, order = [], None, sorted(jobs, key=lambda file: jobs[file][1] == "text")
     with signals_noted() as stopped, ThreadPoolExecutor(4) as pool:
-        reads = [] # a future for each file of `order` so far: pictures are read while the encoder works, 8 files ahead
-        for n, file in enumerate(tqdm(order, desc="encoding", unit=" files", disable=quiet or None)):
-            reads += [pool.submit(read_pictures, pipe, *jobs[later]) for later in order[len(reads):n + 9]]
+        later = iter(order) # pictures are read while the encoder works, 8 files ahead
+        reads = deque(pool.submit(read_pictures, pipe, *jobs[file]) for file in islice(later, 8))
+        for file in tqdm(order, desc="encoding", unit=" files", disable=quiet or None):
+            reads.extend(pool.submit(read_pictures, pipe, *jobs[file]) for file in islice(later, 1))
+            read = reads.popleft()
             sample, part, what = jobs[file]
             if part != loaded:
                 drop_encoders(pipe)
@@ -885,7 +891,7 @@ def encode_files(pipe, jobs, args, quiet):
                 loaded = part
             try:
                 encode = encode_latents if part == "vae" else encode_text
-                tensors = encode(pipe, sample, what, reads[n].result())
+                tensors = encode(pipe, sample, what, read.result())
             except InputError as e:
                 problems.append(str(e))
             except torch.OutOfMemoryError:
@@ -894,7 +900,6 @@ def encode_files(pipe, jobs, args, quiet):
             else:
                 write_tensors(file, tensors, dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[
                     sample.target, *sample.controls]))
-            reads[n] = None # or all pictures would stay in memory
             if stopped:
                 pool.shutdown(cancel_futures=True)
                 tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
@@ -1066,8 +1071,11 @@ def main():
     if rank == 0 and args.prune and problems:
         raise InputError("--prune: would also delete files of the samples with errors above; fix those samples first")
     if rank == 0 and not problems:
-        with contextlib.nullcontext() if args.prune else contextlib.suppress(InputError):
+        try:
             prune_files(args.cache_dir, args.prune)
+        except InputError:
+            if args.prune:
+                raise
     if world_size > 1:
         dist.destroy_process_group()
     if not samples or (problems and not args.skip_bad):

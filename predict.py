@@ -92,7 +92,7 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
         if any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
             raise InputError("--quantize: a DoRA needs the norms of a base in full precision; leave it out")
         low_bit = cache.load_extra("quantize")
-        pack = lambda block: low_bit.make_low_bit(block, quantize, device)
+        pack = lambda block: low_bit.make_low_bit(block, quantize, device, multiply=True)
     try:
         if fsdp:
             return cache.load_extra("fsdp").shard(transformer, device, offload, pack)

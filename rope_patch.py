@@ -82,9 +82,8 @@ def given_freqs(freqs, mask_BN):
     return freqs.expand(batch, *freqs.shape[-2:]).masked_fill(~mask_BN[..., None], 0)
 
 def fuses(x):
-    """Whether ragged rows take one kernel where stock takes several. On a card such work is a third of a step, and
-    stock's bits are not at stake, as packed attention has another kernel there; one kernel rounds less often. On a CPU
-    they are kept."""
+    """Whether ragged rows use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
+    On a CPU stock's bits are kept."""
     return x.is_cuda
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def as_joint_mask(mask, batch, length):
 @dataclass
 class Packed:
     """Where the samples stand in a packed row, made once per forward pass and not once per block. A compiled block
-    reads the tensors only: lists of lengths would be compiled anew for every number of samples."""
+    reads no list: lists of lengths would be compiled anew for every number of samples."""
     txt_lens: list
     img_lens: list
     joint_lens: list # text + image
@@ -132,8 +131,8 @@ def pack_layout(txt_lens, img_lens, x):
     if has_varlen(x):
         here = lambda t: t.to(x.device, non_blocking=True)
         begins = lambda lens: here(torch.tensor([0, *accumulate(lens)], dtype=torch.int32))
-        tokens = torch.arange(sum(packed.joint_lens)).split([*txt_lens, *img_lens]) # all text, then all image
-        order = torch.cat([part for pair in zip(tokens, tokens[len(txt_lens):]) for part in pair])
+        places = torch.arange(sum(packed.joint_lens))[None]
+        order = to_joint(*places.split([sum(txt_lens), sum(img_lens)], 1), packed)[0]
         packed = replace(packed, cu_joint=begins(packed.joint_lens), cu_img=begins(img_lens), order=here(order),
                          inverse=here(order.argsort()), max_joint=max(packed.joint_lens), max_img=max(img_lens))
     return packed
@@ -294,8 +293,8 @@ def scaled_lora(modules, scale):
 def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
                   joint_attention_kwargs=None, modulate_index=None):
     """QwenImageTransformerBlock.forward, and the same block for rows whose modulation changes from segment to segment.
-    Keeps stock's arithmetic, so that bf16 stays bit-equal. It replaces block.forward per instance: every hook on
-    block.__call__ (checkpointing, offload, FSDP, compile, peft) still fires."""
+    On a CPU it keeps stock's arithmetic, so that bf16 stays bit-equal. It replaces block.forward per instance: every
+    hook on block.__call__ (checkpointing, offload, FSDP, compile, peft) still fires."""
     if not isinstance(modulate_index, Ragged):
         return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
                                   image_rotary_emb, joint_attention_kwargs, modulate_index)

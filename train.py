@@ -33,7 +33,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,7 +140,7 @@ if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda"
                  "not store; choose another init_lora_weights")
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
-if args.fsdp and "WORLD_SIZE" not in os.environ:
+if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) < 2:
     parser.error("argument --fsdp: needs several processes; start with torchrun --nproc_per_node=N")
 if args.sample_every and not args.val_data:
     parser.error("argument --sample_every: there is nothing to draw; give --val_data")
@@ -628,14 +627,19 @@ def load_packs(step):
     """Yields the items of each pack of this process, from this step to the last. While one computes, a thread reads and
     checks the files of the next, and waits for the device to copy them. Live encoders have the device to themselves."""
     plans = map(plan_step, range(step, args.max_steps))
-    packs = ([positions[i] for i in pack] for positions, _, _, dealt in plans for pack, _ in dealt)
+    places = ([positions[i] for i in pack] for positions, _, _, dealt in plans for pack, _ in dealt)
     load = lambda pack: [load_item(*pick(p), generator("noise", p)) for p in pack]
     if live:
-        yield from map(load, packs)
+        yield from map(load, places)
+        return
+    ahead = None
     with ThreadPoolExecutor(1) as thread:
-        loads = (thread.submit(load, pack) for pack in packs)
-        for this, _ in pairwise(chain(loads, [None])): # submits the next one before it gives this one
-            yield this.result()
+        for pack in places:
+            ready, ahead = ahead, thread.submit(load, pack)
+            if ready:
+                yield ready.result()
+        if ahead:
+            yield ahead.result()
 
 signals = contextlib.ExitStack() # (`with` would indent all that follows)
 stopped, stopping = signals.enter_context(cache.signals_noted()), False # a signal ends the run after the step at hand

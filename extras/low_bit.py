@@ -1,23 +1,26 @@
 """
 --quantize, --quantize_text_encoder: frozen linear layers with 8 or 4 bits a weight.
 
-int8 and fp8 (e4m3): a byte a weight and a scale per row, as in torchao's weight-only configs; nf4: bitsandbytes' half
-byte, and a scale per 64 weights. Why not a library's layers: fully_shard fails on the tensors of torchao 0.18, and
-autograd keeps bf16 copies of their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of
-64; diffusers' layerwise casting has no scales, and cannot load a LoRA. GUIDE.md has the errors that were measured.
+int8 and fp8 (e4m3): a byte a weight and a scale per row; nf4: bitsandbytes' half byte, and a scale per 64 weights. The
+transformer's eight bits are multiplied as such where the card can, as by torchao's dynamic-activation configs; what is
+encoded once and kept, by the text encoder, gets the more exact road: its weights are unpacked.
+
+Why not a library's layers: fully_shard fails on the tensors of torchao 0.18, and autograd keeps bf16 copies of their
+weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64; diffusers' layerwise casting has
+no scales, and cannot load a LoRA. GUIDE.md has the errors that were measured.
 """
 import math
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-TOP = dict(int8=127, fp8=448) # greatest value of a weight
+TOP = dict(int8=127, fp8=448) # greatest value of a format
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x @ weight.T for a low-bit weight. Where the device multiplies eight bits as such, x and the output's gradient get
-    eight too, with a scale a row. Else the weight is unpacked, in the backward pass anew: autograd alone would keep it
-    in bf16, 27 GB of the real model."""
+    """x @ weight.T for a low-bit weight. Where the device multiplies eight bits as such, x and the output's gradient
+    get eight too, with a scale a row. Else the weight is unpacked, in the backward pass anew: autograd alone would keep
+    it in bf16, 27 GB of the real model."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -32,17 +35,18 @@ class FrozenProduct(torch.autograd.Function):
         layer = ctx.layer
         if not has_product(grad, layer):
             return grad @ layer.unpacked(grad.dtype), None
-        # the scales are of the weight's rows, over which this sum runs; the kernels want its columns one after the other
-        rows, ones = quantize_rows(grad * layer.scale.T.to(grad.dtype), layer.kind), torch.ones_like(layer.scale[:1])
-        out = eight_bit_product(*rows, layer.weight.T.contiguous(), ones.expand(layer.in_features, 1).contiguous(),
-                                layer.kind, grad.dtype)
+        # the scales are of the weight's rows, over which this sum runs; and the kernels want its columns contiguous
+        rows = quantize_rows(grad * layer.scale.T.to(grad.dtype), layer.kind)
+        ones = layer.scale.new_ones(layer.in_features, 1)
+        out = eight_bit_product(*rows, layer.weight.T.contiguous(), ones, layer.kind, grad.dtype)
         return out.unflatten(0, grad.shape[:-1]), None
 
 
 def has_product(x, layer):
     """fp8 wants Ada or newer, int8 Ampere and more than 16 rows (modulation has few), and both want sides that are
     multiples of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
-    return (layer.kind in TOP and x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
+    return (layer.multiply and layer.kind in TOP
+            and x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
             and torch.cuda.get_device_capability(x.device) >= ((8, 9) if layer.kind == "fp8" else (8, 0))
             and x.numel() > 16 * x.shape[-1] and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
 
@@ -60,7 +64,7 @@ latest = WeakTensorKeyDictionary() # the tensor that was quantized last, as q, k
 
 
 def rows_of(x, kind):
-    if torch.compiler.is_compiling(): # finds out by itself
+    if torch.compiler.is_compiling(): # the compiler sees by itself that it is the same
         return quantize_rows(x, kind)
     if x not in latest:
         latest.clear()
@@ -83,10 +87,10 @@ def bitsandbytes():
 class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
     """A frozen linear layer of few bits. Weights and scales are plain parameters, which FSDP2 can split and copy."""
 
-    def __init__(self, linear, kind):
+    def __init__(self, linear, kind, multiply=False):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.kind, weight = kind, linear.weight.detach()
+        self.kind, self.multiply, weight = kind, multiply, linear.weight.detach()
         if kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 is wrong about others
             weight, state = bitsandbytes().quantize_4bit(weight.float().reshape(-1, 64), quant_type=kind,
                                                          compress_statistics=False)
@@ -113,11 +117,11 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
         return out if self.bias is None else out + self.bias
 
 
-def make_low_bit(module, kind, device):
+def make_low_bit(module, kind, device, multiply=False):
     """Quantizes every linear layer under `module` except LoRAs, one at a time, on the device, in place -> module.
-    kind: int8, fp8 or nf4."""
+    kind: int8, fp8 or nf4. multiply: eight bits as such, where that is possible: faster, and less exact."""
     for name, parent in list(module.named_modules()):
         for child, linear in list(parent.named_children()):
             if type(linear) is torch.nn.Linear and ".lora_" not in f".{name}.{child}":
-                setattr(parent, child, LowBitLinear(linear.to(device), kind).train(linear.training))
+                setattr(parent, child, LowBitLinear(linear.to(device), kind, multiply).train(linear.training))
     return module

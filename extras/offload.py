@@ -38,32 +38,35 @@ def place(transformer, device, offload, pack):
 
 def copy_ahead(blocks, hosts, buffers, device):
     """Hooks that fill the buffers: each block's weights (hosts) are there when it computes, and the next one's on the
-    way. Blocks may be entered in any order, which may break off: it decides what is copied early, no more."""
-    streams = getattr(torch, device.type) # torch.cpu has the same names, which do nothing
-    copies, number, held, last = streams.Stream(device), {b: k for k, b in enumerate(blocks)}, [None, None], -1
+    way. Blocks may be entered in any order, and a pass may stop halfway: the order only decides what comes early."""
+    api = getattr(torch, device.type) # torch.cpu has the same names, which do nothing
+    copying = api.Stream(device)
+    number = {block: k for k, block in enumerate(blocks)}
+    held = [None, None] # the block whose weights are in each buffer
+    entered = -1 # the latest block that was entered
 
     def copy(k):
         if 0 <= k < len(hosts) and held[k % 2] != k:
             # what was in this buffer has been used: a forward pass calls one block after the other, and autograd, which
             # takes the latest of all nodes that are ready, has run all of a block before it enters an earlier one
-            copies.wait_stream(streams.current_stream(device))
-            with streams.stream(copies):
+            copying.wait_stream(api.current_stream(device))
+            with api.stream(copying):
                 buffers[k % 2].copy_(hosts[k], non_blocking=True)
             held[k % 2] = k
 
     @torch.compiler.disable # or the hook itself would be compiled, anew for each k
     def enter(block, *_):
-        nonlocal last
+        nonlocal entered
         k = number[block]
-        if k != last: # else it is here, and to wait now would be to wait for its neighbour
+        if k != entered: # else it is here, and to wait now would be to wait for its neighbour
             copy(k) # already done, but for the first one
-            streams.current_stream(device).wait_stream(copies)
-            copy(k + 1 if k > last or k == 0 else k - 1)
-            last = k
+            api.current_stream(device).wait_stream(copying)
+            copy(k + 1 if k > entered or k == 0 else k - 1)
+            entered = k
 
     @torch.compiler.disable
     def enter_on_return(block, args, out): # also where nothing is computed again: what autograd has saved are the views
-        register_multi_grad_hook([t for t in out if t.requires_grad], lambda grad: enter(block), mode="any")
+        register_multi_grad_hook(out, lambda grad: enter(block), mode="any")
 
     for block in blocks:
         block.register_forward_pre_hook(enter)

@@ -16,17 +16,13 @@ from torch.distributed.tensor import DTensor
 
 def shard(transformer, device, offload, pack):
     """Brings the transformer, with its LoRAs, to the device, one block after the other: pack(block) first, then it is
-    split over the processes, and `offload` of the blocks, spread evenly, wait in pinned host memory -> transformer.
-    Makes a process group where there is none."""
+    split over the processes, and `offload` of the blocks, spread evenly, wait in pinned host memory -> transformer."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place
     device, blocks = torch.device(device), transformer.transformer_blocks
     offload = min(offload, len(blocks))
     away = [i * len(blocks) // offload for i in range(offload)]
     if device.type == "cuda": # where FSDP2 works; set_device wants a number
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
-                                world_size=1)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for i, block in enumerate(blocks):
         pack(block)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cache
+import predict
 from extras import cuda, low_bit
 from models import refused
 from test_consistency import TINY, encoder_flags
@@ -115,7 +116,7 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
 
 def test_what_the_tools_time_is_set_up_as_a_training_is(card, monkeypatch):
     """bench.py once left cuDNN's attention on."""
-    speed, prepared = pytest.importorskip("tools.speed"), []
+    speed, prepared = pytest.importorskip("tools.bench_common"), []
     monkeypatch.setattr(cuda, "prepare", lambda *args: prepared.append(args) or "a card")
     monkeypatch.setattr(torch.cuda, "set_device", prepared.append)
     for dtype in (torch.float32, torch.bfloat16):
@@ -137,16 +138,27 @@ def test_an_allocator_setting_that_torch_does_not_know_is_left_out(monkeypatch):
     assert tried == ["a:1,new:1", "a:1"]
 
 @pytest.mark.parametrize("kind, capability, rows, columns, tokens, able", [
-    ("fp8", (8, 9), 1280, 3072, 40, True), ("fp8", (8, 6), 1280, 3072, 40, False), ("int8", (8, 0), 1280, 3072, 40, True),
-    ("nf4", (9, 0), 1280, 3072, 40, False), ("int8", (9, 0), 1280, 3072, 16, False),
-    ("fp8", (9, 0), 1280, 3420, 40, False), ("fp8", (9, 0), 3420, 1280, 40, False)])
+    ("fp8", (8, 9), 1280, 3072, 40, True), ("fp8", (8, 6), 1280, 3072, 40, False),
+    ("int8", (8, 0), 1280, 3072, 40, True), ("nf4", (9, 0), 1280, 3072, 40, False),
+    ("int8", (9, 0), 1280, 3072, 16, False), ("fp8", (9, 0), 1280, 3420, 40, False),
+    ("fp8", (9, 0), 3420, 1280, 40, False)])
 def test_eight_bit_products_need_a_card_and_sides_that_can(kind, capability, rows, columns, tokens, able, card):
     """Of sides like 3420, in Qwen2.5-VL's vision MLP, _scaled_mm raises; of 16 rows or fewer _int_mm does."""
     card.capability = capability
     x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", shape=(1, tokens, columns),
                         numel=lambda: tokens * columns)
-    layer = SimpleNamespace(kind=kind, in_features=columns, out_features=rows)
+    layer = SimpleNamespace(kind=kind, in_features=columns, out_features=rows, multiply=True)
     assert low_bit.has_product(x, layer) == (able and torch.version.hip is None)
+    layer.multiply = False
+    assert not low_bit.has_product(x, layer)
+
+def test_only_the_transformer_multiplies_eight_bits():
+    """What the text encoder makes is kept in the cache, whose keys know no card."""
+    pipe = cache.load_pipeline(TINY)
+    cache.load_encoder(pipe, "text", encoder_flags(quantize_text_encoder="int8"))
+    transformer = predict.place_transformer(predict.load_transformer(TINY, "float32"), torch.device("cpu"), "int8")
+    for model, multiply in ((pipe.text_encoder, False), (transformer, True)):
+        assert {m.multiply for m in model.modules() if isinstance(m, low_bit.LowBitLinear)} == {multiply}
 
 def test_a_low_bit_weight_is_unpacked_by_one_kernel_to_the_same_bits():
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import rope_patch
 from extras import low_bit
 from models import is_one_line
 from test_consistency import run_script
-from tools import speed
+from tools import bench_common
 
 CELLS = {*itertools.product(("one", "mixed", "equal"), ("none", "int8", "fp8", "nf4"), ("all", "none"), (False, True))}
 
@@ -30,11 +30,11 @@ def one_call(monkeypatch):
     def timed(f, device, before=None):
         f()
         return {"seconds": 1.0, "added GiB": 1.0}
-    monkeypatch.setattr(speed, "timed", timed)
+    monkeypatch.setattr(bench_common, "timed", timed)
 
 def test_every_stage_and_cell_has_figures(tmp_path, monkeypatch):
     """Nothing is compiled here: it would take minutes, and test_rope_patch.py does it."""
-    monkeypatch.setitem(speed.MODELS, "small", speed.MODELS["small"] | dict(num_attention_heads=4))
+    monkeypatch.setitem(bench_common.MODELS, "small", bench_common.MODELS["small"] | dict(num_attention_heads=4))
     compiled, real = [], torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: (
         compiled.append(options), real(self, disable=True, **options)))
@@ -84,7 +84,7 @@ def test_a_failed_claim_and_a_stopped_one(tmp_path, monkeypatch):
 
 def test_what_is_not_run_does_not_fit_or_breaks_says_so(tmp_path, monkeypatch, one_call):
     real = low_bit.make_low_bit
-    def make_low_bit(block, kind, device):
+    def make_low_bit(block, kind, device, multiply):
         if kind == "int8":
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(block, kind, device)

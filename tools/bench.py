@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cache
 import predict
 from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
-from tools.speed import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib, seconds,
-                         share, with_lora)
+from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
+                                seconds, share, with_lora)
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PRESETS = dict(

@@ -16,6 +16,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import cache
 import predict
+from extras import cuda
 
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
@@ -34,7 +35,6 @@ def open_device(device, dtype):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     if not torch.cuda.is_available():
         raise cache.InputError(f"--device {device}: no CUDA here; give cpu")
-    cuda = cache.load_extra("device")
     torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
     if problem := cuda.problem(device, str(dtype).removeprefix("torch.")):
         raise cache.InputError(f"--device {device}: {problem}")
