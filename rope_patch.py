@@ -109,13 +109,12 @@ class Packed:
     txt_lens: list
     img_lens: list
     joint_lens: list # text + image
-    # for varlen attention, None where it cannot run:
-    cu_joint: torch.Tensor | None = None # (B + 1,) int32, where each sample's [text, image] begins
-    cu_img: torch.Tensor | None = None # the same for its image tokens alone
-    order: torch.Tensor | None = None # (S,) place in [all text, all image] of each token of the joint row
-    inverse: torch.Tensor | None = None # (S,) the way back
-    max_joint: int = 0 # longest sample
-    max_img: int = 0
+    cu_joint: torch.Tensor | None # (B + 1,) int32, where each sample's [text, image] begins; None: varlen cannot run
+    cu_img: torch.Tensor | None # the same for its image tokens alone
+    max_joint: int # longest sample
+    max_img: int
+    order: torch.Tensor # (S,) place in [all text, all image] of each token of the joint row
+    inverse: torch.Tensor # (S,) the way back
 
 def has_varlen(x):
     """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
@@ -127,15 +126,13 @@ def has_varlen(x):
 
 def pack_layout(txt_lens, img_lens, x):
     """-> Packed, for rows of x's device and dtype."""
-    packed = Packed(list(txt_lens), list(img_lens), [t + i for t, i in zip(txt_lens, img_lens)])
-    if has_varlen(x):
-        here = lambda t: t.to(x.device, non_blocking=True)
-        begins = lambda lens: here(torch.tensor([0, *accumulate(lens)], dtype=torch.int32))
-        places = torch.arange(sum(packed.joint_lens))[None]
-        order = to_joint(*places.split([sum(txt_lens), sum(img_lens)], 1), packed)[0]
-        packed = replace(packed, cu_joint=begins(packed.joint_lens), cu_img=begins(img_lens), order=here(order),
-                         inverse=here(order.argsort()), max_joint=max(packed.joint_lens), max_img=max(img_lens))
-    return packed
+    here = lambda t: t.to(x.device, non_blocking=True)
+    begins = lambda lens: here(torch.tensor([0, *accumulate(lens)], dtype=torch.int32)) if has_varlen(x) else None
+    joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
+    places = torch.arange(sum(joint_lens))[None]
+    order = join_rows(split_rows(*places.split([sum(txt_lens), sum(img_lens)], 1), txt_lens, img_lens))[0]
+    return Packed(list(txt_lens), list(img_lens), joint_lens, begins(joint_lens), begins(img_lens), max(joint_lens),
+                  max(img_lens), here(order), here(order.argsort()))
 
 class Reorder(torch.autograd.Function):
     """x[:, order]. Its gradient is a gather by the inverse order, where autograd's own would add atomically."""
@@ -153,12 +150,15 @@ class Reorder(torch.autograd.Function):
 def join_rows(parts):
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) # of one part it would be a copy
 
+def split_rows(txt, img, txt_lens, img_lens):
+    """-> [text of sample 0, image of sample 0, text of sample 1, ...]"""
+    return [part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1)) for part in pair]
+
 def to_joint(txt, img, packed):
     """(1, sum T, ...) and (1, sum I, ...) -> (1, S, ...): the samples' [text, image] one after the other."""
     if torch.compiler.is_compiling():
         return Reorder.apply(torch.cat([txt, img], dim=1), packed.order, packed.inverse)
-    pairs = zip(txt.split(packed.txt_lens, 1), img.split(packed.img_lens, 1))
-    return join_rows([part for pair in pairs for part in pair])
+    return join_rows(split_rows(txt, img, packed.txt_lens, packed.img_lens))
 
 def from_joint(joint, txt_len, packed):
     """The way back."""
@@ -172,26 +172,21 @@ def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     """Attention within each sample's [text, image]. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
     three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
     call a sample."""
-    if packed.cu_joint is None or backend is not None or parallel_config is not None:
-        return attention_by_sample(txt_qkv, img_qkv, packed, backend, parallel_config)
+    img_only = txt_qkv[0] is None
+    q = img_qkv[0] if img_only else to_joint(txt_qkv[0], img_qkv[0], packed)
     k, v = [to_joint(txt_qkv[n], img_qkv[n], packed) for n in (1, 2)]
-    if txt_qkv[0] is None:
-        return None, varlen_attn(img_qkv[0][0], k[0], v[0], packed.cu_img, packed.cu_joint, packed.max_img,
-                                 packed.max_joint)[None]
-    q = to_joint(txt_qkv[0], img_qkv[0], packed)
-    out = varlen_attn(q[0], k[0], v[0], packed.cu_joint, packed.cu_joint, packed.max_joint, packed.max_joint)[None]
-    return from_joint(out, txt_qkv[0].shape[1], packed)
+    if packed.cu_joint is None or backend is not None or parallel_config is not None:
+        out = attention_by_sample(q, k, v, packed, img_only, backend, parallel_config)
+    else:
+        cu_q, max_q = (packed.cu_img, packed.max_img) if img_only else (packed.cu_joint, packed.max_joint)
+        out = varlen_attn(q[0], k[0], v[0], cu_q, packed.cu_joint, max_q, packed.max_joint)[None]
+    return (None, out) if img_only else from_joint(out, txt_qkv[0].shape[1], packed)
 
 @torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(txt_qkv, img_qkv, packed, backend, parallel_config):
-    """packed_attention, one call a sample."""
-    k, v = [to_joint(txt_qkv[n], img_qkv[n], packed) for n in (1, 2)]
-    q, q_lens = img_qkv[0], packed.img_lens
-    if txt_qkv[0] is not None:
-        q, q_lens = to_joint(txt_qkv[0], img_qkv[0], packed), packed.joint_lens
+def attention_by_sample(q, k, v, packed, img_only, backend, parallel_config):
+    q_lens = packed.img_lens if img_only else packed.joint_lens
     each = zip(q.split(q_lens, 1), k.split(packed.joint_lens, 1), v.split(packed.joint_lens, 1))
-    out = join_rows([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config) for qkv in each])
-    return (None, out) if txt_qkv[0] is None else from_joint(out, txt_qkv[0].shape[1], packed)
+    return join_rows([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config) for qkv in each])
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
