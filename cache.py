@@ -33,10 +33,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
+import threading
 import time
 import unicodedata
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
@@ -200,9 +203,9 @@ def parse_args(parser, tiny):
             parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
         setattr(args, name, device)
         try:
-            torch.empty(0, device=device)
+            torch.zeros(1, device=device).cpu() # (meta has no numbers)
         except (RuntimeError, AssertionError) as e:
-            parser.error(f"argument --{name}: {device!r} cannot be used ({str(e).splitlines()[0]})")
+            parser.error(f"argument --{name}: {device!r} cannot be used ({textwrap.shorten(str(e), 90)})")
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     tuned = args.device.startswith("cuda") and load_extra("device")
     if tuned and (problem := tuned.problem(args.device, args.dtype)):
@@ -550,21 +553,23 @@ def image_size(path):
         raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
     return w, h
 
+one_large_picture = threading.Lock() # at a time: 100 megapixels take 1.1 GB while they are read
+
 def read_image(path):
     """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips it)."""
-    with open_image(path) as image:
+    with open_image(path) as image, one_large_picture if image.width * image.height > 32e6 else nullcontext():
         turn = TURN.get(orientation(image))
         try:
             image.load()
         except (OSError, ValueError, SyntaxError) as e:
             raise InputError(f"{path}: broken picture ({e}); replace it, or go on without it: --skip_bad")
         image = image.transpose(turn) if turn is not None else image
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
 
 def fit_size(size, area, upscale=True):
     """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;

@@ -60,16 +60,16 @@ def quantize_rows(x, kind):
     return rows, 1 / inverse.float()
 
 
-latest = WeakTensorKeyDictionary() # the tensor that was quantized last, as q, k and v multiply the same one
+latest = WeakTensorKeyDictionary() # the tensor that was quantized last: q, k and v multiply the same one
 
 
 def rows_of(x, kind):
-    if torch.compiler.is_compiling(): # the compiler sees by itself that it is the same
+    if torch.compiler.is_compiling() or x.is_inference(): # the compiler sees by itself that it is the same
         return quantize_rows(x, kind)
-    if x not in latest:
+    if x not in latest or latest[x][:2] != (kind, x._version):
         latest.clear()
-        latest[x] = quantize_rows(x, kind)
-    return latest[x]
+        latest[x] = kind, x._version, quantize_rows(x, kind)
+    return latest[x][2]
 
 
 def eight_bit_product(rows, row_scale, weight, scale, kind, dtype):

@@ -199,6 +199,8 @@ def test_q_k_and_v_quantize_their_input_once(monkeypatch):
     assert len(made) == 1
     layers[0](y)
     assert torch.equal(layers[0](x), first[0]) and len(made) == 3 and len(low_bit.latest) == 1
+    with torch.no_grad(): # another content, so quantized anew
+        assert rel(layers[0](x.mul_(2)), 2 * first[0] - layers[0].bias) < 0.01
     del x, y, first
     gc.collect()
     assert len(low_bit.latest) == 0

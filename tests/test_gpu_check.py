@@ -1,6 +1,7 @@
 """tools/gpu_check.py, on a CPU: the code that a card will run, with a small model."""
 import itertools
 import json
+import os
 import math
 import subprocess
 
@@ -65,7 +66,8 @@ def test_a_wrong_result_is_status_1(tmp_path, monkeypatch):
 
 def test_a_failed_claim_and_a_stopped_one(tmp_path, monkeypatch):
     class FakePytest: # of subprocess.Popen's interface
-        def __init__(self, command, cwd, stdout, stderr):
+        def __init__(self, command, cwd, stdout, stderr, start_new_session):
+            self.pid, self.returncode = command, None
             self.slow = "bfloat16" in command
             print("t.py::test_a[one two] PASSED [ 33%]", file=stdout)
             print("t.py::test_b[v1-2] " + ("" if self.slow else "FAILED [ 66%]\nFAILED t.py::test_b"), file=stdout)
@@ -73,14 +75,19 @@ def test_a_failed_claim_and_a_stopped_one(tmp_path, monkeypatch):
         def wait(self, timeout=None):
             self.returncode = -9 if self.slow else 1
             if self.slow and timeout:
+                self.returncode = None
                 raise subprocess.TimeoutExpired("pytest", timeout)
 
-        kill = wait
+        def poll(self):
+            return self.returncode
+
+    killed = []
     monkeypatch.setattr(subprocess, "Popen", FakePytest)
+    monkeypatch.setattr(os, "killpg", lambda command, number: killed.append("bfloat16" in command))
     result = gpu_check(tmp_path, "--stages", "claims")
     broken, stopped = result.found["claims"]
     assert result.status == 1 and broken["wrong"] == "test_b[v1-2]" and (broken["passed"], broken["failed"]) == (1, 1)
-    assert "stopped" in stopped["note"] and "wrong" not in stopped
+    assert "stopped" in stopped["note"] and "wrong" not in stopped and killed == [True]
 
 def test_what_is_not_run_does_not_fit_or_breaks_says_so(tmp_path, monkeypatch, one_call):
     real = low_bit.make_low_bit

@@ -57,7 +57,8 @@ parser.add_argument("--preset", nargs="+", choices=PRESETS, help="samples (defau
 parser.add_argument("--rounds", type=cache.number(int, 1), default=9, help="timed ones; 9 or more for a quoted figure")
 parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
 parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model (default: float32; full: bfloat16)")
-parser.add_argument("--threads", type=int, default=1, help="CPU threads; 1: processor time is taken, more: wall time")
+parser.add_argument("--threads", type=cache.number(int, 1), default=1,
+                    help="CPU threads; 1: processor time is taken, more: wall time")
 parser.add_argument("--padded_batch", type=cache.number(int, 1), default=4, help="samples per padded batch")
 parser.add_argument("--checkpointing", type=cache.number(int, 0), metavar="BLOCKS", help="blocks computed again in the "
                     "backward pass; stock knows only all and none (default: none; full: all)")

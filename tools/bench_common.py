@@ -4,6 +4,7 @@ What bench.py and gpu_check.py share: models with random weights, samples of noi
 import ctypes
 import gc
 import re
+import textwrap
 import time
 from types import SimpleNamespace
 
@@ -31,10 +32,12 @@ VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden
 def open_device(device, dtype):
     """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
     used."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError) as e:
+        raise cache.InputError(f"--device {device}: cannot be used ({textwrap.shorten(str(e), 80)}); give cpu or cuda")
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
-    if not torch.cuda.is_available():
-        raise cache.InputError(f"--device {device}: no CUDA here; give cpu")
     torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
     if problem := cuda.problem(device, str(dtype).removeprefix("torch.")):
         raise cache.InputError(f"--device {device}: {problem}")

@@ -22,9 +22,11 @@ import functools
 import gc
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -79,6 +81,8 @@ parser.add_argument("-k", default="", metavar="EXPRESSION", help="claims: pytest
 parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON")
 args = parser.parse_args()
 cache.prepare_folder(args.out.absolute().parent, "choose another --out")
+if args.out.is_dir():
+    parser.error(f"argument --out: {args.out} is a folder; give the name of a file")
 on_card = args.device.startswith("cuda")
 args.size = args.size or ("full" if on_card else "small")
 dtype = torch.bfloat16 if args.size == "full" else torch.float32
@@ -92,30 +96,42 @@ matmul = matmul_rate(dtype, args.device) # FLOP/s, of which MFU is a part
 def check_claims():
     """Both dtypes at once: the tests are small, and keep the host busier than the card."""
     limit, begin, running = 0.4 * 60 * args.minutes, time.monotonic(), []
-    for name in ("float32", "bfloat16"):
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider", *TESTS[args.tests],
-                   "-k", args.k, "--device", args.device, "--dtype", name]
-        output = tempfile.TemporaryFile("w+", errors="replace")
-        running.append((name, subprocess.Popen(command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT), output))
-    if "speed" in args.stages:
-        plan_memory() # half a minute of the host's time, kept for later
-    for name, process, output in running:
-        try:
-            process.wait(max(1, begin + limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        output.seek(0)
-        text = output.read()
-        found = dict(re.findall(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M))
-        failed = [test.split("::")[1] for test, result in found.items() if result in ("FAILED", "ERROR")]
-        row = dict(dtype=name, passed=list(found.values()).count("PASSED"), failed=len(failed),
-                   seconds=time.monotonic() - begin)
-        if process.returncode < 0:
-            row["note"] = f"stopped after {row['seconds']:.0f} s"
-        if failed or not row["passed"]:
-            row["wrong"] = ", ".join(failed) or text.strip().rpartition("\n")[2] # that pytest is missing, say
-        yield row
+    try:
+        for name in ("float32", "bfloat16"):
+            command = [sys.executable, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider",
+                       *TESTS[args.tests], "-k", args.k, "--device", args.device, "--dtype", name]
+            output = tempfile.TemporaryFile("w+", errors="replace")
+            running.append((name, output, subprocess.Popen(command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT,
+                                                           start_new_session=True)))
+        if "speed" in args.stages:
+            plan_memory() # half a minute of the host's time, kept for later
+        for name, output, process in running:
+            try:
+                process.wait(max(1, begin + limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                end(process)
+            yield result_of(name, output, process, time.monotonic() - begin)
+    finally: # a test left behind would hold the card
+        for _, _, process in running:
+            end(process)
+
+def end(process):
+    """With the processes that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+def result_of(name, output, process, took):
+    output.seek(0)
+    text = output.read()
+    found = dict(re.findall(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M))
+    failed = [test.split("::")[1] for test, result in found.items() if result in ("FAILED", "ERROR")]
+    row = dict(dtype=name, passed=list(found.values()).count("PASSED"), failed=len(failed), seconds=took)
+    if process.returncode < 0:
+        row["note"] = f"stopped after {took:.0f} s"
+    if failed or not row["passed"]:
+        row["wrong"] = ", ".join(failed) or text.strip().rpartition("\n")[2] # that pytest is missing, say
+    return row
 
 @torch.no_grad()
 def check_distance():
@@ -316,6 +332,8 @@ def rows_of(stage):
     except (Exception, cache.InputError) as e: # (the latter is none of the former)
         yield reason(e)
 
+for number in (signal.SIGINT, signal.SIGTERM): # so that check_claims ends its tests
+    signal.signal(number, lambda number, frame: sys.exit(128 + number))
 driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
                         text=True).stdout.strip() if shutil.which("nvidia-smi") else "none"
 about = dict(command=shlex.join(["python", *sys.argv]), device=device_name, driver=driver, size=args.size,
