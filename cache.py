@@ -48,6 +48,7 @@ from pathlib import Path
 
 import diffusers
 import numpy as np
+import psutil
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -261,6 +262,11 @@ def start_processes(args):
     if world_size > 1: # some wait for hours while others encode or draw (with device_id they would wait in NCCL)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
     return rank, world_size
+
+def memory_of(device):
+    """GiB: on a GPU the most that torch has held since the encoders left, on a CPU what the process has now."""
+    used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
+    return used / 2**30
 
 @contextlib.contextmanager
 def signals_noted():
@@ -608,7 +614,9 @@ def expand_image_pads(texts, counts):
 
 def find_model(model, parts, weights=True):
     """--model -> a local folder that holds model_index.json and the folders in `parts` (downloaded where missing), with
-    or without their weights. InputError names a file that is missing or cut, before any is loaded."""
+    or without their weights. The one part "transformer" is --transformer's, which needs no model_index.json. InputError
+    names a file that is missing or cut, before any is loaded."""
+    flag = "--transformer" if parts == ["transformer"] else "--model"
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -617,9 +625,9 @@ def find_model(model, parts, weights=True):
             folder = Path(snapshot_download(repo, revision=revision or None, allow_patterns=[
                 "model_index.json", *[f"{p}/*" for p in parts]], ignore_patterns=None if weights else "*.safetensors"))
         except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-            raise InputError(f"--model {model}: not a folder, and not downloadable from the hub ({type(e).__name__}); "
+            raise InputError(f"{flag} {model}: not a folder, and not downloadable from the hub ({type(e).__name__}); "
                              "check the name and the network, or log in: hf auth login")
-    files = [folder / "model_index.json"]
+    files = [folder / "model_index.json"] * (flag == "--model")
     for part in [folder / part for part in parts]:
         files += [part / CONFIG_FILES.get(part.name, "config.json"), *part.glob("*.json")]
         files += part.glob("*.safetensors") if weights else []
@@ -629,11 +637,14 @@ def find_model(model, parts, weights=True):
                 safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
                 continue
             content = json.loads(file.read_text())
+            if file.name == "config.json" and dict(content).get("quantization_config"): # see extras/low_bit.py
+                raise InputError(f"{file}: the weights are quantized already; take the bf16 model and --quantize nf4 "
+                                 "(for the text encoder --quantize_text_encoder nf4)")
             if file.name.endswith(".safetensors.index.json") and weights:
                 files += [file.parent / name for name in set(content["weight_map"].values())] # the loop gets there too
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
             raise InputError(f"{file}: missing or broken ({str(e).splitlines()[0]}); download it again (after a git "
-                             "clone: git lfs pull), as --model wants a complete diffusers folder")
+                             f"clone: git lfs pull), as {flag} wants a complete diffusers folder")
     return folder
 
 def load_pipeline(folder):

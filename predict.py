@@ -27,6 +27,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,8 +75,9 @@ def load_transformer(folder, dtype, weights=True):
         torch.nn.Module.to(transformer, getattr(torch, dtype)) # not diffusers' own, which warns
     return patch_qwen_model_for_multi_resolution(transformer)
 
-def add_memory_flags(parser):
-    """What train.py and predict.py can do about a transformer that is too large for its device."""
+def add_transformer_flags(parser):
+    """Which transformer train.py and predict.py use, and what they can do if it is too large for its device."""
+    parser.add_argument("--transformer", metavar="MODEL", help="hub id or folder whose transformer/ replaces --model's")
     blocks = lambda text: 10**9 if text == "all" else number(int, 0)(text)
     blocks.__name__ = "number of blocks" # argparse says "invalid number of blocks value"
     cache.add_quantize_flag(parser, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
@@ -422,7 +424,7 @@ def read_flags():
     # memory
     flag("--max_tokens", type=number(int, 1), default=20_000,
          help="tokens per forward pass; lower it if memory runs out")
-    add_memory_flags(parser)
+    add_transformer_flags(parser)
     flag("--transformer_device", help="default: --device")
     parser.set_defaults(**SAMPLING)
     given = {a.split("=")[0] for a in sys.argv[1:]}
@@ -540,14 +542,15 @@ def plan_pictures(samples, args, many, model_fingerprint):
                                              scale=scale, path=path, key=key)
     return list(pictures.values())
 
-def draw(args, folder, scheduler_config, pictures, quiet):
+def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
     """Draws these pictures, many at once, saves each when it is done -> problems: one that fails stops no others."""
-    transformer, problems = load_transformer(folder, args.dtype), []
+    transformer, problems = load_transformer(transformer_folder, args.dtype), []
     load_loras(transformer, args.lora, args.lora_scale)
     for path, scale in zip(args.lora, args.lora_scale) if not quiet else []:
         print(f"LoRA {path} at scale {scale:g}")
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
     vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype).to(args.vae_device)
+    t0 = monotonic()
     bar = tqdm(total=sum(p.sample.settings["num_inference_steps"] for p in pictures), desc=f"{len(pictures)} pictures",
                unit="step", disable=quiet or None)
     for scale in args.scales: # two strengths of a LoRA cannot share a forward pass
@@ -564,6 +567,8 @@ def draw(args, folder, scheduler_config, pictures, quiet):
                 problems.append(str(e))
                 tqdm.write(str(e), file=sys.stderr)
     bar.close()
+    if not quiet:
+        print(f"{len(pictures)} pictures, {monotonic() - t0:.1f} s, {cache.memory_of(args.transformer_device):.1f} GiB")
     return problems
 
 def write_sheet(path, pictures):
@@ -591,7 +596,8 @@ def main():
 
     # what is to be drawn
     samples, problems = read_samples(args)
-    folder = cache.find_model(args.model, [*cache.ENCODERS, "transformer"])
+    folder = cache.find_model(args.model, cache.ENCODERS)
+    transformer_folder = cache.find_model(args.transformer or args.model, ["transformer"])
     pipe = cache.load_pipeline(folder)
     config, good = pipe.scheduler.config, []
     for sample in samples:
@@ -603,7 +609,7 @@ def main():
     texts = lambda s: [(prompt, True) for prompt in prompts_of(s, s.settings)]
     good, wrong = cache.plan_samples(pipe, good, texts, geometry, args, rank > 0)
     problems += wrong
-    pictures = plan_pictures(good, args, many, cache.fingerprint(folder / "transformer"))
+    pictures = plan_pictures(good, args, many, cache.fingerprint(transformer_folder / "transformer"))
     missing = [p for p in pictures if not (many and finished(p.path, p.key))]
     cache.prepare_folder(place, "choose another folder")
     if rank == 0 and len(missing) < len(pictures):
@@ -616,7 +622,7 @@ def main():
         print(p, file=sys.stderr)
     mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # dealt first: all deal the same list
     try:
-        problems += draw(args, folder, config, mine, quiet=rank > 0) if mine else []
+        problems += draw(args, folder, transformer_folder, config, mine, quiet=rank > 0) if mine else []
     except torch.OutOfMemoryError:
         raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
                          "where it decodes, --vae_device cpu. the same command goes on with what is missing")

@@ -356,17 +356,21 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     timestep                    (B,) from 0 to 1
     img_shapes                  per sample [(frames, h, w), ...] in tokens, target first; one entry serves all samples
     attention_kwargs            "attention_mask": (B, S) or (B, 1, 1, S) over [text, image]; "scale": of the LoRA
-    image_rotary_emb            (img, txt) complex frequencies, each (N, R) or (B, N, R); wins over img_shapes
-    txt_seq_lens                with one row of text: packed. With B rows: text lengths, as older diffusers had them
+    image_rotary_emb            (img, txt) complex frequencies, each (N, R) or (B, N, R); wins over img_shapes:
+        freqs = [sample_freqs(model.pos_embed, shapes, txt_len, device) for shapes in img_shapes] # T = txt_len
+        img_freqs_BIR, _ = pad_latents_for_multi_res([img for img, _ in freqs])
+        image_rotary_emb = img_freqs_BIR, torch.stack([txt for _, txt in freqs])
+    txt_seq_lens                one row of text, no mask: packed. Else its lengths, as older diffusers had them
 
     Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the
     pads (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
     """
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
-    packed = txt_lens is not None and len(hidden_states) == 1
-    batch = len(txt_lens) if packed else len(hidden_states)
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
     joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
+    padded_only = any(x is not None for x in (encoder_hidden_states_mask, joint_mask, controlnet_block_samples))
+    packed = txt_lens is not None and len(hidden_states) == 1 and not (padded_only and len(txt_lens) == 1)
+    batch = len(txt_lens) if packed else len(hidden_states)
 
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
     if len(encoder_hidden_states) != len(hidden_states) or any(n != batch and (n != 1 or packed) for n in per_sample):
@@ -374,10 +378,11 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
                          f"additional_t_cond, want {len(hidden_states)} and {batch} each")
     if img_shapes is None and (image_rotary_emb is None or packed or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
-    shapes = None if img_shapes is None else sample_shapes(img_shapes, batch)
+    img_len = hidden_states.shape[1] if not packed and (image_rotary_emb is None or joint_mask is None) else None
+    shapes = None if img_shapes is None else sample_shapes(img_shapes, batch, img_len)
 
     if packed:
-        if encoder_hidden_states_mask is not None or joint_mask is not None or controlnet_block_samples is not None:
+        if padded_only:
             raise ValueError("packed: got a mask or controlnet_block_samples, want neither (packed rows have no pads)")
         rows = packed_rows(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
     else:
@@ -458,12 +463,15 @@ def padded_rows(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
         mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
     txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
     if freqs is not None:
-        freqs = given_freqs(freqs[0], img_mask_BI), given_freqs(freqs[1], txt_mask_BT)
+        img_freqs, txt_freqs = given_freqs(freqs[0], img_mask_BI), given_freqs(freqs[1], txt_mask_BT)
+        if freqs[0].ndim > freqs[1].ndim and (img_freqs != img_freqs[:1]).any():
+            raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
+                             f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
     else: # pads are rotated by 0: finite, and nobody looks at them
         img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
-        freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
-    return Rows(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
-                img_mask_BI)
+        img_freqs, txt_freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
+    return Rows(blank(img, img_mask_BI), blank(txt, txt_mask_BT), (img_freqs, txt_freqs), [img_len] * batch,
+                [txt_len] * batch, mask_BS, img_mask_BI)
 
 def image_segments(rows, shapes, zero_cond_t):
     """Segments of rows.img: one a sample; for zero_cond_t two, as the target is at its timestep (row b of temb) and its
@@ -549,16 +557,20 @@ def patch_qwen_model_for_multi_resolution(model):
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
-def sample_shapes(img_shapes, batch):
+def sample_shapes(img_shapes, batch, img_len=None):
     """img_shapes in any accepted form -> one list of (frames, h, w) per sample. A flat list holds one picture per
-    sample (or one for all); a list or tensor with one entry serves all samples. Entries without area (padding of a
-    (B, N, 3) tensor) are dropped. ValueError if the number of entries does not fit `batch`."""
+    sample (or one for all), the longest of img_len tokens; one entry serves all samples. Entries without area (padding
+    of a (B, N, 3) tensor) are dropped. ValueError if the number of entries does not fit `batch`, or img_len."""
     plain = lambda x: x.tolist() if torch.is_tensor(x) else list(x)
     entries = [plain(e) for e in plain(img_shapes)]
+    flat = not any(isinstance(e[0], (list, tuple, torch.Tensor)) for e in entries)
     entries = [e if isinstance(e[0], (list, tuple, torch.Tensor)) else [e] for e in entries]
     shapes = [[tuple(map(int, picture)) for picture in e if prod(map(int, picture)) > 0] for e in entries]
     if len(shapes) not in (1, batch) or not all(shapes):
         raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one (1, h, w)")
+    if flat and img_len not in (None, longest := max(image_lens(shapes))):
+        raise ValueError(f"img_shapes: got one picture a sample, of at most {longest} tokens, want the {img_len} of "
+                         "hidden_states; list a sample's pictures as [[(1, h, w), (1, h, w)], ...]")
     return shapes if len(shapes) == batch else shapes * batch
 
 def should_use_multi_resolution_mode(img_shapes):

@@ -486,7 +486,7 @@ def test_text_positions_of_the_first_sample_are_wrong_for_the_others():
     """The negative control: the hot model feels this common mistake, so the tests above have teeth."""
     model, samples = patched_model(dtype=torch.float32), BATCHES["mixed sizes"]
     img_freqs_BIR, txt_freqs_BTR = precomputed_call(model, samples)["image_rotary_emb"]
-    wrong = run(model, "precomputed", samples, image_rotary_emb=(img_freqs_BIR, txt_freqs_BTR[0]))
+    wrong = run(model, "precomputed", samples, image_rotary_emb=(img_freqs_BIR, txt_freqs_BTR[:1].expand(3, -1, -1)))
     errors = list(map(rel, wrong, one_by_one(hot_model(dtype=torch.float32), samples)))
     print("errors:", errors)
     assert errors[0] <= 1e-5 and min(errors[1:]) > 0.1

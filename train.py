@@ -40,7 +40,6 @@ import diffusers
 import filelock
 import numpy as np
 import peft
-import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -111,7 +110,7 @@ flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
      help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
 flag("--fsdp", action="store_true", help="shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of "
      "it, plus two whole blocks while they compute")
-predict.add_memory_flags(parser)
+predict.add_transformer_flags(parser)
 flag("--compile", action="store_true", help="torch.compile the blocks: minutes at first, then faster; needs a compiler")
 # run
 flag("--seed", type=number(int, 0, 2**64 - 1), default=0, help="seed of order, noise, timesteps, dropout, initial LoRA")
@@ -232,7 +231,8 @@ if rank == 0 and not args.plan:
 
 encoded = all(map(cache.is_index, args.data + args.val_data))
 parts = (["vae"] if args.val_data else []) if encoded else cache.ENCODERS
-folder = cache.find_model(args.model, ["transformer", "scheduler", *parts], not args.plan)
+folder = cache.find_model(args.model, ["scheduler", *parts], not args.plan)
+transformer_folder = cache.find_model(args.transformer or args.model, ["transformer"], not args.plan)
 pipe = None if encoded else cache.load_pipeline(folder)
 samples, val_samples, geometry, problems = cache.make_cache(pipe, folder, args, rank, world_size,
                                                          encode=args.use_cache and not args.plan)
@@ -337,7 +337,7 @@ def find_layers(transformer, names):
     dead = [n for n in linears if n.startswith((last + "attn.add_q_proj", last + "attn.to_add_out", last + "txt_mlp"))]
     return dict(target_modules=targets, exclude_modules=[n for n in dead if n.endswith(tuple(targets))] or None)
 
-transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan)
+transformer = predict.load_transformer(transformer_folder, args.dtype, weights=not args.plan)
 if args.base_lora and not args.plan: # before the base is quantized
     predict.load_loras(transformer, [args.base_lora], [1.0])
     transformer.fuse_lora()
@@ -395,6 +395,9 @@ if args.gradient_checkpointing != 0:
     transformer.enable_gradient_checkpointing(partial( # only dropout draws random numbers in a block
         torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=lora_config["lora_dropout"] > 0))
     transformer.gradient_checkpointing_blocks = args.gradient_checkpointing
+    blocks = len(transformer.transformer_blocks)
+    again = blocks if args.gradient_checkpointing is None else min(args.gradient_checkpointing, blocks)
+    say(f"gradient checkpointing: the backward pass computes {again} of {blocks} blocks again")
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
@@ -417,8 +420,9 @@ def learning_rate(step):
 # ---- checkpoints and log ---------------------------------------------------------------------------------------------
 
 draw_geometry = geometry | dict(target_pixels=geometry["target_pixels"][0]) # predict.py draws at the first area
-config.update(geometry=draw_geometry, model=cache.fingerprint(folder / "transformer"), data=cache.content_key(samples=[
-    [s.name, [x["file"].stem for x in (*s.resolutions, *s.texts.values())]] for s in epoch]))
+config.update(geometry=draw_geometry, model=cache.fingerprint(transformer_folder / "transformer"),
+              data=cache.content_key(samples=[[s.name, [x["file"].stem for x in (*s.resolutions, *s.texts.values())]]
+                                              for s in epoch]))
 versions = {m.__name__: m.__version__ for m in (torch, diffusers, peft, transformers)}
 if shutil.which("git"):
     versions["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
@@ -587,8 +591,7 @@ def validate():
         return say(f"warning: no memory for the validation after step {step}; the training goes on (--max_tokens)")
     finally:
         transformer.train()
-    if not live:
-        vae.to("cpu")
+        (vae.decoder if live else vae).to("cpu")
     if args.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
     if world_size > 1:
@@ -695,8 +698,7 @@ while step < args.max_steps and not stopping:
     # log and save: nothing below changes the training. A validation, which takes minutes, is preceded by a checkpoint
     saving = step == args.max_steps or due(step) or stopping or step % args.save_every == 0
     if rank == 0:
-        tokens, cuda = sum(lengths), args.device.startswith("cuda")
-        memory = (torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss) / 2**30
+        tokens, memory = sum(lengths), cache.memory_of(args.device)
         # of all processes' samples: the first that load_item draws from this generator
         timesteps = [draw_timestep(generator("noise", p), math.prod(resolution["img_shapes"][0])).item()
                      for p, (_, resolution, _) in zip(positions, picked)]
@@ -724,8 +726,9 @@ else:
         validate()
 if rank == 0 and not stopping:
     cache.write_file(out_dir / "DONE", f"{step} steps\n".encode())
+    of = ["--model", args.model] + (["--transformer", args.transformer] if args.transformer else [])
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n  python predict.py "
-        + shlex.join(["--model", args.model, "--lora", str(out_dir), *([args.base_lora] if args.base_lora else [])])
+        + shlex.join([*of, "--lora", str(out_dir), *([args.base_lora] if args.base_lora else [])])
         + " --image CONTROL.png --prompt \"...\"\n  python tools/curves.py " + shlex.quote(str(out_dir)))
 signals.close()
 if dist.is_initialized():

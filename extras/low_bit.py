@@ -5,9 +5,10 @@ int8 and fp8 (e4m3): a byte a weight and a scale per row; nf4: bitsandbytes' hal
 transformer's eight bits are multiplied as such where the card can, as by torchao's dynamic-activation configs; what is
 encoded once and kept, by the text encoder, gets the more exact road: its weights are unpacked.
 
-Why not a library's layers: fully_shard fails on the tensors of torchao 0.18, and autograd keeps bf16 copies of their
-weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64; diffusers' layerwise casting has
-no scales, and cannot load a LoRA. GUIDE.md has the errors that were measured.
+Why not a library's layers: fully_shard fails on int8 and fp8 tensors of torchao 0.18, and autograd keeps bf16 copies of
+their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64, and FSDP2 loses the scales
+of its 4-bit weights; diffusers' layerwise casting has no scales, and cannot load a LoRA. So a model that
+is stored in few bits is refused: quantize the bf16 one. GUIDE.md has the errors that were measured.
 """
 import math
 

@@ -130,7 +130,7 @@ TEXT, JOINT = text_mask_of(MIXED), joint_mask_of(MIXED, 63)
 text_mask = lambda mask: dict(encoder_hidden_states_mask=mask)
 joint_mask = lambda mask: dict(attention_kwargs={"attention_mask": mask})
 SYNONYMS = {
-    "a flat list of one picture per sample": ("padded", SIZES, dict(img_shapes=[s.shapes[0] for s in SIZES])),
+    "a flat list of one picture per sample": ("stock", SIZES, dict(img_shapes=[s.shapes[0] for s in SIZES])),
     "a tensor, rows of 0": ("padded", MIXED, dict(img_shapes=torch.tensor([[(1, 6, 10), (0, 0, 0)], SHAPES[1]]))),
     "text lengths of older diffusers": ("padded", MIXED, text_mask(None) | dict(txt_seq_lens=[7, 12])),
     "a tensor of text lengths": ("packed", MIXED, dict(txt_seq_lens=torch.tensor([7, 12]))),

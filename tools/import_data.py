@@ -4,7 +4,8 @@ Converts a dataset of another layout into ours. SOURCE is only read; OUT appears
                     0, NAME_0000; masks NAME_mask, beside the target or the control
     a manifest      .jsonl, .json, .csv (commas, semicolons or tabs) with names in COLUMNS, or a metadata.* in a folder
     parquet files   of the Hugging Face hub, in a folder (pip install datasets)
-    a 1.0 cache     a folder of .safetensors dictionaries, one a sample, with height and width instead of img_shapes
+    a 1.0 cache     a folder of .safetensors dictionaries, one a sample, with height and width instead of img_shapes;
+                    without height_control and width_control the control has the target's size
 The first three become a dataset: OUT/target, control and mask. Its pictures are hard links where possible: they take no
 space, but a program that changes one in place changes both. A cache becomes a cache, whose index train.py takes as
 --data. What is wrong is listed, a line each; then nothing is written, unless --skip_bad leaves those samples out.
@@ -20,6 +21,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -203,20 +205,33 @@ def write_dataset(samples, folder):
         lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in s.prompts] # a line is one more wording
         (folder / f"target/{s.name}.txt").write_text("\n".join(lines), encoding="utf-8")
 
+def as_safetensors(path):
+    """A command that turns a pickled dictionary of tensors and numbers into safetensors, without running its code."""
+    code = ("import sys, torch, safetensors.torch as s; "
+            "d = {k: torch.as_tensor(v).clone().contiguous() for k, v in torch.load(sys.argv[1], weights_only=True)"
+            ".items()}; s.save_file(d, sys.argv[2])")
+    return shlex.join(["python", "-c", code, str(path), str(path.with_suffix(".safetensors"))])
+
 def read_old(path):
     """A dictionary of version 1.0, perhaps with pads and a batch dimension of 1 -> tensors as cache.py has them."""
     if path.suffix != ".safetensors":
-        raise InputError(f"{path}: a pickle, which can run code when it is read; where you trust it, turn it into "
-                         "safetensors: torch.load(weights_only=True), then safetensors.torch.save_file")
+        raise InputError(f"{path}: a pickle, which can run code when it is read; convert a dictionary of tensors by: "
+                         + as_safetensors(path))
     try:
         with safetensors.safe_open(path, "pt") as f:
             version, tensors = (f.metadata() or {}).get("version", "1.0"), {k: f.get_tensor(k) for k in f.keys()}
-        shapes = torch.tensor(get_image_shapes_multi_resolution(tensors, 1)[0])
+        if not {"height", "width", "img_shapes"} & tensors.keys():
+            raise ValueError("it has no height and width, and tokens alone may have any shape: add both, in pixels, "
+                             "as tensors")
+        shapes = get_image_shapes_multi_resolution(tensors, 1)[0]
         tensors = {k: t[0] if t.ndim == 3 or k.endswith("_mask") and t.ndim == 2 else t for k, t in tensors.items()}
         for name in [name for name in ("prompt_embed", "empty_prompt_embed") if name in tensors]: # pads go
             tensors[name] = tensors[name][tensors.get(name + "s_mask", torch.ones(len(tensors[name]))).bool()]
             tensors[name + "s_mask"] = torch.ones(len(tensors[name]), dtype=torch.bool)
         rows = [tensors[name] for name in ("pixel_latent", "control_latent", "prompt_embed")]
+        if len(shapes) == 1 and len(rows[1]) == len(rows[0]): # of the time when both were resized to one size
+            shapes *= 2
+        shapes = torch.tensor(shapes)
         areas, lengths = shapes.prod(-1).tolist(), [len(t) for t in (*rows[:2], tensors.get("edit_mask", rows[0]))]
         if version != "1.0" or lengths != [areas[0], sum(areas[1:]), areas[0]] or any(t.ndim != 2 for t in rows):
             raise ValueError(f"version {version}, {lengths[:2]} tokens for {shapes.tolist()}")
