@@ -21,6 +21,7 @@ train.py and predict.py call the same functions; run this script alone to encode
 """
 import argparse
 import contextlib
+import difflib
 import gc
 import hashlib
 import importlib
@@ -136,7 +137,7 @@ def number(kind, low, high=math.inf):
     return parse
 
 def add_model_flags(parser):
-    flag = parser.add_argument
+    flag = parser.add_argument_group("model").add_argument
     flag("--model", default="tiny", help="hub id (ID@REVISION pins it) or folder of Qwen-Image-Edit, -2509 or -2511")
     flag("--dtype", choices=["float32", "bfloat16", "float16"],
          help="of the frozen models and the cache (default: float32 on CPU, else bfloat16)")
@@ -148,14 +149,14 @@ def add_model_flags(parser):
          help="most tokens in a prompt; a longer prompt is an error, it is not cut")
     flag("--vae_device", help="where pictures are encoded and decoded (default: --device)")
     flag("--text_encoder_device", help="default: --device; cpu if memory runs out while encoding")
-    add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
+    add_quantize_flag(flag, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
 
-def add_quantize_flag(parser, name, what):
-    parser.add_argument(name, choices=["none", "int8", "fp8", "nf4"], default="none",
-                        help=f"{what}: int8 or fp8 (half the memory) or nf4 (a quarter; pip install bitsandbytes)")
+def add_quantize_flag(flag, name, what):
+    flag(name, choices=["none", "int8", "fp8", "nf4"], default="none",
+         help=f"{what}: int8 or fp8 (half the memory) or nf4 (a quarter; pip install bitsandbytes)")
 
 def add_data_flags(parser):
-    flag, on_off = parser.add_argument, argparse.BooleanOptionalAction
+    flag, on_off = parser.add_argument_group("data").add_argument, argparse.BooleanOptionalAction
     flag("--data", nargs="+", metavar="DATA",
          help="dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written")
     flag("--repeats", type=number(int, 1), nargs="+", metavar="N",
@@ -165,8 +166,10 @@ def add_data_flags(parser):
     flag("--val_data", nargs="*", metavar="DATA", help="validation datasets, not trained on: their loss is "
          "logged, their pictures are drawn without and with the LoRA (default: none; the toy dataset has its own)")
     flag("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-         help="area of the target; several: one is drawn for each sample; native: own size, rounded to 32")
-    flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="area of the controls, likewise")
+         help="area of the target; several: one is drawn for each sample; native: own size, rounded to 32 "
+         "(default: 1024x1024)")
+    flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA",
+         help="area of the controls, likewise (default: 1024x1024)")
     flag("--upscale", action=on_off, default=True, help="enlarge smaller pictures to the area, as stock does")
     flag("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
          help="share of samples trained with the empty prompt")
@@ -179,10 +182,35 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         explained = action.default in (None, []) or "default" in action.help
         return action.help if explained else super()._get_help_string(action)
 
+OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
+    lr="learning_rate", lora_rank="rank network_dim", max_steps="steps epochs num_train_epochs max_train_epochs",
+    num_inference_steps="steps", true_cfg_scale="cfg guidance_scale", target_pixels="resolution", lora="adapter",
+    pretrained_lora="network_weights init_lora", base_lora="base_weights", batch_size="gradient_accumulation_steps",
+    data="dataset_config train_data_dir", model="pretrained_model_name_or_path dit", out="output output_path",
+    save_every="checkpointing_steps", dtype="mixed_precision", tracker="report_to", offload="blocks_to_swap")
+
+class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
+    """-h shows all defaults; what is wrong is one line, with the flag that may be meant, and status 2."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        where, _, what = message.removeprefix("argument ").partition(": ")
+        if where == "unrecognized arguments":
+            where, what = what.split()[0].split("=")[0], "belongs to no flag; put a text with spaces in quotes"
+            name = where.strip("-").replace("-", "_")
+            meant = [f"--{ours}" for ours, others in OTHER_NAMES.items() if name in others.split()]
+            flags = [f for f in meant if f in self._option_string_actions] + difflib.get_close_matches(
+                f"--{name}", self._option_string_actions, 1, 0.7)
+            if where.startswith("-"):
+                what = f"unknown; here {flags[0]}" if flags else "unknown"
+        self.exit(2, error_line(f"{where}: {what}" + f"; see {self.prog} -h" * (";" not in what)) + "\n")
+
 def parse_args(parser, tiny):
     """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`. Fills in devices and dtype,
     and refuses a flag whose package or file in extras/ is missing."""
-    parser.formatter_class, parser.epilog = HelpFormatter, f"With --model tiny these defaults apply: {tiny}"
+    parser.epilog = f"With --model tiny these defaults apply: {tiny}"
     args = parser.parse_args()
     if args.model == "tiny":
         parser.set_defaults(**tiny)
@@ -1058,7 +1086,7 @@ def prune_files(cache_dir, delete):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Parser(__doc__)
     add_model_flags(parser)
     add_data_flags(parser)
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")

@@ -75,14 +75,16 @@ def load_transformer(folder, dtype, weights=True):
     return patch_qwen_model_for_multi_resolution(transformer)
 
 def add_memory_flags(parser):
-    """What train.py and predict.py can do about a transformer that is too large for its device."""
+    """What train.py and predict.py can do about a transformer that is too large for its device -> the add_argument of
+    the flags' group."""
+    flag = parser.add_argument_group("memory").add_argument
     blocks = lambda text: 10**9 if text == "all" else number(int, 0)(text)
     blocks.__name__ = "number of blocks" # argparse says "invalid number of blocks value"
-    cache.add_quantize_flag(parser, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
-    parser.add_argument("--offload", type=blocks, default=0, metavar="BLOCKS",
-                        help="blocks (a number, or all) that wait in host memory and are copied to the device for each "
-                             "forward and backward pass, behind the computation if a pass has enough tokens: raise "
-                             "--max_tokens too")
+    cache.add_quantize_flag(flag, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
+    flag("--offload", type=blocks, default=0, metavar="BLOCKS",
+         help="blocks (a number, or all) that wait in host memory and are copied to the device for each forward and "
+              "backward pass, behind the computation if a pass has enough tokens: raise --max_tokens too")
+    return flag
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
@@ -383,10 +385,9 @@ def finished(path, key):
 
 def read_flags():
     """-> args. What contradicts itself ends the script here."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    flag = parser.add_argument
+    parser = cache.Parser(__doc__)
     cache.add_model_flags(parser)
-    # what to draw
+    flag = parser.add_argument_group("what to draw").add_argument
     flag("--image", nargs="+", type=Path, help="control picture(s), or one folder: each of its pictures")
     flag("--prompt", help="the instruction")
     flag("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
@@ -395,14 +396,14 @@ def read_flags():
          "folder; --image FILES use --out")
     flag("--seed", type=number(int, 0, 2**64 - 1), nargs="+", default=[0],
          help="seed of the noise; several: each sample is drawn once per seed")
-    # with which LoRA
+    flag = parser.add_argument_group("with which LoRA").add_argument
     flag("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all active together "
          "(default: none; with --model tiny the newest run's)")
     flag("--lora_scale", type=number(float, -10, 10), nargs="+", default=[1.0],
          help="strength of the LoRA, or of each: 0 is none, 1 as trained")
     flag("--scales", type=number(float, -10, 10), nargs="+", default=[1.0],
          help="each picture at these strengths of all its LoRAs, side by side; 0 is the base")
-    # how
+    flag = parser.add_argument_group("how").add_argument
     flag("--negative_prompt", help="prompt of the unconditional pass (default: one space)")
     flag("--num_inference_steps", type=number(int, 1), help="Euler steps: at least 2, or at least 1 with a --shift")
     flag("--true_cfg_scale", type=float, help="CFG scale; at 1 or below no unconditional pass is run: half the time")
@@ -419,10 +420,9 @@ def read_flags():
     flag("--control_pixels", type=pixels, metavar="AREA", help="area of the pictures given, likewise")
     flag("--upscale", action=argparse.BooleanOptionalAction,
          help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
-    # memory
+    flag = add_memory_flags(parser)
     flag("--max_tokens", type=number(int, 1), default=20_000,
          help="tokens per forward pass; lower it if memory runs out")
-    add_memory_flags(parser)
     flag("--transformer_device", help="default: --device")
     parser.set_defaults(**SAMPLING)
     given = {a.split("=")[0] for a in sys.argv[1:]}

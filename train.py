@@ -66,13 +66,10 @@ def key_value(text):
     except ValueError:
         return key, value
 
-parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-flag, on_off = parser.add_argument, argparse.BooleanOptionalAction
+parser = cache.Parser(__doc__)
 cache.add_model_flags(parser)
 cache.add_data_flags(parser)
-flag("--use_cache", action=on_off, default=True,
-     help="--no-use_cache: encode each batch anew, with all models on the device")
-# LoRA
+flag = parser.add_argument_group("LoRA").add_argument
 flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
 flag("--lora_alpha", type=number(float, 1e-6), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
 flag("--lora_dropout", type=number(float, 0, 0.99), default=0.0, help="share of the LoRA's inputs that is set to 0")
@@ -84,7 +81,7 @@ flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
 flag("--pretrained_lora", metavar="PATH",
      help="start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag("--base_lora", metavar="PATH", help="a LoRA to add to the frozen weights, such as Lightning's; sample with both")
-# step
+flag = parser.add_argument_group("step").add_argument
 flag("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
 flag("--batch_size", type=number(int, 1), default=4, help="samples per optimizer step, over all processes")
 flag("--max_tokens", type=number(int, 1), default=10_000,
@@ -99,21 +96,22 @@ flag("--lr_scheduler", choices=["constant", "cosine", "linear"], default="consta
 flag("--warmup_steps", type=number(int, 0), default=0, help="steps in which the learning rate rises from 0")
 flag("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
 flag("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this length")
-# loss
+flag = parser.add_argument_group("loss").add_argument
 flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
      help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 flag("--loss_norm", choices=["sample", "token"], default="sample",
      help="sample: mean per sample, then over samples; token: mean over all tokens, large pictures weigh more")
 flag("--mask_foreground_weight", type=number(float, 0), default=2.0, help="loss weight of a mask's edited region")
 flag("--mask_background_weight", type=number(float, 0), default=1.0, help="loss weight of the rest of that picture")
-# memory
+flag = predict.add_memory_flags(parser)
 flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
      help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
 flag("--fsdp", action="store_true", help="shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of "
      "it, plus two whole blocks while they compute")
-predict.add_memory_flags(parser)
 flag("--compile", action="store_true", help="torch.compile the blocks: minutes at first, then faster; needs a compiler")
-# run
+flag = parser.add_argument_group("run").add_argument
+flag("--use_cache", action=argparse.BooleanOptionalAction, default=True,
+     help="--no-use_cache: encode each batch anew, with all models on the device")
 flag("--seed", type=number(int, 0, 2**64 - 1), default=0, help="seed of order, noise, timesteps, dropout, initial LoRA")
 flag("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", type=number(int, 0), default=0, help="steps between validations; 0: only at the end")

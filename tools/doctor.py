@@ -287,7 +287,7 @@ def print_table(rows):
 def main():
     for stream in (sys.stdout, sys.stderr): # a file name may be no UTF-8
         stream.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser = cache.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
     parser.add_argument("--reg_data", nargs="+", default=[], metavar="DIR", help="folders of pictures without controls")
     parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")

@@ -13,7 +13,6 @@ $ python tools/import_data.py downloads/musubi photos     # next: python tools/d
 $ python tools/import_data.py faces.csv faces --alone     # pictures without controls: a folder for --reg_data
 $ python tools/import_data.py old_cache cache/old         # next: python train.py --data cache/old/old_cache.json
 """
-import argparse
 import csv
 import hashlib
 import io
@@ -277,7 +276,7 @@ def convert_source(source, folder, alone):
     return samples, problems or [error_line(f"{source}: no sample in it; --help tells the layouts")] * (not samples)
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser = cache.Parser(__doc__)
     parser.add_argument("source", type=Path, help="a folder or a manifest, as above")
     parser.add_argument("out", type=Path, help="a folder that is not there yet")
     parser.add_argument("--alone", action="store_true", help="rows have no controls: OUT is a folder for --reg_data")
