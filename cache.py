@@ -207,15 +207,20 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
                 what = f"unknown; here {flags[0]}" if flags else "unknown"
         self.exit(2, error_line(f"{where}: {what}" + f"; see {self.prog} -h" * (";" not in what)) + "\n")
 
+def is_tiny(model):
+    """Whether this is tiny/, however its path is spelled, or a model of the same shape: a copy, a merged one."""
+    here, tiny = Path(model, "transformer", "config.json"), TINY_DATA.with_name("transformer") / "config.json"
+    return model == "tiny" or (here.is_file() and here.read_bytes() == tiny.read_bytes())
+
 def parse_args(parser, tiny):
     """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`. Fills in devices and dtype,
     and refuses a flag whose package or file in extras/ is missing."""
     parser.epilog = f"With --model tiny these defaults apply: {tiny}"
     args = parser.parse_args()
-    if args.model == "tiny":
+    if is_tiny(args.model):
         parser.set_defaults(**tiny)
         args = parser.parse_args()
-    if args.device is None and not torch.cuda.is_available() and args.model != "tiny" and not vars(args).get("plan"):
+    if args.device is None and not torch.cuda.is_available() and not is_tiny(args.model) and not vars(args).get("plan"):
         check_size_for_cpu(args.model)
     if not args.cache_dir:
         parser.error("argument --cache_dir: empty; give a folder")
@@ -267,13 +272,20 @@ def parse_data_args(parser, tiny):
         parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
     return args
 
+def end_by_ctrl_c(kind, error, trace):
+    """One line where no signals_noted is at work: files appear whole or not at all, so nothing is to be cleaned up."""
+    if kind is not KeyboardInterrupt:
+        return sys.__excepthook__(kind, error, trace)
+    tqdm.write("stopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
+
 def start_processes(args):
     """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
     for library in (diffusers, transformers): # a bar for each small model would hide ours
         library.utils.logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
         stream.reconfigure(errors="backslashreplace")
-    if args.model == "tiny" and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    sys.excepthook = end_by_ctrl_c
+    if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     cuda = args.device.startswith("cuda")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -494,7 +506,8 @@ def read_row(manifest, n, line, alone, settings):
     target, mask = [find_picture(manifest, where, row[k], settings) if row.get(k) is not None else None
                     for k in ("target", "mask")]
     controls = [find_picture(manifest, where, name, settings) for name in listed(row.get("control", []))]
-    name = Path(row["target"]).with_suffix("") if target else f"{n:03}" + "".join(f"-{p.stem}" for p in controls[:1])
+    name = f"{n:03}" + "".join(f"-{p.stem}" for p in controls[:1])
+    name = os.path.splitext(os.path.relpath(target, manifest.parent))[0] if target else name
     return make_sample(where, manifest, name, target, controls, listed(row["prompt"]), mask,
                        {k: v for k, v in row.items() if k in (settings or ())})
 
@@ -508,7 +521,8 @@ def find_picture(manifest, where, name, settings):
     except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character or NUL in it, links in a circle
         found = False
     if not found:
-        raise InputError(f"{where}: {name!r} is no file inside {folder}; give its path relative to that folder")
+        raise InputError(f"{where}: {name!r} is no file inside {folder}; correct it, or move the "
+                         "manifest to a folder above its pictures")
     return file
 
 def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
@@ -585,7 +599,7 @@ def read_image(path):
         try:
             image.load()
         except (OSError, ValueError, SyntaxError) as e:
-            raise InputError(f"{path}: broken picture ({e}); replace it, or go on without it: --skip_bad")
+            raise InputError(f"{path}: broken picture ({e}); replace it")
         image = image.transpose(turn) if turn is not None else image
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
@@ -676,6 +690,7 @@ def load_pipeline(folder):
     if config.is_file() and json.loads(config.read_text())["image_token_id"] != known:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
     pipe.processor = Processor(pipe.tokenizer, image_processor)
+    pipe.tokenizer.model_max_length = 10**9 # its warning of indexing errors is wrong here: plan_sample counts
     return pipe
 
 def load_part(cls, folder, dtype):
@@ -840,6 +855,11 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
         seen = [pictures, sample.prompt_sizes] if shown else [[], []]
         sample.texts[prompt, shown] = dict(tokens=prompt_length(pipe, prompt, seen[1]), file=file(
             "text", text=models.get("text"), quantize=args.quantize_text_encoder, prompt=prompt, seen=seen))
+    start = max(side // 2 for r in sample.resolutions for _, *sides in r["img_shapes"] for side in sides)
+    tokens = max(text["tokens"] for text in sample.texts.values())
+    if start + tokens > 4096: # where the table of rotary positions ends
+        raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, {4096 - start} have a position; "
+                         "shorten the prompt, or give fewer pictures")
 
 def plan_samples(pipe, samples, texts, geometry, args, quiet):
     """plan_sample for all -> (good samples, problems). texts(sample) -> [(prompt, whether with pictures)]."""
@@ -1055,6 +1075,8 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
                 index = index_path(args.cache_dir, run_name(args.model, roots) + end, places)
                 write_index(index, encoded, geometry, encoder_fingerprints(folder), places)
                 print(f"{index}: {len(encoded)} samples")
+    say(["these samples stop the training; correct them, or go on without them: --skip_bad"] * (
+        bool(problems) and not args.skip_bad))
     if rank == 0:
         print(describe(samples))
     return samples, val_samples, geometry, problems
@@ -1069,7 +1091,8 @@ def describe(samples):
     return (f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts, "
             f"{len({tuple(shapes[0]) for _, shapes in pairs})} target sizes, "
             f"up to {max(len(s.controls) for s in samples)} controls, {min(tokens)} to {max(tokens)} tokens; "
-            f"sides rounded to 32 change the aspect by at most {bent:.1%} ({name})")
+            f"sides rounded to 32 change the aspect by at most {bent:.1%} ({name})"
+            + ": a warning, a larger area bends it less" * (bent > 0.1))
 
 def prune_files(cache_dir, delete):
     """Counts the files that no index in this folder knows, and deletes them if asked. InputError if an index that

@@ -135,9 +135,12 @@ def add_lora(transformer, **config):
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 def find_lora(path):
-    """A LoRA file; the one in this folder; or user/repo[/file.safetensors] of the hub -> file. A run that is at work
-    has them in its checkpoint-* only."""
+    """A LoRA file; the one in this folder, or in its newest checkpoint if it is that of an unfinished run; or
+    user/repo[/file.safetensors] of the hub -> file."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    if not file.exists() and (saved := sorted(Path(path).glob(f"checkpoint-{'[0-9]' * 6}/{LORA_FILE}"))):
+        file = saved[-1]
+        print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
     if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)):
         from huggingface_hub import hf_hub_download
         user, repo, *name = str(path).split("/", 2)
@@ -147,8 +150,8 @@ def find_lora(path):
             raise InputError(f"{path}: neither here nor on the hub with a {(name or [LORA_FILE])[0]} "
                              f"({type(e).__name__}); check the name, add the file's, or log in: hf auth login")
     if not file.is_file() or file.suffix != ".safetensors":
-        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} (a run that is not "
-                         "finished has it in its checkpoint-*), or user/repo of the hub")
+        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
+                         "user/repo of the hub")
     return file
 
 def read_lora(path):
@@ -162,6 +165,8 @@ def read_lora(path):
         meta = dict(json.loads(notes.get(kind, "{}")))
         if "digest" in meta: # one of ours
             raw, meta = cache.read_tensors(file, kind)
+        if not any("lora" in k for k in raw):
+            raise ValueError("no tensor in it is a LoRA's")
         if any("dora_scale" in k for k in raw): # diffusers would leave it out
             raise ValueError("a DoRA in the form of kohya and ComfyUI")
         if any(k.startswith("transformer_blocks.") for k in raw): # no prefix, as Lightning's
@@ -169,8 +174,8 @@ def read_lora(path):
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
         if wrong := find_faults(state, meta.get("transformer.target_modules")):
             raise ValueError(wrong[0])
-    except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError) as e:
-        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]}; take "
+    except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as e:
+        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]:.300}; take "
                          "another file (tools/convert_lora.py reads peft's folders)")
     return state, meta
 
@@ -339,6 +344,12 @@ def psnr(image, reference):
     error = np.mean((np.asarray(image, float) - np.asarray(reference, float)) ** 2)
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
+def shown_prompt(sample):
+    """For a sheet: the instruction, or the sample's name where PIL's font lacks a letter, as all of Chinese."""
+    font = ImageFont.load_default(14)
+    missing, *letters = [bytes(font.getmask(c)) for c in ["\uffff", *set(sample.prompts[0])]]
+    return sample.name if missing in letters else sample.prompts[0]
+
 def contact_sheet(rows, titles, cell=192):
     """Rows of pictures (text stands for itself, None stays empty) under titles -> one PIL image to look at."""
     sheet = Image.new("RGB", (len(titles) * (cell + 8), len(rows) * (cell + 8) + 24), "white")
@@ -393,7 +404,7 @@ def read_flags():
     flag("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
     flag("--out", type=Path, default="out.png", help="PNG to write for --image FILES (overwritten if it exists)")
     flag("--out_dir", type=Path, default="out/predict", help="folder for the PNGs of --jobs or of an --image "
-         "folder; --image FILES use --out")
+         "folder; if given also for --image FILES, in the place of --out")
     flag("--seed", type=number(int, 0, 2**64 - 1), nargs="+", default=[0],
          help="seed of the noise; several: each sample is drawn once per seed")
     flag = parser.add_argument_group("with which LoRA").add_argument
@@ -445,6 +456,9 @@ def read_flags():
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
+    args.many = bool(args.jobs) or args.image[0].is_dir() or "--out_dir" in given
+    if args.many and "--out" in given:
+        parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
     if args.out.suffix.lower() != ".png" or args.out.resolve() in [path.resolve() for path in args.image or []]:
         parser.error(f"argument --out: {args.out} is no .png name, or is one of the --image files; give another name")
     return args
@@ -454,7 +468,7 @@ def find_geometry(args, quiet):
     trained = [g for g in (read_lora(path)[1].get("train.geometry") for path in args.lora) if g]
     if any(g != trained[0] for g in trained) and not quiet:
         print(f"warning: the LoRAs were trained at different sizes ({'; '.join(map(str, trained))}); the first is used")
-    area = "native" if args.model == "tiny" else 1024 * 1024
+    area = "native" if cache.is_tiny(args.model) else 1024 * 1024
     sizes = dict(target_pixels=area, control_pixels=area, upscale=True) | (trained[0] if trained else {})
     return {k: v if getattr(args, k) is None else getattr(args, k) for k, v in sizes.items()}
 
@@ -468,10 +482,10 @@ def read_samples(args):
     if args.jobs:
         return cache.read_dataset(args.jobs)
     folder = args.image[0]
+    if args.image[1:] and (folders := list(filter(Path.is_dir, args.image))):
+        raise InputError(f"--image {folders[0]}: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
-        return [cache.make_sample("--prompt", folder, args.out.stem, None, args.image, [args.prompt])], []
-    if args.image[1:]:
-        raise InputError(f"--image {args.image[1]}: a folder stands alone; give one folder, or files")
+        return [cache.make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
     samples = []
     for (stem, kind), paths in cache.find_files(folder).items():
         for path in paths if kind in ("picture", "other") else []: # other: TIFF and the like, each an error by its name
@@ -544,8 +558,9 @@ def draw(args, folder, scheduler_config, pictures, quiet):
     """Draws these pictures, many at once, saves each when it is done -> problems: one that fails stops no others."""
     transformer, problems = load_transformer(folder, args.dtype), []
     load_loras(transformer, args.lora, args.lora_scale)
-    for path, scale in zip(args.lora, args.lora_scale) if not quiet else []:
-        print(f"LoRA {path} at scale {scale:g}")
+    if not quiet:
+        print("\n".join(f"LoRA {path} at scale {scale:g}" for path, scale in zip(args.lora, args.lora_scale))
+              or "no LoRA: the base model draws")
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
     vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype).to(args.vae_device)
     bar = tqdm(total=sum(p.sample.settings["num_inference_steps"] for p in pictures), desc=f"{len(pictures)} pictures",
@@ -573,7 +588,7 @@ def write_sheet(path, pictures):
     for p, image in done if len(done) > 1 else []:
         if p.row not in rows:
             controls = side_by_side([cache.read_image(path) for path in p.sample.controls])
-            rows[p.row] = [controls, p.sample.prompts[0], *[None] * len(titles)]
+            rows[p.row] = [controls, shown_prompt(p.sample), *[None] * len(titles)]
         rows[p.row][2 + titles.index(p.title)] = ImageOps.contain(image, (192, 192), Image.Resampling.LANCZOS)
     if rows:
         save_png(contact_sheet([*rows.values()], ["control", "instruction", *titles]), path)
@@ -583,7 +598,7 @@ def main():
     args = read_flags()
     rank, world_size = cache.start_processes(args)
     args.lora = [str(find_lora(path)) for path in args.lora]
-    many, geometry = bool(args.jobs) or args.image[0].is_dir(), find_geometry(args, rank > 0)
+    many, geometry = args.many, find_geometry(args, rank > 0)
     geometry["target_pixels"] = [geometry["target_pixels"]] # plan_samples takes several
     place = args.out_dir if many else args.out.parent
     if many and args.image and args.image[0].resolve() in (place.resolve(), *place.resolve().parents):

@@ -159,7 +159,8 @@ config = {name: getattr(args, name) for name in (
     "mask_background_weight", "quantize", "quantize_text_encoder")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 for name in ("pretrained_lora", "base_lora"): # by content, wherever they lie
-    config[name] = getattr(args, name) and cache.file_hash(predict.find_lora(getattr(args, name)))
+    setattr(args, name, getattr(args, name) and str(predict.find_lora(getattr(args, name))))
+    config[name] = getattr(args, name) and cache.file_hash(getattr(args, name))
 
 # ---- processes: no DDP wrapper, as a step's only traffic is one all-reduce of the LoRA's gradients -------------------
 
@@ -504,7 +505,7 @@ if args.tracker != "none" and rank == 0:
 # ---- validation: samples like any other, computed and drawn ----------------------------------------------------------
 
 val_items = [(s, s.resolutions[0], (s.prompts[0], True)) for s in val_samples]
-sampling = predict.SAMPLING | (predict.TINY_SAMPLING if args.model == "tiny" else {})
+sampling = predict.SAMPLING | (predict.TINY_SAMPLING if cache.is_tiny(args.model) else {})
 base_pictures, vae = None, None # drawn and loaded by the first validation
 
 def validation_loss():
@@ -527,13 +528,14 @@ def draw_pictures():
     if args.fsdp:
         share, decoder = slice(None), vae if rank == 0 else None
     items = [(s, sampling, args.seed) for s in val_samples]
-    return dict(predict.draw_samples(transformer, decoder, scheduler_config, items, args.max_tokens, args.device, live,
-                                     share))
+    drawn = predict.draw_samples(transformer, decoder, scheduler_config, items, args.max_tokens, args.device, live,
+                                 share)
+    return dict(tqdm(drawn, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False))
 
 def compare(i, picture):
     """-> (a row of the contact sheet, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone).
     Where the sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
-    sample, resolution, text = val_items[i]
+    sample, resolution, _ = val_items[i]
     t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
     latents = [t["pixel_latent"], *t["control_latent"].split([h * w for _, h, w in shapes[1:]])]
     decode = lambda k: predict.decode(vae, latents[k].to(args.device), shapes[k:])
@@ -541,7 +543,7 @@ def compare(i, picture):
                          for k, path in enumerate([sample.target, *sample.controls])]
     target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (control, base_pictures[i], picture, decode(0))]
-    return [predict.side_by_side(controls), text[0], base_pictures[i], picture, target], psnrs
+    return [predict.side_by_side(controls), predict.shown_prompt(sample), base_pictures[i], picture, target], psnrs
 
 def report(val_loss, compared):
     """Writes the validation loss to the log, a contact sheet of each dataset to samples/, and says the mean PSNRs of
@@ -569,6 +571,7 @@ def validate():
     global vae, base_pictures
     vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
     vae.to(args.vae_device)
+    say(f"step {step}: validation on {len(val_items)} held-out pictures")
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
@@ -682,7 +685,7 @@ while step < args.max_steps and not stopping:
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken
         raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} "
                          f"({', '.join(s.name for s, _, _ in picked)}); check these samples, and start a new run "
-                         "with a lower --lr (--pretrained_lora goes on from a checkpoint)")
+                         "with a lower --lr (--pretrained_lora takes a checkpoint from before the loss rose)")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -703,7 +706,8 @@ while step < args.max_steps and not stopping:
                   timesteps=[round(x, 4) for x in timesteps], losses=[round(x, 5) for x in sample_losses])
         track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
-            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
+            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB"
+            + " | exploded: predicting nothing has a loss of 2; lower --lr in a new run" * (loss > 10))
         bar.update()
         if saving:
             save_checkpoint()

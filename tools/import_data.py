@@ -290,7 +290,7 @@ def main():
             samples, problems = convert_source(args.source, Path(tmp, "out"), args.alone)
             print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
             if not samples or (problems and not args.skip_bad):
-                sys.exit(1)
+                sys.exit("nothing is written; correct these errors, or leave the samples out: --skip_bad")
             os.replace(Path(tmp, "out", "target" if args.alone else ""), args.out)
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
