@@ -2,7 +2,7 @@
 Encode samples once, so that training and sampling need only the transformer.
 
 A sample is one or more control (input) pictures and an instruction; for training also a target, and maybe a mask. A
-dataset is a folder of samples, or a manifest (metadata.jsonl) with paths relative to its folder:
+dataset is a folder of samples, or a manifest (metadata.jsonl) with paths inside its folder:
     data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it;
                                                         several lines are several wordings: one is drawn per use
     data/control/cat.png    data/control/cat_1.png ...  the picture given; further ones, any number, any sizes
