@@ -166,10 +166,8 @@ def add_data_flags(parser):
     flag("--val_data", nargs="*", metavar="DATA", help="validation datasets, not trained on: their loss is "
          "logged, their pictures are drawn without and with the LoRA (default: none; the toy dataset has its own)")
     flag("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-         help="area of the target; several: one is drawn for each sample; native: own size, rounded to 32 "
-         "(default: 1024x1024)")
-    flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA",
-         help="area of the controls, likewise (default: 1024x1024)")
+         help="area of the target (default: 1024x1024); several: one is drawn for each sample; native: own size")
+    flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="area of the controls, likewise")
     flag("--upscale", action=on_off, default=True, help="enlarge smaller pictures to the area, as stock does")
     flag("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
          help="share of samples trained with the empty prompt")
@@ -199,12 +197,11 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         where, _, what = message.removeprefix("argument ").partition(": ")
         if where == "unrecognized arguments":
             where, what = what.split()[0].split("=")[0], "belongs to no flag; put a text with spaces in quotes"
-            name = where.strip("-").replace("-", "_")
-            meant = [f"--{ours}" for ours, others in OTHER_NAMES.items() if name in others.split()]
-            flags = [f for f in meant if f in self._option_string_actions] + difflib.get_close_matches(
-                f"--{name}", self._option_string_actions, 1, 0.7)
+            name, known = where.strip("-").replace("-", "_"), self._option_string_actions
+            meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
+            meant += difflib.get_close_matches(f"--{name}", known, 1, 0.7)
             if where.startswith("-"):
-                what = f"unknown; here {flags[0]}" if flags else "unknown"
+                what = f"unknown; here {meant[0]}" if meant else "unknown"
         self.exit(2, error_line(f"{where}: {what}" + f"; see {self.prog} -h" * (";" not in what)) + "\n")
 
 def is_tiny(model):
@@ -1075,8 +1072,7 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
                 index = index_path(args.cache_dir, run_name(args.model, roots) + end, places)
                 write_index(index, encoded, geometry, encoder_fingerprints(folder), places)
                 print(f"{index}: {len(encoded)} samples")
-    say(["these samples stop the training; correct them, or go on without them: --skip_bad"] * (
-        bool(problems) and not args.skip_bad))
+    say(["correct these samples, or go on without them: --skip_bad"] * bool(problems and not args.skip_bad))
     if rank == 0:
         print(describe(samples))
     return samples, val_samples, geometry, problems

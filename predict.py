@@ -165,8 +165,6 @@ def read_lora(path):
         meta = dict(json.loads(notes.get(kind, "{}")))
         if "digest" in meta: # one of ours
             raw, meta = cache.read_tensors(file, kind)
-        if not any("lora" in k for k in raw):
-            raise ValueError("no tensor in it is a LoRA's")
         if any("dora_scale" in k for k in raw): # diffusers would leave it out
             raise ValueError("a DoRA in the form of kohya and ComfyUI")
         if any(k.startswith("transformer_blocks.") for k in raw): # no prefix, as Lightning's

@@ -384,7 +384,7 @@ def test_runs_are_numbered_and_resume_takes_the_newest(tmp_path, small, start):
 def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
     assert train_toy(tmp_path / "base").status == 0
     result = train_toy(tmp_path / "my run", "--base_lora", tmp_path / "base")
-    assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base'} --image" in result.out, result.err
+    assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base' / predict.LORA_FILE} --image" in result.out, result.err
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 
