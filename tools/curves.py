@@ -78,8 +78,10 @@ def main():
     parser.add_argument("--hardest", type=int, default=5, metavar="N", help="how many samples to name")
     args = parser.parse_args()
     steps, validations = read_log(args.run)
-    print(f"hardest samples of {args.run}, by their loss over the mean at the same timesteps:")
-    for name, ratio, times in find_hardest(steps)[:args.hardest]:
+    hardest = find_hardest(steps)[:args.hardest]
+    print(f"hardest samples of {args.run}, by their loss over the mean at the same timesteps:"
+          + " none, the run is too short to tell" * (not hardest))
+    for name, ratio, times in hardest:
         print(f"{ratio:6.2f}  {name}  (seen {times} times)")
     write_file(args.run / "loss.png", draw_curves(steps, validations))
     print(f"{args.run / 'loss.png'}: the losses, and the last 100 steps' by timestep")
