@@ -250,7 +250,7 @@ def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photo
     assert not drawn()
     before = (tmp_path / "o/a.png").read_bytes()
     for change in (["--lora", two_loras[1]], ["--lora_scale", 0.5], ["--scales", 0.5], ["--seed", 1], ["--shift", 2],
-                   ["--prompt", "x"], ["--num_inference_steps", 3], ["--true_cfg_scale", 1],
+                   ["--prompt", "x"], ["--num_inference_steps", 3], ["--true_cfg_scale", 4],
                    ["--target_pixels", "32*32"]):
         assert drawn(*change), change
         (tmp_path / "o/a.png").write_bytes(before)
