@@ -2,7 +2,7 @@
 Encode samples once, so that training and sampling need only the transformer.
 
 A sample is one or more control (input) pictures and an instruction; for training also a target, and maybe a mask. A
-dataset is a folder of samples, or a manifest (metadata.jsonl) with paths relative to its folder:
+dataset is a folder of samples, or a manifest (metadata.jsonl) with paths inside its folder:
     data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it;
                                                         several lines are several wordings: one is drawn per use
     data/control/cat.png    data/control/cat_1.png ...  the picture given; further ones, any number, any sizes
@@ -21,6 +21,7 @@ train.py and predict.py call the same functions; run this script alone to encode
 """
 import argparse
 import contextlib
+import difflib
 import gc
 import hashlib
 import importlib
@@ -60,6 +61,8 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from rope_patch import ROPE_TABLE
 
 VERSION = "2.0" # of the cache files
 PREPROCESSING = 1 # part of every key: add 1 when the preparation of pictures or prompts changes
@@ -140,7 +143,7 @@ def number(kind, low, high=math.inf):
     return parse
 
 def add_model_flags(parser):
-    flag = parser.add_argument
+    flag = parser.add_argument_group("model").add_argument
     flag("--model", default="tiny", help="hub id (ID@REVISION pins it) or folder of Qwen-Image-Edit, -2509 or -2511")
     flag("--dtype", choices=["float32", "bfloat16", "float16"],
          help="of the frozen models and the cache (default: float32 on CPU, else bfloat16)")
@@ -152,14 +155,14 @@ def add_model_flags(parser):
          help="most tokens in a prompt; a longer prompt is an error, it is not cut")
     flag("--vae_device", help="where pictures are encoded and decoded (default: --device)")
     flag("--text_encoder_device", help="default: --device; cpu if memory runs out while encoding")
-    add_quantize_flag(parser, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
+    add_quantize_flag(flag, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
 
-def add_quantize_flag(parser, name, what):
-    parser.add_argument(name, choices=["none", "int8", "fp8", "nf4"], default="none",
-                        help=f"{what}: int8 or fp8 (half the memory) or nf4 (a quarter; pip install bitsandbytes)")
+def add_quantize_flag(flag, name, what):
+    flag(name, choices=["none", "int8", "fp8", "nf4"], default="none",
+         help=f"{what}: int8 or fp8 (half the memory) or nf4 (a quarter; pip install bitsandbytes)")
 
 def add_data_flags(parser):
-    flag, on_off = parser.add_argument, argparse.BooleanOptionalAction
+    flag, on_off = parser.add_argument_group("data").add_argument, argparse.BooleanOptionalAction
     flag("--data", nargs="+", metavar="DATA",
          help="dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written")
     flag("--repeats", type=number(int, 1), nargs="+", metavar="N",
@@ -169,7 +172,7 @@ def add_data_flags(parser):
     flag("--val_data", nargs="*", metavar="DATA", help="validation datasets, not trained on: their loss is "
          "logged, their pictures are drawn without and with the LoRA (default: none; the toy dataset has its own)")
     flag("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-         help="area of the target; several: one is drawn for each sample; native: own size, rounded to 32")
+         help="area of the target (default: 1024x1024); several: one is drawn for each sample; native: own size")
     flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="area of the controls, likewise")
     flag("--upscale", action=on_off, default=True, help="enlarge smaller pictures to the area, as stock does")
     flag("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
@@ -183,15 +186,44 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         explained = action.default in (None, []) or "default" in action.help
         return action.help if explained else super()._get_help_string(action)
 
+OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
+    lr="learning_rate", lora_rank="rank network_dim", max_steps="steps epochs num_train_epochs max_train_epochs",
+    num_inference_steps="steps", true_cfg_scale="cfg guidance_scale", target_pixels="resolution", lora="adapter",
+    pretrained_lora="network_weights init_lora", base_lora="base_weights", batch_size="gradient_accumulation_steps",
+    data="dataset_config train_data_dir", model="pretrained_model_name_or_path dit", out="output output_path",
+    save_every="checkpointing_steps", dtype="mixed_precision", tracker="report_to", offload="blocks_to_swap")
+
+class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
+    """-h shows all defaults; what is wrong is one line, with the flag that may be meant, and status 2."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        where, _, what = message.removeprefix("argument ").partition(": ")
+        if where == "unrecognized arguments":
+            where, what = what.split()[0].split("=")[0], "belongs to no flag; put a text with spaces in quotes"
+            name, known = where.strip("-").replace("-", "_"), self._option_string_actions
+            meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
+            meant += difflib.get_close_matches(f"--{name}", known, 1, 0.7)
+            if where.startswith("-"):
+                what = f"unknown; here {meant[0]}" if meant else "unknown"
+        self.exit(2, error_line(f"{where}: {what}" + f"; see {self.prog} -h" * (";" not in what)) + "\n")
+
+def is_tiny(model):
+    """Whether this is tiny/, however its path is spelled, or a model of the same shape: a copy, a merged one."""
+    here, tiny = Path(model, "transformer", "config.json"), TINY_DATA.with_name("transformer") / "config.json"
+    return model == "tiny" or (here.is_file() and here.read_bytes() == tiny.read_bytes())
+
 def parse_args(parser, tiny):
     """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`. Fills in devices and dtype,
     and refuses a flag whose package or file in extras/ is missing."""
-    parser.formatter_class, parser.epilog = HelpFormatter, f"With --model tiny these defaults apply: {tiny}"
+    parser.epilog = f"With --model tiny these defaults apply: {tiny}"
     args = parser.parse_args()
-    if args.model == "tiny":
+    if is_tiny(args.model):
         parser.set_defaults(**tiny)
         args = parser.parse_args()
-    if args.device is None and not torch.cuda.is_available() and args.model != "tiny" and not vars(args).get("plan"):
+    if args.device is None and not torch.cuda.is_available() and not is_tiny(args.model) and not vars(args).get("plan"):
         check_size_for_cpu(args.model)
     if not args.cache_dir:
         parser.error("argument --cache_dir: empty; give a folder")
@@ -243,13 +275,20 @@ def parse_data_args(parser, tiny):
         parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
     return args
 
+def end_by_ctrl_c(kind, error, trace):
+    """One line where no signals_noted is at work: files appear whole or not at all, so nothing is to be cleaned up."""
+    if kind is not KeyboardInterrupt:
+        return sys.__excepthook__(kind, error, trace)
+    tqdm.write("stopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
+
 def start_processes(args):
     """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
     for library in (diffusers, transformers): # a bar for each small model would hide ours
         library.utils.logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
         stream.reconfigure(errors="backslashreplace")
-    if args.model == "tiny" and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    sys.excepthook = end_by_ctrl_c
+    if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     cuda = args.device.startswith("cuda")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -475,7 +514,8 @@ def read_row(manifest, n, line, alone, settings):
     target, mask = [find_picture(manifest, where, row[k], settings) if row.get(k) is not None else None
                     for k in ("target", "mask")]
     controls = [find_picture(manifest, where, name, settings) for name in listed(row.get("control", []))]
-    name = Path(row["target"]).with_suffix("") if target else f"{n:03}" + "".join(f"-{p.stem}" for p in controls[:1])
+    name = f"{n:03}" + "".join(f"-{p.stem}" for p in controls[:1])
+    name = os.path.splitext(os.path.relpath(target, manifest.parent))[0] if target else name
     return make_sample(where, manifest, name, target, controls, listed(row["prompt"]), mask,
                        {k: v for k, v in row.items() if k in (settings or ())})
 
@@ -489,7 +529,8 @@ def find_picture(manifest, where, name, settings):
     except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character or NUL in it, links in a circle
         found = False
     if not found:
-        raise InputError(f"{where}: {name!r} is no file inside {folder}; give its path relative to that folder")
+        raise InputError(f"{where}: {name!r} is no file inside {folder}; correct it, or move the "
+                         "manifest to a folder above its pictures")
     return file
 
 def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
@@ -568,7 +609,7 @@ def read_image(path):
         try:
             image.load()
         except (OSError, ValueError, SyntaxError) as e:
-            raise InputError(f"{path}: broken picture ({e}); replace it, or go on without it: --skip_bad")
+            raise InputError(f"{path}: broken picture ({e}); replace it")
         image = image.transpose(turn) if turn is not None else image
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
@@ -664,6 +705,7 @@ def load_pipeline(folder):
     if config.is_file() and json.loads(config.read_text())["image_token_id"] != known:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
     pipe.processor = Processor(pipe.tokenizer, image_processor)
+    pipe.tokenizer.model_max_length = 10**9 # its warning of indexing errors is wrong here: plan_sample counts
     return pipe
 
 def load_part(cls, folder, dtype):
@@ -828,6 +870,11 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
         seen = [pictures, sample.prompt_sizes] if shown else [[], []]
         sample.texts[prompt, shown] = dict(tokens=prompt_length(pipe, prompt, seen[1]), file=file(
             "text", text=models.get("text"), quantize=args.quantize_text_encoder, prompt=prompt, seen=seen))
+    start = max(side // 2 for r in sample.resolutions for _, *sides in r["img_shapes"] for side in sides)
+    tokens = max(text["tokens"] for text in sample.texts.values())
+    if start + tokens > ROPE_TABLE:
+        raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {ROPE_TABLE - start} have "
+                         "positions; shorten the prompt, or give fewer pictures")
 
 def plan_samples(pipe, samples, texts, geometry, args, quiet):
     """plan_sample for all -> (good samples, problems). texts(sample) -> [(prompt, whether with pictures)]."""
@@ -1043,6 +1090,7 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
                 index = index_path(args.cache_dir, run_name(args.model, roots) + end, places)
                 write_index(index, encoded, geometry, encoder_fingerprints(folder), places)
                 print(f"{index}: {len(encoded)} samples")
+    say(["correct these samples, or go on without them: --skip_bad"] * bool(problems and not args.skip_bad))
     if rank == 0:
         print(describe(samples))
     return samples, val_samples, geometry, problems
@@ -1057,7 +1105,8 @@ def describe(samples):
     return (f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts, "
             f"{len({tuple(shapes[0]) for _, shapes in pairs})} target sizes, "
             f"up to {max(len(s.controls) for s in samples)} controls, {min(tokens)} to {max(tokens)} tokens; "
-            f"sides rounded to 32 change the aspect by at most {bent:.1%} ({name})")
+            f"sides rounded to 32 change the aspect by at most {bent:.1%} ({name})"
+            + ": a warning, a larger area bends it less" * (bent > 0.1))
 
 def prune_files(cache_dir, delete):
     """Counts the files that no index in this folder knows, and deletes them if asked. InputError if an index that
@@ -1074,7 +1123,7 @@ def prune_files(cache_dir, delete):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Parser(__doc__)
     add_model_flags(parser)
     add_data_flags(parser)
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")

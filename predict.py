@@ -76,15 +76,17 @@ def load_transformer(folder, dtype, weights=True):
     return patch_qwen_model_for_multi_resolution(transformer)
 
 def add_transformer_flags(parser):
-    """Which transformer train.py and predict.py use, and what they can do if it is too large for its device."""
-    parser.add_argument("--transformer", metavar="MODEL", help="hub id or folder whose transformer/ replaces --model's")
+    """Which transformer train.py and predict.py use, and what they can do if it is too large for its device -> the
+    add_argument of the flags' group."""
+    flag = parser.add_argument_group("transformer, memory").add_argument
+    flag("--transformer", metavar="MODEL", help="hub id or folder whose transformer/ replaces --model's")
     blocks = lambda text: 10**9 if text == "all" else number(int, 0)(text)
     blocks.__name__ = "number of blocks" # argparse says "invalid number of blocks value"
-    cache.add_quantize_flag(parser, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
-    parser.add_argument("--offload", type=blocks, default=0, metavar="BLOCKS",
-                        help="blocks (a number, or all) that wait in host memory and are copied to the device for each "
-                             "forward and backward pass, behind the computation if a pass has enough tokens: raise "
-                             "--max_tokens too")
+    cache.add_quantize_flag(flag, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
+    flag("--offload", type=blocks, default=0, metavar="BLOCKS",
+         help="blocks (a number, or all) that wait in host memory and are copied to the device for each forward and "
+              "backward pass, behind the computation if a pass has enough tokens: raise --max_tokens too")
+    return flag
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
@@ -135,9 +137,12 @@ def add_lora(transformer, **config):
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 def find_lora(path):
-    """A LoRA file; the one in this folder; or user/repo[/file.safetensors] of the hub -> file. A run that is at work
-    has them in its checkpoint-* only."""
+    """A LoRA file; the one in this folder, or in its newest checkpoint if it is that of an unfinished run; or
+    user/repo[/file.safetensors] of the hub -> file."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    if not file.exists() and (saved := sorted(Path(path).glob(f"checkpoint-{'[0-9]' * 6}/{LORA_FILE}"))):
+        file = saved[-1]
+        print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
     if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)):
         from huggingface_hub import hf_hub_download
         user, repo, *name = str(path).split("/", 2)
@@ -147,8 +152,8 @@ def find_lora(path):
             raise InputError(f"{path}: neither here nor on the hub with a {(name or [LORA_FILE])[0]} "
                              f"({type(e).__name__}); check the name, add the file's, or log in: hf auth login")
     if not file.is_file() or file.suffix != ".safetensors":
-        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} (a run that is not "
-                         "finished has it in its checkpoint-*), or user/repo of the hub")
+        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
+                         "user/repo of the hub")
     return file
 
 def read_lora(path):
@@ -169,8 +174,8 @@ def read_lora(path):
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
         if wrong := find_faults(state, meta.get("transformer.target_modules")):
             raise ValueError(wrong[0])
-    except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError) as e:
-        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]}; take "
+    except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as e:
+        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]:.300}; take "
                          "another file (tools/convert_lora.py reads peft's folders)")
     return state, meta
 
@@ -339,6 +344,12 @@ def psnr(image, reference):
     error = np.mean((np.asarray(image, float) - np.asarray(reference, float)) ** 2)
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
+def shown_prompt(sample):
+    """For a sheet: the instruction, or the sample's name where PIL's font lacks a letter, as all of Chinese."""
+    font = ImageFont.load_default(14)
+    missing, *letters = [bytes(font.getmask(c)) for c in ["\uffff", *set(sample.prompts[0])]]
+    return sample.name if missing in letters else sample.prompts[0]
+
 def contact_sheet(rows, titles, cell=192):
     """Rows of pictures (text stands for itself, None stays empty) under titles -> one PIL image to look at."""
     sheet = Image.new("RGB", (len(titles) * (cell + 8), len(rows) * (cell + 8) + 24), "white")
@@ -385,26 +396,25 @@ def finished(path, key):
 
 def read_flags():
     """-> args. What contradicts itself ends the script here."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    flag = parser.add_argument
+    parser = cache.Parser(__doc__)
     cache.add_model_flags(parser)
-    # what to draw
+    flag = parser.add_argument_group("what to draw").add_argument
     flag("--image", nargs="+", type=Path, help="control picture(s), or one folder: each of its pictures")
     flag("--prompt", help="the instruction")
     flag("--jobs", type=Path, help="jobs.jsonl, or a dataset: many samples in one batch")
     flag("--out", type=Path, default="out.png", help="PNG to write for --image FILES (overwritten if it exists)")
     flag("--out_dir", type=Path, default="out/predict", help="folder for the PNGs of --jobs or of an --image "
-         "folder; --image FILES use --out")
+         "folder; if given also for --image FILES, in the place of --out")
     flag("--seed", type=number(int, 0, 2**64 - 1), nargs="+", default=[0],
          help="seed of the noise; several: each sample is drawn once per seed")
-    # with which LoRA
+    flag = parser.add_argument_group("with which LoRA").add_argument
     flag("--lora", nargs="+", help="LoRA file(s), run folders or user/repo[/file] of the hub, all active together "
          "(default: none; with --model tiny the newest run's)")
     flag("--lora_scale", type=number(float, -10, 10), nargs="+", default=[1.0],
          help="strength of the LoRA, or of each: 0 is none, 1 as trained")
     flag("--scales", type=number(float, -10, 10), nargs="+", default=[1.0],
          help="each picture at these strengths of all its LoRAs, side by side; 0 is the base")
-    # how
+    flag = parser.add_argument_group("how").add_argument
     flag("--negative_prompt", help="prompt of the unconditional pass (default: one space)")
     flag("--num_inference_steps", type=number(int, 1), help="Euler steps: at least 2, or at least 1 with a --shift")
     flag("--true_cfg_scale", type=float, help="CFG scale; at 1 or below no unconditional pass is run: half the time")
@@ -421,10 +431,9 @@ def read_flags():
     flag("--control_pixels", type=pixels, metavar="AREA", help="area of the pictures given, likewise")
     flag("--upscale", action=argparse.BooleanOptionalAction,
          help="enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)")
-    # memory
+    flag = add_transformer_flags(parser)
     flag("--max_tokens", type=number(int, 1), default=20_000,
          help="tokens per forward pass; lower it if memory runs out")
-    add_transformer_flags(parser)
     flag("--transformer_device", help="default: --device")
     parser.set_defaults(**SAMPLING)
     given = {a.split("=")[0] for a in sys.argv[1:]}
@@ -447,6 +456,9 @@ def read_flags():
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
+    args.many = bool(args.jobs) or args.image[0].is_dir() or "--out_dir" in given
+    if args.many and "--out" in given:
+        parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
     if args.out.suffix.lower() != ".png" or args.out.resolve() in [path.resolve() for path in args.image or []]:
         parser.error(f"argument --out: {args.out} is no .png name, or is one of the --image files; give another name")
     return args
@@ -456,7 +468,7 @@ def find_geometry(args, quiet):
     trained = [g for g in (read_lora(path)[1].get("train.geometry") for path in args.lora) if g]
     if any(g != trained[0] for g in trained) and not quiet:
         print(f"warning: the LoRAs were trained at different sizes ({'; '.join(map(str, trained))}); the first is used")
-    area = "native" if args.model == "tiny" else 1024 * 1024
+    area = "native" if cache.is_tiny(args.model) else 1024 * 1024
     sizes = dict(target_pixels=area, control_pixels=area, upscale=True) | (trained[0] if trained else {})
     return {k: v if getattr(args, k) is None else getattr(args, k) for k, v in sizes.items()}
 
@@ -470,10 +482,10 @@ def read_samples(args):
     if args.jobs:
         return cache.read_dataset(args.jobs)
     folder = args.image[0]
+    if args.image[1:] and (folders := list(filter(Path.is_dir, args.image))):
+        raise InputError(f"--image {folders[0]}: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
-        return [cache.make_sample("--prompt", folder, args.out.stem, None, args.image, [args.prompt])], []
-    if args.image[1:]:
-        raise InputError(f"--image {args.image[1]}: a folder stands alone; give one folder, or files")
+        return [cache.make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
     samples = []
     for (stem, kind), paths in cache.find_files(folder).items():
         for path in paths if kind in ("picture", "other") else []: # other: TIFF and the like, each an error by its name
@@ -546,8 +558,9 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
     """Draws these pictures, many at once, saves each when it is done -> problems: one that fails stops no others."""
     transformer, problems = load_transformer(transformer_folder, args.dtype), []
     load_loras(transformer, args.lora, args.lora_scale)
-    for path, scale in zip(args.lora, args.lora_scale) if not quiet else []:
-        print(f"LoRA {path} at scale {scale:g}")
+    if not quiet:
+        print("\n".join(f"LoRA {path} at scale {scale:g}" for path, scale in zip(args.lora, args.lora_scale))
+              or "no LoRA: the base model draws")
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
     vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype).to(args.vae_device)
     t0 = monotonic()
@@ -578,7 +591,7 @@ def write_sheet(path, pictures):
     for p, image in done if len(done) > 1 else []:
         if p.row not in rows:
             controls = side_by_side([cache.read_image(path) for path in p.sample.controls])
-            rows[p.row] = [controls, p.sample.prompts[0], *[None] * len(titles)]
+            rows[p.row] = [controls, shown_prompt(p.sample), *[None] * len(titles)]
         rows[p.row][2 + titles.index(p.title)] = ImageOps.contain(image, (192, 192), Image.Resampling.LANCZOS)
     if rows:
         save_png(contact_sheet([*rows.values()], ["control", "instruction", *titles]), path)
@@ -588,7 +601,7 @@ def main():
     args = read_flags()
     rank, world_size = cache.start_processes(args)
     args.lora = [str(find_lora(path)) for path in args.lora]
-    many, geometry = bool(args.jobs) or args.image[0].is_dir(), find_geometry(args, rank > 0)
+    many, geometry = args.many, find_geometry(args, rank > 0)
     geometry["target_pixels"] = [geometry["target_pixels"]] # plan_samples takes several
     place = args.out_dir if many else args.out.parent
     if many and args.image and args.image[0].resolve() in (place.resolve(), *place.resolve().parents):

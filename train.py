@@ -65,13 +65,10 @@ def key_value(text):
     except ValueError:
         return key, value
 
-parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-flag, on_off = parser.add_argument, argparse.BooleanOptionalAction
+parser = cache.Parser(__doc__)
 cache.add_model_flags(parser)
 cache.add_data_flags(parser)
-flag("--use_cache", action=on_off, default=True,
-     help="--no-use_cache: encode each batch anew, with all models on the device")
-# LoRA
+flag = parser.add_argument_group("LoRA").add_argument
 flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
 flag("--lora_alpha", type=number(float, 1e-6), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
 flag("--lora_dropout", type=number(float, 0, 0.99), default=0.0, help="share of the LoRA's inputs that is set to 0")
@@ -83,7 +80,7 @@ flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
 flag("--pretrained_lora", metavar="PATH",
      help="start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag("--base_lora", metavar="PATH", help="a LoRA to add to the frozen weights, such as Lightning's; sample with both")
-# step
+flag = parser.add_argument_group("step").add_argument
 flag("--max_steps", type=number(int, 1), default=2000, help="optimizer steps")
 flag("--batch_size", type=number(int, 1), default=4, help="samples per optimizer step, over all processes")
 flag("--max_tokens", type=number(int, 1), default=10_000,
@@ -98,21 +95,22 @@ flag("--lr_scheduler", choices=["constant", "cosine", "linear"], default="consta
 flag("--warmup_steps", type=number(int, 0), default=0, help="steps in which the learning rate rises from 0")
 flag("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
 flag("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this length")
-# loss
+flag = parser.add_argument_group("loss").add_argument
 flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
      help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 flag("--loss_norm", choices=["sample", "token"], default="sample",
      help="sample: mean per sample, then over samples; token: mean over all tokens, large pictures weigh more")
 flag("--mask_foreground_weight", type=number(float, 0), default=2.0, help="loss weight of a mask's edited region")
 flag("--mask_background_weight", type=number(float, 0), default=1.0, help="loss weight of the rest of that picture")
-# memory
+flag = predict.add_transformer_flags(parser)
 flag("--gradient_checkpointing", type=number(int, 0), metavar="BLOCKS",
      help="blocks computed again in the backward pass: fewer is faster, more saves memory (default: all)")
 flag("--fsdp", action="store_true", help="shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of "
      "it, plus two whole blocks while they compute")
-predict.add_transformer_flags(parser)
 flag("--compile", action="store_true", help="torch.compile the blocks: minutes at first, then faster; needs a compiler")
-# run
+flag = parser.add_argument_group("run").add_argument
+flag("--use_cache", action=argparse.BooleanOptionalAction, default=True,
+     help="--no-use_cache: encode each batch anew, with all models on the device")
 flag("--seed", type=number(int, 0, 2**64 - 1), default=0, help="seed of order, noise, timesteps, dropout, initial LoRA")
 flag("--out_dir", help="run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", type=number(int, 0), default=0, help="steps between validations; 0: only at the end")
@@ -160,7 +158,8 @@ config = {name: getattr(args, name) for name in (
     "mask_background_weight", "quantize", "quantize_text_encoder")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 for name in ("pretrained_lora", "base_lora"): # by content, wherever they lie
-    config[name] = getattr(args, name) and cache.file_hash(predict.find_lora(getattr(args, name)))
+    setattr(args, name, getattr(args, name) and str(predict.find_lora(getattr(args, name))))
+    config[name] = getattr(args, name) and cache.file_hash(getattr(args, name))
 
 # ---- processes: no DDP wrapper, as a step's only traffic is one all-reduce of the LoRA's gradients -------------------
 
@@ -510,7 +509,7 @@ if args.tracker != "none" and rank == 0:
 # ---- validation: samples like any other, computed and drawn ----------------------------------------------------------
 
 val_items = [(s, s.resolutions[0], (s.prompts[0], True)) for s in val_samples]
-sampling = predict.SAMPLING | (predict.TINY_SAMPLING if args.model == "tiny" else {})
+sampling = predict.SAMPLING | (predict.TINY_SAMPLING if cache.is_tiny(args.model) else {})
 base_pictures, vae = None, None # drawn and loaded by the first validation
 
 def validation_loss():
@@ -533,13 +532,14 @@ def draw_pictures():
     if args.fsdp:
         share, decoder = slice(None), vae if rank == 0 else None
     items = [(s, sampling, args.seed) for s in val_samples]
-    return dict(predict.draw_samples(transformer, decoder, scheduler_config, items, args.max_tokens, args.device, live,
-                                     share))
+    drawn = predict.draw_samples(transformer, decoder, scheduler_config, items, args.max_tokens, args.device, live,
+                                 share)
+    return dict(tqdm(drawn, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False))
 
 def compare(i, picture):
     """-> (a row of the contact sheet, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone).
     Where the sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
-    sample, resolution, text = val_items[i]
+    sample, resolution, _ = val_items[i]
     t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
     latents = [t["pixel_latent"], *t["control_latent"].split([h * w for _, h, w in shapes[1:]])]
     decode = lambda k: predict.decode(vae, latents[k].to(args.device), shapes[k:])
@@ -547,7 +547,7 @@ def compare(i, picture):
                          for k, path in enumerate([sample.target, *sample.controls])]
     target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (control, base_pictures[i], picture, decode(0))]
-    return [predict.side_by_side(controls), text[0], base_pictures[i], picture, target], psnrs
+    return [predict.side_by_side(controls), predict.shown_prompt(sample), base_pictures[i], picture, target], psnrs
 
 def report(val_loss, compared):
     """Writes the validation loss to the log, a contact sheet of each dataset to samples/, and says the mean PSNRs of
@@ -575,6 +575,7 @@ def validate():
     global vae, base_pictures
     vae = vae or (live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype))
     vae.to(args.vae_device)
+    say(f"step {step}: validation on {len(val_items)} held-out pictures")
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
@@ -687,7 +688,7 @@ while step < args.max_steps and not stopping:
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken
         raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} "
                          f"({', '.join(s.name for s, _, _ in picked)}); check these samples, and start a new run "
-                         "with a lower --lr (--pretrained_lora goes on from a checkpoint)")
+                         "with a lower --lr (--pretrained_lora takes a checkpoint from before the loss rose)")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -707,7 +708,8 @@ while step < args.max_steps and not stopping:
                   timesteps=[round(x, 4) for x in timesteps], losses=[round(x, 5) for x in sample_losses])
         track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
-            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
+            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB"
+            + " | exploded: predicting nothing has a loss of 2; lower --lr in a new run" * (loss > 10))
         bar.update()
         if saving:
             save_checkpoint()

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,7 +151,7 @@ def in_child(script, flags, env, prelude, output):
         status = e.code if isinstance(e.code, int) else int(e.code is not None)
         print(e.code if isinstance(e.code, str) else "")
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info()) # as the interpreter does it
         status = 1
     sys.stdout.flush()
     os._exit(status)

@@ -463,9 +463,11 @@ def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypat
     result = make_cache(data, tmp_path / "c")
     assert result.status == 1 and len(result.errors) == 5 and "error" not in result.out
     assert all(sum(is_one_line(line, path) for line in result.errors) == 1 for path in bad), result.err
+    assert result.err.count("--skip_bad") == 1
     assert result.err.index("cat.txt") < result.err.index("now")
     assert not list(tmp_path.glob("c/*.json")) # which would look complete
-    assert make_cache(data, tmp_path / "c", "--skip_bad").status == 0
+    result = make_cache(data, tmp_path / "c", "--skip_bad")
+    assert result.status == 0 and "--skip_bad" not in result.err
     assert list(index_of(tmp_path / "c")) == ["good"] and load(tmp_path / "c", "good")
     assert len(train(data, tmp_path, "--cache_dir", tmp_path / "c", "--skip_bad").losses) == 2
     for skip_bad in ([], ["--skip_bad"]):

@@ -198,6 +198,7 @@ def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, ascii, 
     rows = [dict(target=named(s.target), control=list(map(named, s.controls)), prompt=s.prompts, mask=named(s.mask))
             for s in want.values()]
     got, problems = samples_of(plus, write_rows(data / "rows.jsonl", *rows, ascii=ascii))
+    assert all(name.startswith("target/") for name in got)
     assert not problems and [cache.files_of(s) for s in got.values()] == [cache.files_of(s) for s in want.values()]
 
 def test_a_folder_with_a_manifest_but_no_target_folder_is_read_by_its_manifest(tmp_path, plus):

@@ -11,8 +11,10 @@ import sys
 
 import pytest
 
-from models import is_one_line
+import cache
+from models import is_one_line, lora_tensors
 from test_consistency import HERE, TINY, run_script
+from test_lora_files import lora_file
 
 CORE = ["rope_patch.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 EXTRAS = dict(low_bit=["--quantize", "int8"], offload=["--offload", "1"], shard=["--fsdp"],
@@ -93,7 +95,34 @@ def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
 def test_help_prints_commands_and_defaults(script):
     result = run_script(script, "-h")
     assert result.status == 0 and f"$ python {script}" in result.out and "(default: tiny)" in result.out
-    assert "--model tiny these defaults apply" in result.out
+    assert "--model tiny these defaults apply" in result.out and "\nmodel:\n" in result.out
+
+@pytest.mark.parametrize("script, flags, meant", [
+    ("train.py", "--learning_rate 3", "here --lr"), ("train.py", "--lora-rank=3", "here --lora_rank"),
+    ("train.py", "--modle x", "here --model"), ("train.py", "--steps 3", "here --max_steps"),
+    ("predict.py", "--steps 3", "here --num_inference_steps"), ("predict.py", "--images x", "here --image"),
+    ("predict.py", "--prompt make it sepia", "quotes"), ("cache.py", "--zzz", "see cache.py -h"),
+    ("train.py", "--lr fast", "see train.py -h"), ("tools/doctor.py", "photos --output x", "here --out"),
+    ("tools/import_data.py", "", "see import_data.py -h"), ("tools/curves.py", "x --hardset 3", "here --hardest")])
+def test_a_flag_that_is_unknown_or_wrong_is_one_line_with_the_name_that_is_meant(script, flags, meant):
+    result = run_script(script, *flags.split())
+    assert result.status == 2 and len(result.err.splitlines()) == 1 and is_one_line(result.errors[0], meant), result.err
+
+def test_other_trainers_names_are_none_of_ours():
+    """Or they would never be looked up; and each stands for a flag that some script has."""
+    helps = "".join(run_script(script, "-h").out for script in ("train.py", "predict.py"))
+    for ours, others in cache.OTHER_NAMES.items():
+        assert f"  --{ours} " in helps and not any(f"  --{name} " in helps for name in others.split()), ours
+
+def test_files_have_the_mode_that_umask_gives(tmp_path):
+    cache.write_file(tmp_path / "a", b"")
+    for tool in ("import_data", "convert_lora"):
+        out = tmp_path / tool
+        flags = dict(import_data=[TINY / "known", out], convert_lora=[
+            lora_file(tmp_path, lora_tensors()), "--to", "model", "--out", out])[tool]
+        assert run_script(f"tools/{tool}.py", *flags).status == 0
+        modes = {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file() and path.stat().st_nlink == 1}
+        assert modes == {(tmp_path / "a").stat().st_mode & 0o777} and out.stat().st_mode & 0o777 == 0o755, tool
 
 def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
     files = [p for pattern in ("*.py", "extras/*.py", "tools/*.py", "tests/*.py", "*.md", "requirements.txt", ".ci/run")

@@ -131,6 +131,24 @@ def test_a_lora_that_is_no_lora_is_one_line(tmp_path, monkeypatch, name, content
     result = run_script("predict.py", "--lora", tmp_path / name, *ON_DEVICE)
     assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / name)
 
+def test_a_safetensors_file_of_anything_else_is_one_line(tmp_path):
+    """An optimizer's, as it lies beside each checkpoint's LoRA; a model's; names that a reader may trip on."""
+    path = tmp_path / "x.safetensors"
+    matrix, whole = torch.zeros(2, 2), lora_tensors()
+    names = ["", "lora", "a.lora_A", "lora_A.weight", "transformer.lora_A.weight", "lora_unet_x.lora_down.weight",
+             "transformer_blocks.0.attn.to_q.lora_A.default.weight", "diffusion_model.x.lora_down.weight", "x.alpha",
+             "exp_avg.transformer_blocks.0.attn.to_q.lora_A.default.weight", "lora_te1_x.lora_up.weight",
+             "lora_unet_transformer_blocks_0_attn_to_q.alpha"]
+    for tensors in [{name: matrix} for name in names] + [{f"exp_avg.{k}": v for k, v in whole.items()},
+                                                         {k: v[0] for k, v in whole.items()}]:
+        safetensors.torch.save_file(tensors, path)
+        with refused(path):
+            tiny_with(path)
+    for part in ("vae", "text_encoder", "transformer"):
+        file, = (TINY / part).glob("*.safetensors")
+        with refused(file) as e:
+            predict.read_lora(file)
+
 @pytest.mark.parametrize("meta", ["{", "[]", "5", "null", '{"transformer.r": 2}', '{"transformer.rank_pattern": 3}'])
 def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):
     path = tmp_path / predict.LORA_FILE

@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import shutil
+import signal
 import weakref
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from PIL import Image, ImageOps
 
 import cache
 import predict
-from models import ON_DEVICE, cached_files, change_weight, is_one_line, start, start_ranks
+from models import ON_DEVICE, cached_files, change_weight, is_one_line, kill, start, start_ranks, until
 from test_consistency import (EXACT, HERE, NATIVE, TINY, add_item, copy_model, draw_picture, encoder_flags, job_of,
                               photos, rel, run_script, save, show, stock_area, stock_pipeline)
 from test_lora_files import lora_file, two_loras
@@ -249,7 +250,7 @@ def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photo
     assert not drawn()
     before = (tmp_path / "o/a.png").read_bytes()
     for change in (["--lora", two_loras[1]], ["--lora_scale", 0.5], ["--scales", 0.5], ["--seed", 1], ["--shift", 2],
-                   ["--prompt", "x"], ["--num_inference_steps", 3], ["--true_cfg_scale", 1],
+                   ["--prompt", "x"], ["--num_inference_steps", 3], ["--true_cfg_scale", 4],
                    ["--target_pixels", "32*32"]):
         assert drawn(*change), change
         (tmp_path / "o/a.png").write_bytes(before)
@@ -345,12 +346,67 @@ def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, photos, two_lor
     assert result.status == 2 and re.findall(r"--\w+", line)[-1] in result.err.splitlines()[-1], result.err
     assert image.read_bytes() == photos[0].read_bytes()
 
+def test_ctrl_c_keeps_what_is_drawn_and_ends_in_one_line(tmp_path, photos, start):
+    """The same command then draws the others."""
+    for path in photos:
+        shutil.copy(path, save(draw_picture(), tmp_path / "in" / path.name))
+    flags = ["--image", tmp_path / "in", "--prompt", "go", "--out_dir", tmp_path / "o", "--lora", "", *NATIVE,
+             *ON_DEVICE, "--cache_dir", tmp_path / "c", "--max_tokens", 1, "--num_inference_steps"] # one by one
+    process = start("predict.py", *flags, 300)
+    until(lambda: list(tmp_path.glob("o/*.png")))
+    kill(process, signal.SIGINT)
+    process.wait()
+    drawn = len(list(tmp_path.glob("o/*.png")))
+    assert "Traceback" not in process.output() and "stopped by Ctrl-C: " in process.output()
+    result = run_script("predict.py", *flags, 300)
+    assert 0 < drawn < 3 and result.status == 0 and f"{drawn} of 3 pictures are there" in result.out
+
+def test_one_picture_goes_to_out_dir_if_it_is_given(tmp_path, photos):
+    result = draw("--image", photos[1], photos[0], "--prompt", "x", "--lora", "", "--out_dir", tmp_path / "o")
+    assert [p.name for p in tmp_path.glob("o/*")] == [photos[1].name] and "no LoRA: the base" in result.out, result.err
+    for flags in (["--image", photos[0], "--prompt", "x"], ["--jobs", "jobs.jsonl"]):
+        result = run_script("predict.py", *flags, "--out_dir", tmp_path, "--out", tmp_path / "x.png")
+        assert result.status == 2 and is_one_line(result.errors[-1], "--out")
+
+def test_of_an_unfinished_run_the_newest_checkpoint_is_taken(tmp_path, two_loras, capsys):
+    for name in ("checkpoint-000002", "checkpoint-000010", "checkpoint-000010.bak", ".tmp-checkpoint-000012"):
+        (tmp_path / name).mkdir()
+        shutil.copy(two_loras[0], tmp_path / name / predict.LORA_FILE)
+    assert predict.find_lora(tmp_path) == tmp_path / "checkpoint-000010" / predict.LORA_FILE
+    assert "not finished" in capsys.readouterr().err
+    shutil.copy(two_loras[0], tmp_path / predict.LORA_FILE)
+    assert predict.find_lora(tmp_path) == tmp_path / predict.LORA_FILE and not capsys.readouterr().err
+
+def test_tiny_is_tiny_however_its_path_is_spelled(tmp_path, photos, monkeypatch):
+    (tmp_path / "link").symlink_to(TINY)
+    for n, model in enumerate(("tiny", TINY, tmp_path / "link", copy_model(tmp_path / "other name"))):
+        draw("--model", model, "--image", photos[0], "--prompt", "x", "--lora", "", "--out", tmp_path / f"{n}.png")
+        assert Image.open(tmp_path / f"{n}.png").size == (96, 64), model
+        assert ((tmp_path / f"{n}.png").read_bytes()[-2000:] == (tmp_path / "0.png").read_bytes()[-2000:]), model
+
+@pytest.mark.parametrize("flags, named", [(["--max_sequence_length", 10**5], "4093 have a position"), ([], "1024")])
+def test_a_prompt_that_is_too_long_is_one_line_and_stops_no_other_job(tmp_path, photos, flags, named):
+    rows = [dict(image=[str(photos[0])], prompt=prompt) for prompt in ("go", "red car " * 2500)]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "o", "--lora", "",
+                        *NATIVE, *ON_DEVICE, "--num_inference_steps", 2, *flags)
+    assert result.status == 1 and [p.name for p in tmp_path.glob("o/*")] == ["001-0.png"], result.err
+    assert len(result.errors) == 1 and is_one_line(result.errors[0], "002-0", named), result.err
+    assert "indexing errors" not in result.err
+
+def test_a_sheet_names_a_sample_whose_instruction_its_font_lacks():
+    sample = cache.Sample("flower", "d", [], ["\u83ca\u82b1"])
+    assert predict.shown_prompt(sample) == "flower"
+    sample.prompts = ["add a red border, [1]!"]
+    assert predict.shown_prompt(sample) == sample.prompts[0]
+
 @pytest.mark.parametrize("flags, named", [
     ("EDIT --sigmas 0.5 0.7", "sigmas"), ("EDIT --num_inference_steps 1", "at least 2"), ("EDIT --prompt=", "empty"),
     ("EDIT --size_from 2", "size_from 2 of 1"), ("EDIT --image no.png", "no.png"), ("EDIT --lora no/thing", "the hub"),
     ("EDIT --negative_prompt <|im_end|>", "negative prompt"), ("EDIT --out TMP/file/a.png", "TMP/file"),
     ("EDIT --image TMP/in --out_dir TMP/file/o", "TMP/file"), ("EDIT --image TMP/no", "TMP/no"),
     ("EDIT --image TMP/sheet", "sheet.png"), ("EDIT --image TMP/in TMP/sheet", "one folder"),
+    ("EDIT --image TMP/in/a.png TMP/in", "one folder"),
     ("EDIT --image TMP/in --out_dir TMP/in", "TMP/in"),
     ("EDIT --image TMP/in --out_dir TMP/in/out", "TMP/in"), ("--jobs TMP/gone.jsonl", "does not exist")])
 def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, named):

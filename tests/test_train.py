@@ -384,7 +384,7 @@ def test_runs_are_numbered_and_resume_takes_the_newest(tmp_path, small, start):
 def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
     assert train_toy(tmp_path / "base").status == 0
     result = train_toy(tmp_path / "my run", "--base_lora", tmp_path / "base")
-    assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base'} --image" in result.out, result.err
+    assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base' / predict.LORA_FILE} --image" in result.out, result.err
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 
@@ -538,3 +538,20 @@ def test_twenty_steps_are_the_same_steps(tmp_path, flags):
     """Twenty optimizer steps at the demo's own settings: one packed batch a step, padded, one at a time."""
     want, got = train_log(tmp_path / "a", *TWENTY), train_log(tmp_path / "b", *TWENTY, *flags)
     assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-5)
+
+def test_a_loss_that_explodes_is_said_and_the_remedy_after_nan_works(small, tmp_path):
+    """A new run with a lower --lr, or one from a checkpoint: of an unfinished run the newest."""
+    flags = [*small.flags, "--lora_targets", "all-linear", "proj_out", "--out_dir"]
+    result = run_script("train.py", *flags, tmp_path / "nan", "--lr", 1e5)
+    assert result.status == 1 and is_one_line(result.errors[-1], "nan", "--lr", "--pretrained_lora"), result.err
+    result = run_script("train.py", *flags, tmp_path / "a", "--lr", 10, "--max_steps", 3)
+    first, *others = [line for line in result.out.splitlines() if line.startswith("step ")]
+    assert "exploded" not in first and "exploded" in others[-1] and "--lr" in others[-1], result.out
+    result = run_script("train.py", *small.flags, "--lr", 1e-4, "--out_dir", tmp_path / "b", "--max_steps", 3)
+    assert result.status == 0 and "exploded" not in result.out, result.err
+    (tmp_path / "b" / predict.LORA_FILE).unlink() # as if it had been stopped
+    at = small.flags.index("--lora_rank")
+    flags = small.flags[:at] + small.flags[at + 5:] # rank and layers are the LoRA's
+    result = run_script("train.py", *flags, "--pretrained_lora", tmp_path / "b", "--out_dir", tmp_path / "c",
+                        "--max_steps", 1)
+    assert result.status == 0 and result.err.count("checkpoint-000003") == 1, result.err

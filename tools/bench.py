@@ -16,7 +16,6 @@ $ python tools/bench.py --size full --device cuda --preset mixed_1024 --rounds 1
 Times are compared within a round only; a ratio's line gives median and quartiles over the rounds beside what the FLOPs
 say. The first round is not timed: there all ways must agree on the loss and on every LoRA gradient.
 """
-import argparse
 import os
 import sys
 import tempfile
@@ -51,7 +50,7 @@ PRESETS = dict(
                 ([(24, 40), (24, 40)], 300)],
     single_1024=[([(64, 64), (64, 64)], 500)])
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+parser = cache.Parser(__doc__)
 parser.add_argument("--size", choices=MODELS, default="small", help="full: the real shape, 41 GB of random bf16")
 parser.add_argument("--preset", nargs="+", choices=PRESETS, help="samples (default: mixed mild uniform; full: its own)")
 parser.add_argument("--rounds", type=cache.number(int, 1), default=9, help="timed ones; 9 or more for a quoted figure")

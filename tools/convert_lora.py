@@ -9,7 +9,6 @@ $ python tools/convert_lora.py FOLDER_OF_PEFT --to diffusers --out snow.safetens
 $ python tools/convert_lora.py out/RUN LIGHTNING --scale 0.8 1 --model Qwen/Qwen-Image-Edit-2509 --to model --out merged
 $ python predict.py --model merged ...
 """
-import argparse
 import contextlib
 import json
 import math
@@ -102,7 +101,7 @@ def copy_file(source, target):
     shutil.copyfile(source, target)
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser = cache.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
     parser.add_argument("--to", choices=["comfyui", "diffusers", "model"], required=True, help="what to make of it")
     parser.add_argument("--out", type=Path, required=True, help="new .safetensors file; of --to model a new folder")

@@ -4,7 +4,6 @@ hardest samples, those with the greatest loss for their timesteps. Look at them:
 
 $ python tools/curves.py out/RUN        # loss.png needs matplotlib: pip install matplotlib
 """
-import argparse
 import io
 import json
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
-from cache import HelpFormatter, InputError, write_file
+from cache import InputError, Parser, write_file
 
 def read_log(folder):
     """-> (records of steps, of validations). The last line of a run that is at work, or was killed, may be cut."""
@@ -74,13 +73,15 @@ def draw_curves(steps, validations):
     return png.getvalue()
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("run", type=Path, help="run folder of train.py, or its copy")
     parser.add_argument("--hardest", type=int, default=5, metavar="N", help="how many samples to name")
     args = parser.parse_args()
     steps, validations = read_log(args.run)
-    print(f"hardest samples of {args.run}, by their loss over the mean at the same timesteps:")
-    for name, ratio, times in find_hardest(steps)[:args.hardest]:
+    hardest = find_hardest(steps)[:args.hardest]
+    print(f"hardest samples of {args.run}, by their loss over the mean at the same timesteps:"
+          + " none, the run is too short to tell" * (not hardest))
+    for name, ratio, times in hardest:
         print(f"{ratio:6.2f}  {name}  (seen {times} times)")
     write_file(args.run / "loss.png", draw_curves(steps, validations))
     print(f"{args.run / 'loss.png'}: the losses, and the last 100 steps' by timestep")

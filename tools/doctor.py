@@ -26,13 +26,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import cache
 from cache import CONDITION_IMAGE_SIZE, InputError, fit_size, is_plus, pixels, read_image
-from predict import contact_sheet, save_png
+from predict import contact_sheet, save_png, shown_prompt, side_by_side
 
 # A pair is examined in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
 SIDE = 256
@@ -260,11 +260,11 @@ def examine(samples, pipe, args):
 def write_sheets(folder, kind, entries, samples):
     """FOLDER/sheet_KIND_PAGE.png with the pictures of [(words, indices of samples)], of 24 a page."""
     file = lambda page: f"sheet_{kind.replace(' ', '_')}_{page}.png"
-    small = lambda path: path and ImageOps.contain(read_image(path), (192, 192), Image.LANCZOS)
+    small = lambda paths: side_by_side(list(map(read_image, paths))) if paths else None
     for old in folder.glob(file("*")):
         old.unlink()
     for page, start in enumerate(range(0, len(entries), 24), 1):
-        lines = [[words, *[small(path) for i in of for path in ((samples[i].controls or [None])[0], samples[i].target)]]
+        lines = [[words, *[small(paths) for i in of for paths in (samples[i].controls, [samples[i].target])]]
                  for words, of in entries[start:start + 24]]
         titles = ["", "control", "target", "its control", "its target"][:len(lines[0])]
         save_png(contact_sheet(lines, titles), folder / file(page))
@@ -287,7 +287,7 @@ def print_table(rows):
 def main():
     for stream in (sys.stdout, sys.stderr): # a file name may be no UTF-8
         stream.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser = cache.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
     parser.add_argument("--reg_data", nargs="+", default=[], metavar="DIR", help="folders of pictures without controls")
     parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
@@ -314,7 +314,7 @@ def main():
     if samples:
         lines = ",\n".join(map(json.dumps, rows))
         cache.write_file(out / "report.json", f"[{lines}]\n".encode())
-        overview = [(f"{sample.name}: {sample.prompts[0]}", [i]) for i, sample in enumerate(samples)]
+        overview = [(f"{sample.name}: {shown_prompt(sample)}", [i]) for i, sample in enumerate(samples)]
         write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples)
         print_table(rows)
         for kind, entries in found.items():

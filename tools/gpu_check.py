@@ -17,7 +17,6 @@ The last lines are Markdown tables for README. --out has everything and is rewri
 loses one at most. Status 1: a claim is false or something broke; that line says what is `wrong`. To run out of memory
 is no failure but a result.
 """
-import argparse
 import functools
 import gc
 import itertools
@@ -69,7 +68,7 @@ TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/t
                                                  "tests/test_cuda.py", "tests/test_extras.py"])
 STAGES = ["claims", "distance", "offload", "attention", "encoding", "speed"]
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+parser = cache.Parser(__doc__)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to do, in this order")
 parser.add_argument("--minutes", type=cache.number(float, 0), default=10.0, help="after which nothing new is begun; "
                     "claims get two fifths of them. what is begun may take two more, where it compiles")

@@ -14,7 +14,6 @@ $ python tools/import_data.py downloads/musubi photos     # next: python tools/d
 $ python tools/import_data.py faces.csv faces --alone     # pictures without controls: a folder for --reg_data
 $ python tools/import_data.py old_cache cache/old         # next: python train.py --data cache/old/old_cache.json
 """
-import argparse
 import csv
 import hashlib
 import io
@@ -292,7 +291,7 @@ def convert_source(source, folder, alone):
     return samples, problems or [error_line(f"{source}: no sample in it; --help tells the layouts")] * (not samples)
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser = cache.Parser(__doc__)
     parser.add_argument("source", type=Path, help="a folder or a manifest, as above")
     parser.add_argument("out", type=Path, help="a folder that is not there yet")
     parser.add_argument("--alone", action="store_true", help="rows have no controls: OUT is a folder for --reg_data")
@@ -306,7 +305,7 @@ def main():
             samples, problems = convert_source(args.source, Path(tmp, "out"), args.alone)
             print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
             if not samples or (problems and not args.skip_bad):
-                sys.exit(1)
+                sys.exit("nothing is written; correct these errors, or leave the samples out: --skip_bad")
             os.replace(Path(tmp, "out", "target" if args.alone else ""), args.out)
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")

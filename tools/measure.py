@@ -15,7 +15,6 @@ $ python tools/measure.py out/predict tiny/val
 $ python tools/measure.py out/predict photos --model Qwen/Qwen-Image-Edit-2509 --json measured.json
 $ python tools/measure.py out/predict photos --model none   # without a model: against the targets themselves
 """
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -80,7 +79,7 @@ def average(records):
 
 def main():
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=cache.HelpFormatter, allow_abbrev=False)
+    parser = cache.Parser(__doc__)
     parser.add_argument("pictures", type=Path, help="folder of PNGs: predict.py's --out_dir")
     parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
     parser.add_argument("--model", default="tiny", help="hub id or folder of the model whose VAE counts; none: no VAE")
