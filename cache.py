@@ -676,8 +676,7 @@ def load_encoder(pipe, part, args):
         return
     encoder = load_part(Qwen2_5_VLForConditionalGeneration, Path(pipe.name_or_path, "text_encoder"), args.dtype)
     encoder.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
-    if "mm_token_type_ids" in inspect.signature(encoder.forward).parameters:
-        encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
+    encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
     try:
         if args.quantize_text_encoder != "none":
             make_low_bit = load_extra("quantize_text_encoder").make_low_bit
@@ -690,7 +689,8 @@ def load_encoder(pipe, part, args):
 def add_token_types(encoder, args, kwargs):
     """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers
     0.42.1 does not pass them (its issue 14194): without them all pictures lose their rows and columns, silently."""
-    if kwargs.get("image_grid_thw") is not None and "mm_token_type_ids" not in kwargs:
+    wanted = "mm_token_type_ids" in inspect.signature(encoder.forward).parameters
+    if wanted and kwargs.get("image_grid_thw") is not None and "mm_token_type_ids" not in kwargs:
         kwargs["mm_token_type_ids"] = (kwargs["input_ids"] == encoder.config.image_token_id).int()
     return args, kwargs
 

@@ -12,11 +12,13 @@ import shutil
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
+from diffusers import QwenImageEditPlusPipeline
 from PIL import Image
 from transformers import Qwen2VLProcessor
 
@@ -84,6 +86,16 @@ def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch
     assert time[at].tolist() == [first] * 12 + [first + 4]
     assert row[at].tolist() == [first + n for n in (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 4)]
     assert column[at].tolist() == [first + n for n in (0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4)]
+
+def test_the_stock_pipeline_of_the_readme_encodes_as_the_cache_does(plus):
+    code = re.search(r"```\n(pipe = .*?)```", (TINY.parent / "README.md").read_text(), re.DOTALL)[1]
+    scope = dict(cache=cache, torch=torch, Path=Path, QwenImageEditPlusPipeline=QwenImageEditPlusPipeline)
+    exec(code.replace('"tiny"', repr(str(TINY))), scope)
+    pipe, picture = scope["pipe"].to(DEVICE), draw_picture((128, 64))
+    with stock_area(64 * 64):
+        pipe([picture], "go", num_inference_steps=2, true_cfg_scale=1.0)
+    got, _ = pipe.to(dtype=DTYPE).encode_prompt(["go"], [picture])
+    assert torch.equal(got[0], cache.encode_prompt(plus, "go", [picture]))
 
 @pytest.mark.parametrize("mode, size", [("L", 64), ("1", 64), ("RGB", 128)])
 def test_the_edit_mask_is_the_edited_share_of_each_token(tmp_path, plus, mode, size):
