@@ -25,6 +25,7 @@ import difflib
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -60,7 +61,11 @@ from PIL import Image
 from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+try: # the one that works without torchvision; from transformers 5.4 on it has a name of its own
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+except ModuleNotFoundError:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
 from rope_patch import ROPE_TABLE
 
@@ -695,7 +700,7 @@ def load_pipeline(folder):
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
             raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEdit(Plus)Pipeline")
-        image_processor = Qwen2VLImageProcessor.from_pretrained(folder, subfolder="processor")
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
         pipe = DiffusionPipeline.from_pretrained(
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
     except (OSError, KeyError, ValueError) as e:
@@ -729,6 +734,7 @@ def load_encoder(pipe, part, args):
         return
     encoder = load_part(Qwen2_5_VLForConditionalGeneration, Path(pipe.name_or_path, "text_encoder"), args.dtype)
     encoder.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
+    encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
     try:
         if args.quantize_text_encoder != "none":
             make_low_bit = load_extra("quantize_text_encoder").make_low_bit
@@ -737,6 +743,14 @@ def load_encoder(pipe, part, args):
     except torch.OutOfMemoryError:
         raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text encoder, "
                          "16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
+
+def add_token_types(encoder, args, kwargs):
+    """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers
+    0.42.1 does not pass them (its issue 14194): without them all pictures lose their rows and columns, silently."""
+    wanted = "mm_token_type_ids" in inspect.signature(encoder.forward).parameters
+    if wanted and kwargs.get("image_grid_thw") is not None and "mm_token_type_ids" not in kwargs:
+        kwargs["mm_token_type_ids"] = (kwargs["input_ids"] == encoder.config.image_token_id).int()
+    return args, kwargs
 
 def drop_encoders(pipe):
     """Both leave their devices, and the host's memory."""

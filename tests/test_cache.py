@@ -12,11 +12,13 @@ import shutil
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
+from diffusers import QwenImageEditPlusPipeline
 from PIL import Image
 from transformers import Qwen2VLProcessor
 
@@ -68,14 +70,32 @@ def test_sizes_are_the_stock_geometry():
     assert cache.fit_size((33, 330), "native") == (32, 320)
     assert cache.fit_size((640, 64), 32 * 32) == (96, 32) # the stock formula gives a side of 0 here, and crashes
 
-def test_the_text_encoder_knows_rows_and_columns_of_a_picture(plus, monkeypatch):
-    """transformers from 5.3 on forgets them, as diffusers 0.42.1 passes no mm_token_type_ids (issue 14194): the pin."""
-    seen, model = [], plus.text_encoder.model.language_model
-    monkeypatch.setattr(model, "forward", lambda **kwargs: seen.append(kwargs["position_ids"]) or 1 / 0)
+@pytest.mark.parametrize("family", ["Plus", "v1"])
+def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch, family):
+    """transformers 5.2 finds these positions by itself; later versions need cache.add_token_types, as diffusers 0.42.1
+    passes no mm_token_type_ids (issue 14194)."""
+    pipe, seen = pipes[family], []
+    encoder = pipe.text_encoder.model.language_model
+    monkeypatch.setattr(pipe.processor, "image_processor", cache.Qwen2VLImageProcessorPil()) # tiny's makes one row
+    monkeypatch.setattr(encoder, "forward", lambda **call: seen.append(call["position_ids"]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cache.encode_prompt(plus, "go", [draw_picture((128, 64))])
-    time, row, column = seen[0][-3:, 0] # transformers may put text positions in front
-    assert not torch.equal(row, column) and not torch.equal(time, column)
+        cache.encode_prompt(pipe, "go", [draw_picture((112, 84))])
+    time, row, column = seen[0][-3:, 0].cpu() # transformers may put text positions in front
+    first = int((time[1:] == time[:-1]).nonzero()[0]) # where time stands still a picture begins
+    at = slice(first, first + 3 * 4 + 1) # three rows of four tokens, and the text behind them
+    assert time[at].tolist() == [first] * 12 + [first + 4]
+    assert row[at].tolist() == [first + n for n in (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 4)]
+    assert column[at].tolist() == [first + n for n in (0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4)]
+
+def test_the_stock_pipeline_of_the_readme_encodes_as_the_cache_does(plus):
+    code = re.search(r"```\n(pipe = .*?)```", (TINY.parent / "README.md").read_text(), re.DOTALL)[1]
+    scope = dict(cache=cache, torch=torch, Path=Path, QwenImageEditPlusPipeline=QwenImageEditPlusPipeline)
+    exec(code.replace('"tiny"', repr(str(TINY))), scope)
+    pipe, picture = scope["pipe"].to(DEVICE), draw_picture((128, 64))
+    with stock_area(64 * 64):
+        pipe([picture], "go", num_inference_steps=2, true_cfg_scale=1.0)
+    got, _ = pipe.to(dtype=DTYPE).encode_prompt(["go"], [picture])
+    assert torch.equal(got[0], cache.encode_prompt(plus, "go", [picture]))
 
 @pytest.mark.parametrize("mode, size", [("L", 64), ("1", 64), ("RGB", 128)])
 def test_the_edit_mask_is_the_edited_share_of_each_token(tmp_path, plus, mode, size):

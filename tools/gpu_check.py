@@ -222,7 +222,7 @@ def check_encoding():
     folder = cache.find_model("tiny", cache.ENCODERS) # for its tokenizer
     pipe, depths = cache.load_pipeline(folder), (28, 32) if plan.free_bytes(args.device) > 20 * 2**30 else (4, 4)
     depths = depths if args.size == "full" else None
-    pipe.processor.image_processor = cache.Qwen2VLImageProcessor() # tiny's makes pictures smaller
+    pipe.processor.image_processor = cache.Qwen2VLImageProcessorPil() # tiny's makes pictures smaller
     pipe.text_encoder = make_text_encoder(folder, depths, dtype, args.device)
     image, prompt = Image.effect_noise((384, 384), 64).convert("RGB"), "let a storm come up behind the house. " * 8
     yield {"layers": str(depths or "small"), "tokens": cache.prompt_length(pipe, prompt, [(384, 384)]),
