@@ -384,7 +384,7 @@ def test_tiny_is_tiny_however_its_path_is_spelled(tmp_path, photos, monkeypatch)
         assert Image.open(tmp_path / f"{n}.png").size == (96, 64), model
         assert ((tmp_path / f"{n}.png").read_bytes()[-2000:] == (tmp_path / "0.png").read_bytes()[-2000:]), model
 
-@pytest.mark.parametrize("flags, named", [(["--max_sequence_length", 10**5], "4093 have a position"), ([], "1024")])
+@pytest.mark.parametrize("flags, named", [(["--max_sequence_length", 10**5], "4093 have positions"), ([], "1024")])
 def test_a_prompt_that_is_too_long_is_one_line_and_stops_no_other_job(tmp_path, photos, flags, named):
     rows = [dict(image=[str(photos[0])], prompt=prompt) for prompt in ("go", "red car " * 2500)]
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
