@@ -241,7 +241,7 @@ def parse_args(parser, tiny):
             parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
         setattr(args, name, device)
         try:
-            torch.zeros(1, device=device).cpu() # (meta has no numbers)
+            torch.empty(0, device=device).cpu() # (meta has no numbers)
         except (RuntimeError, AssertionError) as e:
             parser.error(f"argument --{name}: {device!r} cannot be used ({textwrap.shorten(str(e), 90)})")
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")

@@ -20,7 +20,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, real=torch.zeros, **kwargs: real(*args, **kwargs))
+    monkeypatch.setattr(torch, "empty", lambda *args, device=None, real=torch.empty, **kwargs: real(*args, **kwargs))
     return found
 
 def parse(monkeypatch, *flags):

@@ -33,7 +33,7 @@ def open_device(device, dtype):
     """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
     used."""
     try:
-        torch.zeros(1, device=device).cpu()
+        torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as e:
         raise cache.InputError(f"--device {device}: cannot be used ({textwrap.shorten(str(e), 80)}); give cpu or cuda")
     if not device.startswith("cuda"):
