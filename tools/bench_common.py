@@ -101,7 +101,8 @@ def make_text_encoder(folder, depths, dtype, device):
         config.vision_config.update(VISION | dict(depth=vision, fullatt_block_indexes=full))
     with torch.device(device):
         encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype).eval()
-    encoder.lm_head = torch.nn.Identity() # as in cache.load_encoder
+    encoder.lm_head = torch.nn.Identity() # this and the hook as in cache.load_encoder
+    encoder.register_forward_pre_hook(cache.add_token_types, with_kwargs=True)
     return encoder
 
 def make_samples(config, preset, dtype, device):
