@@ -581,7 +581,8 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
                 tqdm.write(str(e), file=sys.stderr)
     bar.close()
     if not quiet:
-        print(f"{len(pictures)} pictures, {monotonic() - t0:.1f} s, {cache.memory_of(args.transformer_device):.1f} GiB")
+        gib = cache.memory_of(args.transformer_device)
+        print(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
 
 def write_sheet(path, pictures):

@@ -278,7 +278,7 @@ def test_the_log_says_how_many_blocks_are_recomputed(tmp_path, flags, blocks):
     assert said == [f"{blocks}"] * (blocks > 0)
 
 def test_predict_reports_time_and_memory(tmp_path, photo, monkeypatch):
-    said = re.search(r"^1 pictures, (\d+\.\d) s, (\d+\.\d) GiB$", predict_photo(photo, tmp_path).out, re.M)
+    said = re.search(r"^pictures: 1, (\d+\.\d) s, (\d+\.\d) GiB$", predict_photo(photo, tmp_path).out, re.M)
     assert 0 < float(said[2]) < 100 and float(said[1]) < 60
     peaks = {"cuda:1": 3 * 2**30}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[device])
