@@ -240,10 +240,8 @@ def parse_args(parser, tiny):
         elif device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
         setattr(args, name, device)
-        try:
-            torch.empty(0, device=device).cpu() # (meta has no numbers)
-        except (RuntimeError, AssertionError) as e:
-            parser.error(f"argument --{name}: {device!r} cannot be used ({textwrap.shorten(str(e), 90)})")
+        if problem := device_problem(device):
+            parser.error(f"argument --{name}: {problem}")
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     tuned = args.device.startswith("cuda") and load_extra("device")
     if tuned and (problem := tuned.problem(args.device, args.dtype)):
@@ -254,6 +252,13 @@ def parse_args(parser, tiny):
         if isinstance(value, str) and value in PACKAGES and not find_spec(PACKAGES[value]):
             parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
     return args
+
+def device_problem(device):
+    """Why torch cannot use a device of this name here, or None."""
+    try:
+        torch.empty(0, device=device).cpu() # (meta has no numbers)
+    except (RuntimeError, AssertionError) as e:
+        return f"{device!r} cannot be used ({textwrap.shorten(str(e), 90)})"
 
 def check_size_for_cpu(model):
     """InputError where a large model would go to the CPU, in float32, because no GPU can be used."""
@@ -733,8 +738,7 @@ def load_encoder(pipe, part, args):
         pipe.vae.quant_conv.to(args.vae_device)
         return
     encoder = load_part(Qwen2_5_VLForConditionalGeneration, Path(pipe.name_or_path, "text_encoder"), args.dtype)
-    encoder.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
-    encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
+    adapt_text_encoder(encoder)
     try:
         if args.quantize_text_encoder != "none":
             make_low_bit = load_extra("quantize_text_encoder").make_low_bit
@@ -743,6 +747,10 @@ def load_encoder(pipe, part, args):
     except torch.OutOfMemoryError:
         raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text encoder, "
                          "16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
+
+def adapt_text_encoder(encoder):
+    encoder.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
+    encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
 
 def add_token_types(encoder, args, kwargs):
     """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers

@@ -98,10 +98,13 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
         low_bit = cache.load_extra("quantize")
         pack = lambda block: low_bit.make_low_bit(block, quantize, device, multiply=True)
     try:
+        blocks = len(transformer.transformer_blocks)
+        offload = min(offload, blocks)
+        away = [i * blocks // offload for i in range(offload)] # spread evenly
         if fsdp:
-            return cache.load_extra("fsdp").shard(transformer, device, offload, pack)
+            return cache.load_extra("fsdp").shard(transformer, device, away, pack)
         if offload:
-            return cache.load_extra("offload").place(transformer, device, offload, pack)
+            return cache.load_extra("offload").place(transformer, device, away, pack)
         for block in transformer.transformer_blocks:
             pack(block).to(device)
         return transformer.to(device)

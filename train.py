@@ -620,6 +620,7 @@ def sum_over_processes(numbers):
         p.grad = grad.view_as(p)
     return sums.tolist()
 
+@lru_cache(maxsize=2) # load_packs is one step ahead of the loop
 def plan_step(step):
     """-> positions of the step's samples, what pick picks there, their lengths, and this process's [(pack, factor)]."""
     positions = range(step * args.batch_size, (step + 1) * args.batch_size)
@@ -631,14 +632,14 @@ def load_packs(step):
     """Yields the items of each pack of this process, from this step to the last. While one computes, a thread reads and
     checks the files of the next, and waits for the device to copy them. Live encoders have the device to themselves."""
     plans = map(plan_step, range(step, args.max_steps))
-    places = ([positions[i] for i in pack] for positions, _, _, dealt in plans for pack, _ in dealt)
-    load = lambda pack: [load_item(*pick(p), generator("noise", p)) for p in pack]
+    packs = ([(positions[i], picked[i]) for i in pack] for positions, picked, _, dealt in plans for pack, _ in dealt)
+    load = lambda pack: [load_item(*what, generator("noise", position)) for position, what in pack]
     if live:
-        yield from map(load, places)
+        yield from map(load, packs)
         return
     ahead = None
     with ThreadPoolExecutor(1) as thread:
-        for pack in places:
+        for pack in packs:
             ready, ahead = ahead, thread.submit(load, pack)
             if ready:
                 yield ready.result()

@@ -10,13 +10,11 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 
-def place(transformer, device, offload, pack):
+def place(transformer, device, away, pack):
     """Brings the transformer, with its LoRAs, to the device, one block after the other: pack(block) first, then the
-    frozen weights of `offload` of the blocks, spread evenly, go to pinned host memory, one tensor a block ->
-    transformer."""
+    frozen weights of the blocks of the numbers `away` go to pinned host memory, one tensor a block -> transformer."""
     device, blocks = torch.device(device), transformer.transformer_blocks
-    offload, hosts, buffers = min(offload, len(blocks)), [], []
-    away = [i * len(blocks) // offload for i in range(offload)]
+    hosts, buffers = [], []
     for i, block in enumerate(blocks):
         pack(block)
         if i in away:

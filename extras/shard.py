@@ -14,13 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def shard(transformer, device, offload, pack):
+def shard(transformer, device, away, pack):
     """Brings the transformer, with its LoRAs, to the device, one block after the other: pack(block) first, then it is
-    split over the processes, and `offload` of the blocks, spread evenly, wait in pinned host memory -> transformer."""
+    split over the processes, and the blocks of the numbers `away` wait in pinned host memory -> transformer."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place
     device, blocks = torch.device(device), transformer.transformer_blocks
-    offload = min(offload, len(blocks))
-    away = [i * len(blocks) // offload for i in range(offload)]
     if device.type == "cuda": # where FSDP2 works; set_device wants a number
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

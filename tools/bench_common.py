@@ -4,7 +4,6 @@ What bench.py and gpu_check.py share: models with random weights, samples of noi
 import ctypes
 import gc
 import re
-import textwrap
 import time
 from types import SimpleNamespace
 
@@ -32,10 +31,8 @@ VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden
 def open_device(device, dtype):
     """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
     used."""
-    try:
-        torch.empty(0, device=device).cpu()
-    except (RuntimeError, AssertionError) as e:
-        raise cache.InputError(f"--device {device}: cannot be used ({textwrap.shorten(str(e), 80)}); give cpu or cuda")
+    if problem := cache.device_problem(device):
+        raise cache.InputError(f"--device {device}: {problem}; give cpu or cuda")
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
@@ -101,8 +98,7 @@ def make_text_encoder(folder, depths, dtype, device):
         config.vision_config.update(VISION | dict(depth=vision, fullatt_block_indexes=full))
     with torch.device(device):
         encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype).eval()
-    encoder.lm_head = torch.nn.Identity() # this and the hook as in cache.load_encoder
-    encoder.register_forward_pre_hook(cache.add_token_types, with_kwargs=True)
+    cache.adapt_text_encoder(encoder)
     return encoder
 
 def make_samples(config, preset, dtype, device):
