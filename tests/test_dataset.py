@@ -176,6 +176,12 @@ def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_pa
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
     assert drawn == [run.globals["pick"](p)[2] for p in range(600)]
 
+@pytest.mark.parametrize("width, warned", [(72, True), (68, False)])
+def test_an_aspect_that_rounding_bends_by_a_tenth_is_a_warning(tmp_path, width, warned):
+    add_item(tmp_path / "data", "cat", [(width, 64), (64, 64)])
+    result = make_cache(tmp_path / "data", tmp_path / "c", *NATIVE)
+    assert f"at most {1 - 64 / width:.1%} (cat)" in result.out and ("a warning" in result.out) == warned, result.out
+
 # ---- manifests -------------------------------------------------------------------------------------------------------
 
 PROMPT = 'say "hi",\u2028 and\u0085go\u00a0on' # str.splitlines, but not JSON, takes two of these for ends of lines

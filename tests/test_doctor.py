@@ -192,6 +192,7 @@ def test_the_toy_dataset_has_only_the_findings_that_it_was_made_with(tmp_path):
 def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     """Sizes, controls and tokens are those of the index; prompts need --model; pictures without controls count too."""
     add_item(data, "wide", [(160, 64), (64, 64), (96, 64)], caption="one\ntwo words")
+    Image.new("RGB", (96, 64), (12, 200, 77)).save(data / "control/wide_1.png")
     save(draw_picture((64, 96)), tmp_path / "faces/face.png")
     (tmp_path / "faces/face.txt").write_text("a face")
     sizes = ["--target_pixels", "128*128", "native", "--control_pixels", "native"]
@@ -203,6 +204,8 @@ def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     assert run_script("cache.py", "--data", *flags, "--val_data", "--cache_dir", tmp_path / "c").status == 0
     samples = cache.read_index(tmp_path / "c/tiny-data.json")[0]
     assert len(rows) == len(samples) == 4
+    sheet = np.asarray(Image.open(tmp_path / "out/sheet_overview_1.png"))
+    assert (sheet == (12, 200, 77)).all(-1).sum() > 500 # further controls are drawn too
     for s in samples:
         row = rows[f"{s.root}/{s.name}"]
         assert row["image_tokens"] == [sum(h * w for _, h, w in r["img_shapes"]) for r in s.resolutions]

@@ -91,6 +91,12 @@ def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
         assert result.status == 1 and is_one_line(result.errors[0], flag, f"extras/{name}.py"), result.err
         assert not (folder / "cache").exists() # before anything slow
 
+def test_the_claims_run_as_a_script_too(monkeypatch):
+    calls = []
+    monkeypatch.setattr(pytest, "main", lambda flags: calls.append(flags) or 5)
+    assert run_script("test_consistency.py", "-x").status == 5
+    assert calls == [[str(HERE / "test_consistency.py"), "-x"]]
+
 @pytest.mark.parametrize("script", ["cache.py", "train.py", "predict.py"])
 def test_help_prints_commands_and_defaults(script):
     result = run_script(script, "-h")
