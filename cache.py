@@ -10,7 +10,8 @@ dataset is a folder of samples, or a manifest (metadata.jsonl) with paths inside
     data/metadata.jsonl     {"target": "a.png", "control": ["b.png"], "prompt": "make it snow", "mask": "c.png"}
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
-changed. CACHE_DIR/<model>-<data>.json, an index, joins them to the samples; train.py also takes it as --data.
+changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
+train.py also takes it as --data.
 
 $ python cache.py                                                     # the toy dataset in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
@@ -113,20 +114,23 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
 
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
-EXTRAS = dict(device="cuda", quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard",
-              plan="plan", tracker="track") # flag: the file in extras/ that it switches on
+EXTRAS = dict(quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard", plan="plan",
+              tracker="track") # flag: the file in extras/ that it switches on
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
 
-def load_extra(flag):
-    """The module in extras/ that this flag switches on. InputError if it is not here; for --device None instead."""
+def find_extra(name):
+    """The module extras/NAME.py, or None if it was deleted."""
     try:
-        return importlib.import_module(f"extras.{EXTRAS[flag]}")
+        return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as e:
         if not e.name.startswith("extras"):
             raise
-        if flag == "device": # a card trains without it too, as torch sets it up
-            return None
-        raise InputError(f"--{flag}: needs extras/{EXTRAS[flag]}.py; copy it here, or leave the flag out")
+
+def load_extra(flag):
+    """The module in extras/ that this flag switches on. InputError if it is not here."""
+    if module := find_extra(EXTRAS[flag]):
+        return module
+    raise InputError(f"--{flag}: needs extras/{EXTRAS[flag]}.py; copy it here, or leave the flag out")
 
 def pixels(text):
     """'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
@@ -205,20 +209,30 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
     def error(self, message):
-        where, _, what = message.removeprefix("argument ").partition(": ")
-        if where == "unrecognized arguments":
-            where, what = what.split()[0].split("=")[0], "belongs to no flag; put a text with spaces in quotes"
-            name, known = where.strip("-").replace("-", "_"), self._option_string_actions
-            meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
-            meant += difflib.get_close_matches(f"--{name}", known, 1, 0.7)
-            if where.startswith("-"):
-                what = f"unknown; here {meant[0]}" if meant else "unknown"
-        self.exit(2, error_line(f"{where}: {what}" + f"; see {self.prog} -h" * (";" not in what)) + "\n")
+        line, unknown = message.removeprefix("argument "), message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            line = self.unknown(unknown.split()[0].split("=")[0])
+        if ";" not in line: # argparse's own, which names no remedy
+            line += f"; see {self.prog} -h"
+        self.exit(2, error_line(line) + "\n")
+
+    def unknown(self, word):
+        if not word.startswith("-"):
+            return f"{word}: belongs to no flag; put a text with spaces in quotes"
+        name, known = word.strip("-").replace("-", "_"), self._option_string_actions
+        meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
+        meant += difflib.get_close_matches(f"--{name}", known, 1, 0.7)
+        return f"{word}: unknown" + (f"; here {meant[0]}" if meant else "")
 
 def is_tiny(model):
     """Whether this is tiny/, however its path is spelled, or a model of the same shape: a copy, a merged one."""
-    here, tiny = Path(model, "transformer", "config.json"), TINY_DATA.with_name("transformer") / "config.json"
-    return model == "tiny" or (here.is_file() and here.read_bytes() == tiny.read_bytes())
+    def shape(folder): # the rest says where it was saved, by which version
+        config = json.loads((folder / "transformer" / "config.json").read_text())
+        return {k: v for k, v in config.items() if not k.startswith("_")}
+    try:
+        return model == "tiny" or shape(Path(model)) == shape(TINY_DATA.parent)
+    except (OSError, ValueError, AttributeError): # no folder, or a broken one: find_model says so
+        return False
 
 def parse_args(parser, tiny):
     """parser.parse_args(), where --model tiny (the default) brings the defaults in `tiny`. Fills in devices and dtype,
@@ -243,14 +257,14 @@ def parse_args(parser, tiny):
         if problem := device_problem(device):
             parser.error(f"argument --{name}: {problem}")
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
-    tuned = args.device.startswith("cuda") and load_extra("device")
+    tuned = args.device.startswith("cuda") and find_extra("cuda") # without it a card works as torch sets it up
     if tuned and (problem := tuned.problem(args.device, args.dtype)):
         parser.error(f"argument --device: {problem}")
     for name, value in vars(args).items():
-        if name in EXTRAS and name != "device" and value and value != "none":
+        if name in EXTRAS and value and value != "none":
             load_extra(name)
-        if isinstance(value, str) and value in PACKAGES and not find_spec(PACKAGES[value]):
-            parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
+            if value in PACKAGES and not find_spec(PACKAGES[value]):
+                parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
     return args
 
 def device_problem(device):
@@ -258,7 +272,11 @@ def device_problem(device):
     try:
         torch.empty(0, device=device).cpu() # (meta has no numbers)
     except (RuntimeError, AssertionError) as e:
-        return f"{device!r} cannot be used ({textwrap.shorten(str(e), 90)})"
+        return f"{device!r} cannot be used ({first_words(e, 90)})"
+
+def first_words(e, most=300):
+    """What an exception says, in one line."""
+    return textwrap.shorten(str(e).strip() or type(e).__name__, most)
 
 def check_size_for_cpu(model):
     """InputError where a large model would go to the CPU, in float32, because no GPU can be used."""
@@ -303,7 +321,7 @@ def start_processes(args):
     cuda = args.device.startswith("cuda")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if cuda:
-        tuned = load_extra("device")
+        tuned = find_extra("cuda")
         card = tuned.prepare(args.device, args.flash_attention) if tuned else "extras/cuda.py is missing: slower"
         torch.cuda.set_device(args.device) # where NCCL works
         if rank == 0:
@@ -460,17 +478,17 @@ def read_folder(data, alone=False):
     samples, problems = [], []
     for name in [stem for role, stem, kind in left if (role, kind) == ("target", "picture")]:
         target, caption, mask = take("target", name), take("target", name, "caption"), take("mask", name)
-        controls, further = [take("control", name)], f"{name}_1"
-        while ("target", further, "picture") not in left and (paths := take("control", further)):
+        controls, next_name = [take("control", name)], f"{name}_1"
+        while ("target", next_name, "picture") not in left and (paths := take("control", next_name)):
             controls.append(paths)
-            further = f"{name}_{len(controls)}"
+            next_name = f"{name}_{len(controls)}"
         try:
             for first, *twins in filter(None, (target, caption, mask, *controls)):
                 if twins:
                     raise InputError(f"{first}: {twins[0].name} has the same name; keep one of them")
             if not alone and not controls[0]:
                 raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png")
-            if further := left.get(("control", further, "picture")):
+            if further := left.get(("control", next_name, "picture")): # and a target has this name
                 raise InputError(f"{further[0]}: either the control of the target with its name, or one more control "
                                  f"of {name}; rename one of the two targets")
             if not caption:
@@ -518,8 +536,10 @@ def read_row(manifest, n, line, alone, settings):
     except (ValueError, RecursionError, AttributeError, TypeError) as e:
         raise InputError(f"{where}: no JSON object ({e}); one a line, no comma behind its last field")
     if wrong:
-        raise InputError(f"{where}: field {wrong[0]!r} is missing, unknown or of a wrong type; want {', '.join(known)} "
-                         '("control": [] for a picture without controls)')
+        fix = "" if settings is not None else (
+            '; "control": [] for a picture without controls; tools/import_data.py converts other trainers\' manifests')
+        raise InputError(f"{where}: field {wrong[0]!r} is missing, unknown or of a wrong type; want {', '.join(known)}"
+                         + fix)
     listed = lambda value: [value] if isinstance(value, str) else value
     target, mask = [find_picture(manifest, where, row[k], settings) if row.get(k) is not None else None
                     for k in ("target", "mask")]
@@ -538,6 +558,8 @@ def find_picture(manifest, where, name, settings):
         found = file.is_file() and (settings is not None or file.resolve().is_relative_to(folder.resolve()))
     except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character or NUL in it, links in a circle
         found = False
+    if not found and settings is not None:
+        raise InputError(f"{where}: {name!r} is no file; give its path, from {folder} or from /")
     if not found:
         raise InputError(f"{where}: {name!r} is no file inside {folder}; correct it, or move the "
                          "manifest to a folder above its pictures")
@@ -663,11 +685,10 @@ def expand_image_pads(texts, counts):
     counts = iter(counts)
     return [re.sub(re.escape("<|image_pad|>"), lambda m: m[0] * next(counts), text) for text in texts]
 
-def find_model(model, parts, weights=True):
-    """--model -> a local folder that holds model_index.json and the folders in `parts` (downloaded where missing), with
-    or without their weights. The one part "transformer" is --transformer's, which needs no model_index.json. InputError
-    names a file that is missing or cut, before any is loaded."""
-    flag = "--transformer" if parts == ["transformer"] else "--model"
+def find_model(model, parts, weights=True, flag="--model"):
+    """--model or --transformer -> a local folder that holds the folders in `parts` (downloaded where missing), with or
+    without their weights, and for --model model_index.json. InputError names a file that is missing or cut, before any
+    is loaded."""
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -694,7 +715,7 @@ def find_model(model, parts, weights=True):
             if file.name.endswith(".safetensors.index.json") and weights:
                 files += [file.parent / name for name in set(content["weight_map"].values())] # the loop gets there too
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
-            raise InputError(f"{file}: missing or broken ({str(e).splitlines()[0]}); download it again (after a git "
+            raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git "
                              f"clone: git lfs pull), as {flag} wants a complete diffusers folder")
     return folder
 
@@ -709,7 +730,7 @@ def load_pipeline(folder):
         pipe = DiffusionPipeline.from_pretrained(
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
     except (OSError, KeyError, ValueError) as e:
-        raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); is the download complete?")
+        raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder" / "config.json" # (tools/doctor.py does without)
     known = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # another one where the vocabulary is missing
     if config.is_file() and json.loads(config.read_text())["image_token_id"] != known:
@@ -724,7 +745,7 @@ def load_part(cls, folder, dtype):
         model, info = cls.from_pretrained(folder, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise InputError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]}); download it again")
+        raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); download it again")
     if missing := sorted(info["missing_keys"]): # they would be random numbers
         raise InputError(f"{folder}: {len(missing)} tensors are missing, for instance {missing[0]}; download it again")
     return model.requires_grad_(False).eval()
@@ -864,9 +885,7 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     sizes, pictures = [image_size(path) for path in sample.controls], [file_hash(path) for path in sample.controls]
     # without a target a control gives the result its shape: that of size_from, counted from 1, or as in stock the last
     shape = image_size(sample.target) if sample.target else sizes[(sample.settings.get("size_from") or 0) - 1]
-    w, h = image_size(sample.mask) if sample.mask else shape
-    if abs(w / h / (shape[0] / shape[1]) - 1) > 0.02: # the mask may have another size, not another shape
-        raise InputError(f"{sample.mask}: {w}x{h} for a target of {shape[0]}x{shape[1]}; give it the target's shape")
+    check_mask(sample, shape)
     if not is_plus(pipe) and len(sizes) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sizes)}; remove it, or take 2509 or 2511")
@@ -897,6 +916,13 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     if start + tokens > ROPE_TABLE:
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {ROPE_TABLE - start} have "
                          "positions; shorten the prompt, or give fewer pictures")
+
+def check_mask(sample, target_size):
+    """InputError if its mask has another shape; it may have another size."""
+    if sample.mask:
+        (w, h), (target_w, target_h) = image_size(sample.mask), target_size
+        if abs(w / h / (target_w / target_h) - 1) > 0.02:
+            raise InputError(f"{sample.mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
 
 def plan_samples(pipe, samples, texts, geometry, args, quiet):
     """plan_sample for all -> (good samples, problems). texts(sample) -> [(prompt, whether with pictures)]."""
@@ -1130,18 +1156,6 @@ def describe(samples):
             f"sides rounded to 32 change the aspect by at most {bent:.1%} ({name})"
             + ": a warning, a larger area bends it less" * (bent > 0.1))
 
-def prune_files(cache_dir, delete):
-    """Counts the files that no index in this folder knows, and deletes them if asked. InputError if an index that
-    might know them cannot be read."""
-    known = {file for index in Path(cache_dir).glob("*.json") for s in read_index(index)[0] for file in files_of(s)}
-    unknown = [p for d in ("latents", "text") for p in Path(cache_dir, d).glob("*.safetensors") if p not in known]
-    if delete:
-        for path in unknown:
-            path.unlink()
-    if unknown:
-        print(f"{len(unknown)} files in {cache_dir} belong to no dataset; " + (
-            "deleted" if delete else "--prune deletes them (predict.py encodes its own again)"))
-
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
@@ -1149,20 +1163,11 @@ def main():
     add_model_flags(parser)
     add_data_flags(parser)
     parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
-    parser.add_argument("--prune", action="store_true", help="delete files that no index in --cache_dir knows")
     args = parse_data_args(parser, TINY)
     rank, world_size = start_processes(args)
     folder = find_model(args.model, ENCODERS)
     pipe = load_pipeline(folder)
     samples, val_samples, _, problems = make_cache(pipe, folder, args, rank, world_size, verify=args.verify)
-    if rank == 0 and args.prune and problems:
-        raise InputError("--prune: would also delete files of the samples with errors above; fix those samples first")
-    if rank == 0 and not problems:
-        try:
-            prune_files(args.cache_dir, args.prune)
-        except InputError:
-            if args.prune:
-                raise
     if world_size > 1:
         dist.destroy_process_group()
     if not samples or (problems and not args.skip_bad):

@@ -91,22 +91,22 @@ def add_transformer_flags(parser):
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
     by block, so that the device never holds more than one block in full precision."""
-    pack = lambda block: block
+    smaller = lambda block: block
     if quantize != "none":
         if any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
             raise InputError("--quantize: a DoRA needs the norms of a base in full precision; leave it out")
         low_bit = cache.load_extra("quantize")
-        pack = lambda block: low_bit.make_low_bit(block, quantize, device, multiply=True)
+        smaller = lambda block: low_bit.make_low_bit(block, quantize, device, multiply=True)
     try:
         blocks = len(transformer.transformer_blocks)
         offload = min(offload, blocks)
         away = [i * blocks // offload for i in range(offload)] # spread evenly
         if fsdp:
-            return cache.load_extra("fsdp").shard(transformer, device, away, pack)
+            return cache.load_extra("fsdp").shard(transformer, device, away, smaller)
         if offload:
-            return cache.load_extra("offload").place(transformer, device, away, pack)
+            return cache.load_extra("offload").place(transformer, device, away, smaller)
         for block in transformer.transformer_blocks:
-            pack(block).to(device)
+            smaller(block).to(device)
         return transformer.to(device)
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
@@ -139,12 +139,17 @@ def add_lora(transformer, **config):
     cast_training_params(transformer, torch.float32)
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
+def checkpoints(run):
+    """The checkpoints in a run's folder, oldest first. A person's copies (checkpoint-000200.bak) are none."""
+    number = lambda path: path.name.removeprefix("checkpoint-")
+    return sorted((p for p in Path(run).glob("checkpoint-*") if number(p).isdigit()), key=lambda p: int(number(p)))
+
 def find_lora(path):
     """A LoRA file; the one in this folder, or in its newest checkpoint if it is that of an unfinished run; or
     user/repo[/file.safetensors] of the hub -> file."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
-    if not file.exists() and (saved := sorted(Path(path).glob(f"checkpoint-{'[0-9]' * 6}/{LORA_FILE}"))):
-        file = saved[-1]
+    if not file.exists() and (saved := checkpoints(path)):
+        file = saved[-1] / LORA_FILE
         print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
     if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)):
         from huggingface_hub import hf_hub_download
@@ -178,8 +183,8 @@ def read_lora(path):
         if wrong := find_faults(state, meta.get("transformer.target_modules")):
             raise ValueError(wrong[0])
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as e:
-        raise InputError(f"{file}: cannot be used as a LoRA: {(str(e) or type(e).__name__).splitlines()[0]:.300}; take "
-                         "another file (tools/convert_lora.py reads peft's folders)")
+        raise InputError(f"{file}: cannot be used as a LoRA: {cache.first_words(e)}; take another file "
+                         "(tools/convert_lora.py reads peft's folders)")
     return state, meta
 
 def find_faults(state, trained):
@@ -206,20 +211,16 @@ def lora_config(path):
 
 def check_fit(transformer, path, state):
     """InputError with counts if keys fit nothing or in part; diffusers itself only warns, or says nothing."""
-    modules = dict(transformer.named_modules())
-    layers = {k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in state}
-    if missing := sorted(layers - modules.keys()):
-        raise InputError(f"{path}: {len(missing)} of {len(layers)} layers are not in this model, for instance "
-                         f"{missing[0]}; it was made for another one")
-    misfit = []
+    modules, misfit = dict(transformer.named_modules()), {}
     for key, value in state.items():
         layer, kind = key.removeprefix("transformer.").rsplit(".lora_", 1)
         side, axis = ("in_features", 1) if kind == "A.weight" else ("out_features", 0)
-        if (want := getattr(modules[layer], side, None)) != value.shape[axis]:
-            misfit.append(f"{layer} (got {tuple(value.shape)}, the model has {want})")
+        if (want := getattr(modules.get(layer), side, None)) != value.shape[axis]:
+            misfit[layer] = f"{layer} (got {tuple(value.shape)}, the model has {want or 'no such layer'})"
     if misfit:
-        raise InputError(f"{path}: {len(misfit)} of {len(state)} matrices do not fit, for instance {misfit[0]}; it was "
-                         "made for another model")
+        layers = len({key.rsplit(".lora_", 1)[0] for key in state})
+        raise InputError(f"{path}: {len(misfit)} of {layers} layers do not fit, for instance {min(misfit.values())}; "
+                         "it was made for another model")
 
 def load_loras(transformer, paths, scales):
     """Adds these LoRAs to the transformer, all active, each at its scale."""
@@ -233,7 +234,7 @@ def load_loras(transformer, paths, scales):
             QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name,
                                                                  metadata=config or None)
         except (TypeError, ValueError, KeyError, RuntimeError) as e:
-            raise InputError(f"{path}: diffusers cannot load it ({str(e).splitlines()[0]}); take another file")
+            raise InputError(f"{path}: diffusers cannot load it ({cache.first_words(e)}); take another file")
     if names:
         transformer.set_adapters(names, list(scales))
 
@@ -445,7 +446,7 @@ def read_flags():
         lora=[str(runs[-1])] if runs else None,
         jobs=None if given & {"--image", "--jobs"} else cache.TINY_DATA.with_name("val")))
 
-    args.lora = [path for path in args.lora or [] if path]
+    args.lora = [path for path in args.lora or [] if path and (args.model == "tiny" or "--lora" in given)]
     for name in ("scales", "lora_scale"):
         if getattr(args, name) != [1.0] and not args.lora:
             parser.error(f"argument --{name}: no LoRA; give --lora")
@@ -509,28 +510,24 @@ def complete_settings(sample, args, stretched):
     s["num_inference_steps"] = len(sigmas) or s["num_inference_steps"]
     numbers = all(isinstance(x, (int, float)) for x in sigmas)
     least, pictures = 1 if s["shift"] or not stretched else 2, len(sample.controls)
-    fits = lambda key, low, high: s.get(key) is None or low <= s[key] <= high
+    limits = dict(num_inference_steps=(least, 1000), true_cfg_scale=(-1e6, 1e6), shift=(1e-6, 1e6), height=(32, 16384),
+                  width=(32, 16384), size_from=(1, pictures), seed=(0, 2**64 - 1))
     where = f"{args.jobs or '--image'}: {sample.name}"
     cache.check_text(f"{where}: negative prompt", s["negative_prompt"])
     cache.check_text(f"{where}: out", own.get("out", ""))
-    for wrong, what in (
+    wrong = [f"{key} {s[key]}; give {low} to {high}" for key, (low, high) in limits.items()
+             if s.get(key) is not None and not low <= s[key] <= high] # also for nan
+    for is_wrong, what in (
             (not pictures, "a picture without a control cannot be edited; leave it out"),
             ("sigmas" in own and "num_inference_steps" in own, "both sigmas and num_inference_steps; leave one out"),
             (not numbers or any(not 1 >= x > y for x, y in zip(sigmas, [*sigmas[1:], 0])),
              f"sigmas {sigmas}; give falling numbers, none above 1, all above 0"),
-            (not fits("shift", 1e-6, 1e6), f"shift {s['shift']}; give a number above 0"),
-            (not fits("true_cfg_scale", -1e6, 1e6), f"true_cfg_scale {s['true_cfg_scale']}; give a number"),
-            (not fits("num_inference_steps", least, 1000),
-             f"{s['num_inference_steps']} steps; give at least {least}, at most 1000"),
-            (not fits("size_from", 1, pictures), f"size_from {s['size_from']} of {pictures} pictures; count from 1"),
-            (not fits("height", 32, 16_384) or not fits("width", 32, 16_384),
-             f"{s['width']} x {s['height']} pixels; give 32 to 16384 for --width and --height"),
             (out.suffix.lower() != ".png" or out.is_absolute() or ".." in out.parts or "\0" in str(out),
              f"'out' is {str(out)!r}; give a PNG below --out_dir"),
-            (not fits("seed", 0, 2**64 - 1), f"seed {s.get('seed')}; give 0 to {2**64 - 1}"),
             ("seed" in own and len(args.seed) > 1, "its own seed, and --seed gives several; leave one out")):
-        if wrong:
-            raise InputError(f"{where}: {what}")
+        wrong += [what] * is_wrong
+    if wrong:
+        raise InputError(f"{where}: {wrong[0]}")
 
 def plan_pictures(samples, args, many, model_fingerprint):
     """-> [SimpleNamespace(sample, row, title, seed, scale, path, key)], one for each sample, seed and scale. key: a
@@ -613,8 +610,10 @@ def main():
 
     # what is to be drawn
     samples, problems = read_samples(args)
-    folder = cache.find_model(args.model, cache.ENCODERS)
-    transformer_folder = cache.find_model(args.transformer or args.model, ["transformer"])
+    folder = cache.find_model(args.model, cache.ENCODERS + ["transformer"] * (not args.transformer))
+    transformer_folder = folder
+    if args.transformer:
+        transformer_folder = cache.find_model(args.transformer, ["transformer"], flag="--transformer")
     pipe = cache.load_pipeline(folder)
     config, good = pipe.scheduler.config, []
     for sample in samples:

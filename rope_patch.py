@@ -369,7 +369,8 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
     joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
     padded_only = any(x is not None for x in (encoder_hidden_states_mask, joint_mask, controlnet_block_samples))
-    packed = txt_lens is not None and len(hidden_states) == 1 and not (padded_only and len(txt_lens) == 1)
+    old_call = txt_lens is not None and len(txt_lens) == 1 and padded_only # a padded row that older diffusers describes
+    packed = txt_lens is not None and len(hidden_states) == 1 and not old_call
     batch = len(txt_lens) if packed else len(hidden_states)
 
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
@@ -378,6 +379,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
                          f"additional_t_cond, want {len(hidden_states)} and {batch} each")
     if img_shapes is None and (image_rotary_emb is None or packed or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
+    # what flat img_shapes must add up to, unless a joint mask says where the pads are
     img_len = hidden_states.shape[1] if not packed and (image_rotary_emb is None or joint_mask is None) else None
     shapes = None if img_shapes is None else sample_shapes(img_shapes, batch, img_len)
 
@@ -389,8 +391,12 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
         txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
         encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
         if image_rotary_emb is None and same_shapes_without_pads(shapes, hidden_states) and joint_mask is None:
-            return stock_forward(self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
-                                 attention_kwargs, controlnet_block_samples, additional_t_cond, return_dict)
+            sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device) # (its errors)
+            with first_blocks_checkpointed(self): # diffusers' own forward, bit for bit
+                return type(self).forward(
+                    self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
+                    attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
+                    additional_t_cond=additional_t_cond, return_dict=return_dict)
         rows = padded_rows(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
                            image_rotary_emb)
     if guidance is not None:
@@ -427,16 +433,6 @@ def same_shapes_without_pads(shapes, hidden_states):
         raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
     return min(img_lens) == img_len and not should_use_multi_resolution_mode(shapes)
 
-def stock_forward(model, img, txt, txt_mask_BT, timestep, shapes, guidance, attention_kwargs, controlnet_block_samples,
-                  additional_t_cond, return_dict):
-    """diffusers' own forward, bit for bit."""
-    sample_freqs(model.pos_embed, shapes[0], txt.shape[1], img.device) # for its errors only: stock's are obscure
-    with first_blocks_checkpointed(model):
-        return type(model).forward(
-            model, img, txt, txt_mask_BT, timestep, shapes, guidance, attention_kwargs=attention_kwargs,
-            controlnet_block_samples=controlnet_block_samples, additional_t_cond=additional_t_cond,
-            return_dict=return_dict)
-
 def packed_rows(model, img, txt, txt_lens, shapes, freqs):
     """The packed mode's Rows."""
     img_lens = image_lens(shapes)
@@ -464,7 +460,7 @@ def padded_rows(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
     txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
     if freqs is not None:
         img_freqs, txt_freqs = given_freqs(freqs[0], img_mask_BI), given_freqs(freqs[1], txt_mask_BT)
-        if freqs[0].ndim > freqs[1].ndim and (img_freqs != img_freqs[:1]).any():
+        if freqs[0].ndim > freqs[1].ndim and (freqs[0] != freqs[0][:1]).any(): # text shared, pictures not
             raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
                              f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
     else: # pads are rotated by 0: finite, and nobody looks at them

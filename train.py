@@ -50,7 +50,7 @@ from tqdm import tqdm
 import cache
 import predict
 from cache import InputError, number
-from predict import LORA_FILE
+from predict import LORA_FILE, checkpoints
 from rope_patch import plan_packs, run_packed, run_padded
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -149,6 +149,11 @@ if package == args.optimizer:
     parser.error(f"argument --optimizer: {args.optimizer!r} is no path of a class; give for instance torch.optim.AdamW")
 if not find_spec(package):
     parser.error(f"argument --optimizer: the package {package} is not installed; pip install {package}")
+module, _, name = args.optimizer.rpartition(".")
+try:
+    optimizer_class = getattr(importlib.import_module(module), name)
+except (ImportError, AttributeError) as e:
+    parser.error(f"argument --optimizer: {cache.first_words(e)}; give for instance torch.optim.AdamW")
 
 # what decides the numbers: a resumed run must not change it
 config = {name: getattr(args, name) for name in (
@@ -171,10 +176,6 @@ say = tqdm.write if rank == 0 else lambda line: None
 def step_of(path):
     return int(path.name.split("-")[-1])
 
-def checkpoints():
-    """Oldest first. A person's copies (checkpoint-000200.bak) are none."""
-    return sorted((p for p in out_dir.glob("checkpoint-*") if p.name.split("-", 1)[1].isdigit()), key=step_of)
-
 run_name = cache.run_name(args.model, args.data)
 runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(run_name) + r"-\d+", p.parent.name)]
 newest = max(runs, default=None, key=step_of) # (a folder without a log is that of a run that never began)
@@ -192,14 +193,14 @@ def read_checkpoint(path):
         raise InputError(f"{path}: its files do not belong together; it is damaged")
     return weights, moments, state
 
-def refuse_changes(begun):
-    changes = [f"{k}: {begun.get(k)} -> {v}" for k, v in json.loads(json.dumps(config)).items() if begun.get(k) != v]
+def refuse_changes(old):
+    changes = [f"{k}: {old.get(k)} -> {v}" for k, v in json.loads(json.dumps(config)).items() if old.get(k) != v]
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
                          "ones, or start a new run")
 
 step, checkpoint = 0, None
-saved = checkpoints() if args.resume else []
+saved = checkpoints(out_dir) if args.resume else []
 for path in reversed(saved):
     try:
         checkpoint = read_checkpoint(path)
@@ -229,9 +230,11 @@ if rank == 0 and not args.plan:
 # ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
 encoded = all(map(cache.is_index, args.data + args.val_data))
-parts = (["vae"] if args.val_data else []) if encoded else cache.ENCODERS
+parts = ["transformer"] * (not args.transformer) + (["vae"] * bool(args.val_data) if encoded else cache.ENCODERS)
 folder = cache.find_model(args.model, ["scheduler", *parts], not args.plan)
-transformer_folder = cache.find_model(args.transformer or args.model, ["transformer"], not args.plan)
+transformer_folder = folder
+if args.transformer:
+    transformer_folder = cache.find_model(args.transformer, ["transformer"], not args.plan, flag="--transformer")
 pipe = None if encoded else cache.load_pipeline(folder)
 samples, val_samples, geometry, problems = cache.make_cache(pipe, folder, args, rank, world_size,
                                                          encode=args.use_cache and not args.plan)
@@ -351,7 +354,7 @@ torch.manual_seed(args.seed) # the same LoRA on every process, without a word be
 try:
     lora = predict.add_lora(transformer, **lora_config) # {name: parameter}: all that learns
 except (TypeError, ValueError) as e:
-    raise InputError(f"--lora_args: peft refuses them ({str(e).splitlines()[0]}); see peft.LoraConfig")
+    raise InputError(f"--lora_args: peft refuses them ({cache.first_words(e)}); see peft.LoraConfig")
 if lora_args.get("target_parameters") or any(".lora_" not in name for name in lora):
     raise InputError("--lora_args: would train what a LoRA's file cannot hold; leave out bias, modules_to_save and "
                      "target_parameters")
@@ -400,12 +403,11 @@ if args.gradient_checkpointing != 0:
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
-module, _, name = args.optimizer.rpartition(".")
 try:
-    optimizer = getattr(importlib.import_module(module), name)(
+    optimizer = optimizer_class(
         lora.values(), **dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args))
-except (ImportError, AttributeError, TypeError, ValueError) as e:
-    raise InputError(f"--optimizer {args.optimizer}: {str(e).splitlines()[0]}; give a class and its arguments")
+except (AttributeError, TypeError, ValueError) as e:
+    raise InputError(f"--optimizer {args.optimizer}: {cache.first_words(e)}; give a class and its arguments")
 say(f"{args.model}: LoRA on {sum('.lora_A.' in n for n in lora)} layers, {sum(p.numel() for p in lora.values()):,} "
     f"parameters, {args.dtype} base on {args.device}, {world_size} process{'es' * (world_size > 1)}")
 
@@ -445,19 +447,19 @@ def save_checkpoint():
     shutil.rmtree(path, ignore_errors=True) # a damaged one
     os.replace(tmp, path)
     cache.sync_folder(out_dir)
-    for old in [p for p in checkpoints() if step_of(p) <= step][:-args.keep]: # later ones are damaged: see above
+    for old in [p for p in checkpoints(out_dir) if step_of(p) <= step][:-args.keep]: # later ones are damaged: see above
         shutil.rmtree(old)
 
 def load_checkpoint(weights, tensors, state):
     """Puts LoRA and optimizer back, bit for bit."""
     refuse_changes(state["config"]) # once more, now that config has model, data and geometry
     predict.load_weights(transformer, weights)
-    numbered, saved = {name: n for n, name in enumerate(lora)}, {}
+    numbered, state_of = {name: n for n, name in enumerate(lora)}, {}
     for entry, value in {**tensors, **state["numbers"]}.items():
         key, name = entry.split(".", 1)
-        saved.setdefault(numbered[name], {})[key] = value
+        state_of.setdefault(numbered[name], {})[key] = value
     group = optimizer.state_dict()["param_groups"][0] | state["group"]
-    optimizer.load_state_dict(dict(state=saved, param_groups=[group]))
+    optimizer.load_state_dict(dict(state=state_of, param_groups=[group]))
 
 def due(step):
     """Whether this many steps are followed by a validation; after the last one it comes in any case."""
@@ -584,7 +586,7 @@ def validate():
                 transformer.disable_adapters()
                 base_pictures = draw_pictures()
             transformer.enable_adapters()
-            shares = [{i: compare(i, picture) for i, picture in draw_pictures().items()}]
+            compared = {i: compare(i, picture) for i, picture in draw_pictures().items()}
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share
             raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
@@ -593,11 +595,11 @@ def validate():
     finally:
         transformer.train()
         (vae.decoder if live else vae).to("cpu")
-    if args.device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
+        if args.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
+    shares = [compared] * world_size
     if world_size > 1:
-        shares *= world_size
-        dist.all_gather_object(shares, shares[0])
+        dist.all_gather_object(shares, compared)
     if rank == 0:
         report(val_loss, {i: both for share in shares for i, both in share.items()})
 
@@ -719,7 +721,7 @@ bar.close()
 # ---- the end, which --resume takes again if it was interrupted -------------------------------------------------------
 
 if stopping:
-    if rank == 0 and step and (not checkpoints() or step_of(checkpoints()[-1]) != step): # in the midst of a step
+    if rank == 0 and step and step not in map(step_of, checkpoints(out_dir)): # in the midst of a step
         save_checkpoint()
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:
@@ -729,9 +731,9 @@ else:
         validate()
 if rank == 0 and not stopping:
     cache.write_file(out_dir / "DONE", f"{step} steps\n".encode())
-    of = ["--model", args.model] + (["--transformer", args.transformer] if args.transformer else [])
+    model_flags = ["--model", args.model] + (["--transformer", args.transformer] if args.transformer else [])
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n  python predict.py "
-        + shlex.join([*of, "--lora", str(out_dir), *([args.base_lora] if args.base_lora else [])])
+        + shlex.join([*model_flags, "--lora", str(out_dir), *([args.base_lora] if args.base_lora else [])])
         + " --image CONTROL.png --prompt \"...\"\n  python tools/curves.py " + shlex.quote(str(out_dir)))
 signals.close()
 if dist.is_initialized():

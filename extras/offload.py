@@ -10,13 +10,13 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 
-def place(transformer, device, away, pack):
-    """Brings the transformer, with its LoRAs, to the device, one block after the other: pack(block) first, then the
+def place(transformer, device, away, smaller):
+    """Brings the transformer, with its LoRAs, to the device, one block after the other: smaller(block) first, then the
     frozen weights of the blocks of the numbers `away` go to pinned host memory, one tensor a block -> transformer."""
     device, blocks = torch.device(device), transformer.transformer_blocks
     hosts, buffers = [], []
     for i, block in enumerate(blocks):
-        pack(block)
+        smaller(block)
         if i in away:
             frozen = [p for name, p in block.named_parameters() if ".lora_" not in name]
             sizes = [-(-p.nbytes // 256) * 256 for p in frozen] # aligned as by CUDA's allocator

@@ -14,16 +14,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def shard(transformer, device, away, pack):
-    """Brings the transformer, with its LoRAs, to the device, one block after the other: pack(block) first, then it is
-    split over the processes, and the blocks of the numbers `away` wait in pinned host memory -> transformer."""
+def shard(transformer, device, away, smaller):
+    """Brings the transformer, with its LoRAs, to the device, block by block: smaller(block) first, then it is split
+    over the processes, and the blocks of the numbers `away` wait in pinned host memory -> transformer."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place
     device, blocks = torch.device(device), transformer.transformer_blocks
     if device.type == "cuda": # where FSDP2 works; set_device wants a number
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for i, block in enumerate(blocks):
-        pack(block)
+        smaller(block)
         loras = {p for name, p in block.named_parameters() if ".lora_" in name}
         for p in loras:
             p.data = p.data.to(device)

@@ -403,6 +403,11 @@ def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(t
 
 # ---- several calls, datasets and processes share a cache, good items and bad ones ------------------------------------
 
+def prune(cache_dir, *flags):
+    result = run_script("tools/prune.py", cache_dir, *flags)
+    assert result.status == 0, result.err
+    return result.out
+
 def test_an_index_holds_what_the_last_call_has_asked_for_and_files_stay_until_they_are_pruned(root):
     """So that a training without dropout, between two with it, costs nothing."""
     root.make("--caption_dropout_rate", 0.1)
@@ -429,9 +434,10 @@ def test_an_index_to_validate_on_brings_its_own_sizes_alone(data, tmp_path):
     assert predict.read_lora(tmp_path / "run-0")[1]["train.geometry"]["target_pixels"] == "native"
 
 def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data, tmp_path):
-    flags = ["--target_pixels", "64*64", "32*32", "--caption_dropout_rate", 0.1, "--prune"]
+    flags = ["--target_pixels", "64*64", "32*32", "--caption_dropout_rate", 0.1]
     for other in (data, add_item(tmp_path / "other", "dog")):
         assert make_cache(other, tmp_path / "c", "--val_data", data, *flags).status == 0
+        prune(tmp_path / "c", "--delete")
         sample, = [s for s in cache.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
         assert len(sample.resolutions) == 2 and ("", True) in sample.texts and cache.is_cached(sample)
 
@@ -443,18 +449,19 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     for path in data.glob("*/cat.*"):
         path.unlink()
     result = make_cache(data, cache_dir)
-    assert result.status == 0 and "2 files" in result.out and cached_files(cache_dir) == before
+    assert result.status == 0 and "2 files" in prune(cache_dir) and cached_files(cache_dir) == before
     assert [s.name for s in cache.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # so that nobody trains them
     (cache_dir / "mine.json").write_text("{}") # no index
     assert make_cache(data, cache_dir).status == 0
     (cache_dir / "mine.json").unlink()
-    for spoil, named in ((lambda: index.write_text("{"), "others.json"), (caption.unlink, "--prune")):
-        spoil() # what must stay is not known now
-        result = make_cache(data, cache_dir, "--prune")
+    for folder, named, spoil in ((cache_dir, "others.json", "{"), (tmp_path, "latents", sound)):
+        index.write_text(spoil) if spoil == "{" else index.write_bytes(spoil) # what must stay is not known
+        result = run_script("tools/prune.py", folder, "--delete")
         assert result.status == 1 and is_one_line(result.errors[-1], named) and cached_files(cache_dir) == before
-        index.write_bytes(sound)
-    caption.write_text("add a red border")
-    assert make_cache(data, cache_dir, "--prune").status == 0 and len(cached_files(cache_dir)) == 4
+    caption.unlink() # with errors the index stays as it is, and so do its files
+    assert make_cache(data, cache_dir).status == 1
+    assert "2 files" in prune(cache_dir, "--delete") and len(cached_files(cache_dir)) == 4
+    assert "0 files" in prune(cache_dir)
     assert all(cache.is_cached(s) for path in cache_dir.glob("*.json") for s in cache.read_index(path)[0])
 
 def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):

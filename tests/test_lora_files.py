@@ -91,7 +91,7 @@ BAD_LORAS = { # what becomes of a good one's six layers, and what the error coun
     "more blocks than the model has": (renamed("blocks.1", "blocks.57"), "3 of 6"),
     "A only": (lambda t: {k: v for k, v in t.items() if "lora_A" in k}, "lora_B"),
     "one B missing": (lambda t: {k: v for k, v in t.items() if k != B}, "to_q"),
-    "wrong width": (lambda t: t | {A: torch.ones(2, 96)}, "1 of 12", "to_q", "96"),
+    "wrong width": (lambda t: t | {A: torch.ones(2, 96)}, "1 of 6", "to_q", "96"),
     "A and B of different rank": (lambda t: t | {B: torch.ones(128, 4)}, "to_q"),
     "a vector": (lambda t: t | {A: torch.ones(128)}, "to_q"),
     "NaN": (lambda t: t | {A: t[A].index_fill(1, torch.tensor(5), math.nan)}, "to_q"),

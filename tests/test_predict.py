@@ -57,8 +57,8 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
            "'out'": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
            "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[1], num_inference_steps=3)],
            "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
-           "at least 2": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
-           "pixels; give 32": [dict(height=0), dict(width=31)],
+           "give 2 to 1000": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
+           "give 32 to": [dict(height=0), dict(width=31)],
            "negative prompt": [dict(negative_prompt="<|im_end|>")]}
     rows, out = [*good, *sum(bad.values(), [])], tmp_path / "o"
     jobs = write_jobs(tmp_path, [dict(image=one, prompt="add a red border") | row for row in rows])

@@ -97,6 +97,18 @@ def test_text_positions_shared_by_pictures_of_mixed_sizes_are_refused():
         model(**padded_call(model, samples, 0), image_rotary_emb=(
             rope_patch.pad_latents_for_multi_res([img for img, _ in freqs])[0], freqs[0][1]))
 
+def test_text_positions_shared_by_equal_sizes_are_right_beside_a_joint_mask():
+    """Which hides pictures' tokens of one sample: the positions that were given are still the same."""
+    samples = make_batch(([(1, 4, 4)], 9), ([(1, 4, 4)], 9))
+    model, call = patched_model(), padded_call(patched_model(), samples, 0)
+    img_freqs, txt_freqs = rope_patch.sample_freqs(model.pos_embed, [(1, 4, 4)], 9, DEVICE)
+    mask_BS = torch.ones(2, 9 + 16, dtype=torch.bool, device=DEVICE)
+    mask_BS[1, 20] = False
+    call |= dict(attention_kwargs=dict(attention_mask=mask_BS))
+    shared, each = [model(**call, image_rotary_emb=(img_freqs.expand(2, -1, -1), txt)).sample
+                    for txt in (txt_freqs, txt_freqs.expand(2, -1, -1))]
+    assert torch.equal(shared, each)
+
 # ---- S1 and S4: caches of version 1.0 --------------------------------------------------------------------------------
 
 SIX = ["pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask", "empty_prompt_embed",

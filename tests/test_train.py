@@ -302,7 +302,7 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
 
 @pytest.mark.parametrize("flags, status, named", [
     (["--optimizer", "prodigyopt.Prodigy"], 2, "pip install prodigyopt"),
-    (["--optimizer", "torch.optim.AdamZ"], 1, "--optimizer"), (["--optimizer", "AdamW"], 2, "torch.optim.AdamW"),
+    (["--optimizer", "torch.optim.AdamZ"], 2, "--optimizer"), (["--optimizer", "AdamW"], 2, "torch.optim.AdamW"),
     (["--optimizer="], 2, "torch.optim.AdamW"),
     (["--optimizer_args", "beta=3"], 1, "beta"),
     (["--tracker", "wandb"], 2, "pip install wandb"),
@@ -407,8 +407,8 @@ def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     assert all(torch.equal(x, lora_of(b)[k]) for k, x in lora_of(a).items())
     assert [p.name for p in sorted((b / "samples").glob("*.png"))] == [f"step_{n:06d}_data.png" for n in (1, 2, 3)]
     assert [r["step"] for r in validations_of(b)] == [1, 2, 3] and not validations_of(a)
-    for n in (1, 2, 3): # said before the pictures are drawn, which takes minutes
-        assert re.search(rf"step {n}: validation on \d+ held-out pictures\n(.*\n)?step {n}: validation loss", result.out)
+    for n in (1, 2, 3): # said before the pictures are drawn
+        assert re.search(rf"step {n}: validation on \d+ held-out .*\n(.*\n)?step {n}: validation loss", result.out)
     assert {p.requires_grad for n, p in result.globals["transformer"].named_parameters()} == {True, False}
 
 def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):

@@ -223,9 +223,7 @@ def find_twins(samples, thumbnails):
 def read_sample(sample, pipe, args):
     """-> (target, first control or None, row of report.json). Opens every picture. InputError for what is wrong."""
     (w, h), *control_sizes = sizes = [cache.image_size(path) for path in [sample.target, *sample.controls]]
-    mask_w, mask_h = cache.image_size(sample.mask) if sample.mask else (w, h)
-    if abs(mask_w / mask_h / (w / h) - 1) > 0.02: # as in cache.plan_sample
-        raise InputError(f"{sample.mask}: {mask_w}x{mask_h} for a target of {w}x{h}; give it the target's shape")
+    cache.check_mask(sample, (w, h))
     pictures = [read_image(path) for path in [sample.target, *sample.controls, *filter(None, [sample.mask])]]
     controls = [fit_size(size, args.control_pixels) for size in control_sizes]
     targets = [fit_size((w, h), area) for area in args.target_pixels]

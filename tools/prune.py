@@ -1,0 +1,33 @@
+"""
+Which encoded files does no dataset need any more? Counts the files of a cache folder that none of its indexes knows,
+and with --delete deletes them. cache.py and train.py leave them, so that going back to earlier flags or samples costs
+nothing; predict.py's own are among them, and it encodes them again.
+
+$ python tools/prune.py cache
+$ python tools/prune.py cache --delete
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import cache
+
+def main():
+    parser = cache.Parser(__doc__)
+    parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
+    parser.add_argument("--delete", action="store_true", help="delete them, too")
+    args = parser.parse_args()
+    if not (args.cache_dir / "latents").is_dir():
+        raise cache.InputError(f"{args.cache_dir}: no cache folder, it has no latents/; give cache.py's --cache_dir")
+    known = {file for index in args.cache_dir.glob("*.json") # an index that cannot be read ends the script here
+             for sample in cache.read_index(index)[0] for file in cache.files_of(sample)}
+    unknown = sorted(set(args.cache_dir.glob("latents/*.safetensors")) - known)
+    unknown += sorted(set(args.cache_dir.glob("text/*.safetensors")) - known)
+    size = sum(file.stat().st_size for file in unknown) / 1e9
+    for file in unknown if args.delete else []:
+        file.unlink()
+    print(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset"
+          + ("; deleted" if args.delete else "; --delete deletes them" if unknown else ""))
+
+if __name__ == "__main__":
+    main()
