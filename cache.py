@@ -188,7 +188,20 @@ def add_data_flags(parser):
          help="share of samples trained with the empty prompt")
     flag("--prompt_image_dropout_rate", type=number(float, 0, 1), default=0.0,
          help="share of samples trained as text-to-image, without their controls; not with v1")
+    flag("--preserve", type=number(float, 0, 1), default=0.0, metavar="P", help="share of samples that get another "
+         "instruction and learn what the base answers to it, so that the model does not forget")
+    flag("--preserve_prompts", type=prompt_lines, default=[NEGATIVE_PROMPT], metavar="FILE",
+         help="lines of instructions that the base follows, for --preserve (default: an empty one)")
     flag("--skip_bad", action=on_off, default=False, help="go on without the samples that have an error")
+
+def prompt_lines(path):
+    """A text file's lines that are not blank."""
+    lines = [line.strip() for line in read_text(Path(path)).splitlines() if line.strip()]
+    for line in lines:
+        check_text(path, line)
+    if not lines:
+        raise argparse.ArgumentTypeError(f"{path} is empty; write an instruction on each line")
+    return list(dict.fromkeys(lines))
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action): # a default of None is explained in the help itself
@@ -1084,7 +1097,7 @@ def open_index(path, folder, texts):
     if lacking:
         prompt, shown = lacking[0]
         raise InputError(f"{path}: lacks the prompt {prompt!r} {'with' if shown else 'without'} pictures; run cache.py "
-                         "with the same --val_data, --caption_dropout_rate and --prompt_image_dropout_rate")
+                         "with the same --val_data, --preserve_prompts and rates of dropout and --preserve")
     return samples, geometry
 
 def read_roots(pipe, folder, roots, texts, geometry, args, quiet, repeats=None, alone=False):
@@ -1113,13 +1126,18 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
 
     def read(roots, texts, geometry, **more):
         return read_roots(pipe, folder, roots, texts, geometry, args, rank > 0, **more)
-    texts = lambda s: [(prompt, with_pictures) for prompt in s.prompts + dropped for with_pictures in shown]
+    others = [(prompt, True) for prompt in args.preserve_prompts * (args.preserve > 0)]
+    texts = lambda s: [(prompt, with_pictures) for prompt in s.prompts + dropped for with_pictures in shown] + others
     samples, geometry, problems = read(args.data, texts, geometry, repeats=args.repeats)
     alone, _, wrong = read(args.reg_data, texts, geometry, alone=True)
     val_texts = lambda s: [(prompt, True) for prompt in s.prompts + [NEGATIVE_PROMPT]]
     first = geometry | dict(target_pixels=geometry["target_pixels"][:1]) # the only one that is validated
     val_samples, _, more = read(args.val_data, val_texts, first)
     samples, problems = samples + alone, problems + wrong + more
+
+    trained = {prompt: s.name for s in samples for prompt in s.prompts}
+    if clash := [prompt for prompt, _ in others if prompt in trained]:
+        raise InputError(f"--preserve_prompts: {clash[0]!r} is what {trained[clash[0]]} learns; leave it out")
 
     def say(lines):
         if rank == 0 and lines:

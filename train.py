@@ -160,7 +160,7 @@ config = {name: getattr(args, name) for name in (
     "dtype", "seed", "caption_dropout_rate", "prompt_image_dropout_rate", "lora_rank", "lora_alpha", "lora_dropout",
     "lora_targets", "lora_args", "batch_size", "batching", "optimizer", "optimizer_args", "lr", "lr_scheduler",
     "warmup_steps", "weight_decay", "max_grad_norm", "timestep_sampling", "loss_norm", "mask_foreground_weight",
-    "mask_background_weight", "quantize", "quantize_text_encoder")}
+    "mask_background_weight", "preserve", "preserve_prompts", "quantize", "quantize_text_encoder")}
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 for name in ("pretrained_lora", "base_lora"): # by content, wherever they lie
     setattr(args, name, getattr(args, name) and str(predict.find_lora(getattr(args, name))))
@@ -262,12 +262,16 @@ def shuffled(n):
 
 def pick(position):
     """-> (sample, resolution, text) at this position: one of sample.resolutions, one of the keys of sample.texts.
-    Caption dropout picks the empty prompt; picture dropout drops the controls, from the prompt too."""
+    Caption dropout picks the empty prompt; picture dropout drops the controls, from the prompt too; --preserve picks an
+    instruction that is not the sample's, which the base answers (flow_loss)."""
     n, i = divmod(position, len(epoch))
     sample, g = epoch[shuffled(n)[i]], generator("draw", position)
     resolution = sample.resolutions[torch.randint(len(sample.resolutions), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
     # from generators of their own, so that the flags of one do not change what the others draw
+    g, others = generator("preserve", position), args.preserve_prompts
+    if torch.rand((), generator=g).item() < args.preserve:
+        return sample, resolution, (others[torch.randint(len(others), (), generator=g)], True)
     which = torch.randint(len(sample.prompts), (), generator=generator("wording", position))
     shown = torch.rand((), generator=generator("pictures", position)).item() >= args.prompt_image_dropout_rate
     if not shown:
@@ -293,30 +297,44 @@ def draw_timestep(g, img_len):
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 def load_item(sample, resolution, text, g, s=None):
-    """What the loss needs of a sample, on the device: x0 (I_0, C), noise (I_0, C), s, controls (sum I_c, C), prompt
-    (T, J), img_shapes, weight (I_0,). g: where the noise comes from, and s if it is not given."""
+    """What the loss needs of a sample, on the device: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or None for the
+    base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,). g: where the noise comes from, and s if
+    it is not given."""
     t = cache.load_latents(sample, resolution, live)
     x0, shapes = t["pixel_latent"].to(args.device, torch.float32), [tuple(shape) for shape in resolution["img_shapes"]]
     s = draw_timestep(g, len(x0)) if s is None else torch.tensor(s)
     noise, weight = torch.randn(x0.shape, generator=g).to(args.device), torch.ones(len(x0), device=args.device)
-    if "edit_mask" in t:
+    preserved = text[0] not in ("", *sample.prompts) # pick has drawn one of --preserve_prompts
+    if "edit_mask" in t and not preserved:
         mask = t["edit_mask"].to(args.device)
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to(args.device, dtype) # none if dropped
     prompt = cache.load_text(sample, text, live).to(args.device, dtype)
-    return SimpleNamespace(x0=x0, noise=noise, s=s, controls=controls, prompt=prompt, img_shapes=shapes, weight=weight)
+    return SimpleNamespace(x0=x0, noise=noise, velocity=None if preserved else noise - x0, s=s, controls=controls,
+                           prompt=prompt, img_shapes=shapes, weight=weight)
 
-def flow_loss(model, items):
-    """-> [(loss, weight)] of these items, of any sizes, in one forward pass. The step's loss is the sum of all losses
-    over the sum of all weights, of all packs of all processes."""
+def predict_velocity(model, items):
+    """-> (I_0, C) in fp32 for each of these items, of any sizes, in one forward pass."""
     noisy = [(1 - i.s) * i.x0 + i.s * i.noise for i in items] # data at s = 0, noise at s = 1
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(model, [torch.cat([x.to(dtype), i.controls]) for x, i in zip(noisy, items)], [i.prompt for i in items],
                 torch.stack([i.s for i in items]).to(noisy[0].device), [i.img_shapes for i in items])
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # nothing is wanted of the controls
+
+def flow_loss(model, items):
+    """-> [(loss, weight)] of these items. The step's loss is the sum of all losses over the sum of all weights, of all
+    packs of all processes. Who has no velocity learns what the base, without the LoRA, predicts from the same noise."""
+    asked = [i for i in items if i.velocity is None]
+    if asked or (args.preserve and args.fsdp): # where every process must run as many forward passes as any other
+        model.disable_adapters()
+        with torch.no_grad():
+            answers = predict_velocity(model, asked or items[-1:])
+        model.enable_adapters()
+        for i, answer in zip(asked, answers):
+            i.velocity = answer
     losses = []
-    for i, pred in zip(items, preds):
-        velocity = i.noise - i.x0
-        error = (pred[:len(i.x0)].float() - velocity).square().mean(-1) # the controls have no loss
+    for i, pred in zip(items, predict_velocity(model, items)):
+        error = (pred - i.velocity).square().mean(-1)
         loss, weight = (error * i.weight).sum(), i.weight.sum().clamp_min(1e-12) # a mask may be black all over
         losses.append((loss / weight, 1) if args.loss_norm == "sample" else (loss, weight))
     return losses
