@@ -137,6 +137,8 @@ def pixels(text):
     if text == "native":
         return text
     area = math.prod(int(n) for n in re.split(r"[*x]", text)) if re.fullmatch(r"\d+([*x]\d+)?", text) else 0
+    if text.isdigit() and area <= 4096: # other trainers give a side
+        raise argparse.ArgumentTypeError(f"{text} would be an area; give {text}x{text}")
     if area < 32 * 32:
         raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1048576, 1024x1024 or native")
     return area
@@ -182,7 +184,8 @@ def add_data_flags(parser):
          "logged, their pictures are drawn without and with the LoRA (default: none; the toy dataset has its own)")
     flag("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
          help="area of the target (default: 1024x1024); several: one is drawn for each sample; native: own size")
-    flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="area of the controls, likewise")
+    flag("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA",
+         help="area of the controls, likewise (default: 1024x1024)")
     flag("--upscale", action=on_off, default=True, help="enlarge smaller pictures to the area, as stock does")
     flag("--caption_dropout_rate", type=number(float, 0, 1), default=0.0,
          help="share of samples trained with the empty prompt")
@@ -209,11 +212,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return action.help if explained else super()._get_help_string(action)
 
 OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
-    lr="learning_rate", lora_rank="rank network_dim", max_steps="steps epochs num_train_epochs max_train_epochs",
-    num_inference_steps="steps", true_cfg_scale="cfg guidance_scale", target_pixels="resolution", lora="adapter",
-    pretrained_lora="network_weights init_lora", base_lora="base_weights", batch_size="gradient_accumulation_steps",
-    data="dataset_config train_data_dir", model="pretrained_model_name_or_path dit", out="output output_path",
-    save_every="checkpointing_steps", dtype="mixed_precision", tracker="report_to", offload="blocks_to_swap")
+    lr="learning_rate", lora_rank="rank network_dim linear", lora_alpha="linear_alpha", max_steps="steps", offload=
+    "blocks_to_swap layer_offloading enable_model_cpu_offload", num_inference_steps="steps", true_cfg_scale=
+    "cfg guidance_scale", target_pixels="resolution image_size", lora="adapter lora_path", image="control_image_path",
+    pretrained_lora="network_weights init_lora lora_path lora_checkpoint preset_lora_path", base_lora=
+    "base_weights assistant_lora_path", batch_size="gradient_accumulation_steps", lora_scale="lora_weight "
+    "lora_multiplier", data="dataset_config train_data_dir dataset_base_path folder_path image_dir", model=
+    "pretrained_model_name_or_path dit", out="output output_path save_path", save_every="checkpointing_steps",
+    dtype="mixed_precision", tracker="report_to log_with", quantize="fp8_base fp8_scaled quant_options "
+    "base_model_precision", out_dir="save_dir output_name", jobs="from_file", resume="resume_from_checkpoint",
+    repeats="dataset_repeat num_repeats", val_data="validation_prompts", sample_every="validation_step_interval")
 
 class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
     """-h shows all defaults; what is wrong is one line, with the flag that may be meant, and status 2."""
@@ -224,18 +232,27 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
     def error(self, message):
         line, unknown = message.removeprefix("argument "), message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            line = self.unknown(unknown.split()[0].split("=")[0])
+            flags = [word for word in unknown.split() if word.startswith("--")] or unknown.split()[:1]
+            line = "; ".join(map(self.unknown, flags))
         if ";" not in line: # argparse's own, which names no remedy
             line += f"; see {self.prog} -h"
         self.exit(2, error_line(line) + "\n")
 
     def unknown(self, word):
         if not word.startswith("-"):
-            return f"{word}: belongs to no flag; put a text with spaces in quotes"
-        name, known = word.strip("-").replace("-", "_"), self._option_string_actions
+            return f"{word}: belongs to no flag; --data takes datasets, --out_dir runs; put a text in quotes"
+        name, known = word.split("=")[0].strip("-").replace("-", "_"), self._option_string_actions
+        if "epoch" in name:
+            return f"{word}: unknown; count in steps: --max_steps, --save_every, --sample_every"
         meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
-        meant += difflib.get_close_matches(f"--{name}", known, 1, 0.7)
+        meant += difflib.get_close_matches(f"--{name}", known, 1, 0.8)
         return f"{word}: unknown" + (f"; here {meant[0]}" if meant else "")
+
+    def parse_args(self):
+        for flag in ("--data", "--reg_data", "--image", "--lora"): # argparse would take the last one alone
+            if sys.argv.count(flag) > 1:
+                self.error(f"argument {flag}: given twice; put all values behind one")
+        return super().parse_args()
 
 def is_tiny(model):
     """Whether this is tiny/, however its path is spelled, or a model of the same shape: a copy, a merged one."""
@@ -294,7 +311,7 @@ def first_words(e, most=300):
 def check_size_for_cpu(model):
     """InputError where a large model would go to the CPU, in float32, because no GPU can be used."""
     weights = [file.stat().st_size for file in Path(model).glob("*/*.safetensors")]
-    if not Path(model).is_dir() or sum(weights) > 4e9:
+    if not Path(model).exists() or sum(weights) > 4e9:
         driver = Path("/proc/driver/nvidia/version")
         driver = re.search(r"\d+\.[\d.]+", driver.read_text()) if driver.is_file() else None
         raise InputError(f"--device: no usable GPU (torch {torch.__version__} is built for CUDA "
@@ -521,7 +538,10 @@ def read_manifest(path, alone=False, settings=None):
     jobs.jsonl, with control (or image), prompt and any of these -> (samples, problems)."""
     samples, problems, seen = [], [], {}
     lines = read_text(path).split("\n") # not splitlines, which takes U+2028 in a prompt for the end of a line
-    for n, line in [(n, line) for n, line in enumerate(lines, 1) if line.strip()]:
+    lines = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if settings is None and lines and not re.search('"(target|prompt)"', lines[0][1]):
+        raise InputError(f"{path}: another trainer's manifest; python tools/import_data.py {path} NEW_FOLDER")
+    for n, line in lines:
         try:
             sample = read_row(path, n, line, alone, settings)
             pictures = [os.path.realpath(p) for p in (sample.target or str(n), *sample.controls, sample.mask or "")]
@@ -549,10 +569,8 @@ def read_row(manifest, n, line, alone, settings):
     except (ValueError, RecursionError, AttributeError, TypeError) as e:
         raise InputError(f"{where}: no JSON object ({e}); one a line, no comma behind its last field")
     if wrong:
-        fix = "" if settings is not None else (
-            '; "control": [] for a picture without controls; tools/import_data.py converts other trainers\' manifests')
-        raise InputError(f"{where}: field {wrong[0]!r} is missing, unknown or of a wrong type; want {', '.join(known)}"
-                         + fix)
+        raise InputError(f"{where}: field {wrong[0]!r} is missing, unknown or of a wrong type; want {', '.join(known)} "
+                         '("control": [] for a picture without controls)')
     listed = lambda value: [value] if isinstance(value, str) else value
     target, mask = [find_picture(manifest, where, row[k], settings) if row.get(k) is not None else None
                     for k in ("target", "mask")]
@@ -703,6 +721,8 @@ def find_model(model, parts, weights=True, flag="--model"):
     without their weights, and for --model model_index.json. InputError names a file that is missing or cut, before any
     is loaded."""
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
+    if folder.is_file():
+        raise InputError(f"{flag} {model}: one file; give a diffusers folder, or Qwen/Qwen-Image-Edit-2509")
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
         repo, _, revision = model.partition("@")
@@ -937,6 +957,17 @@ def check_mask(sample, target_size):
         if abs(w / h / (target_w / target_h) - 1) > 0.02:
             raise InputError(f"{sample.mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
 
+def broken_pictures(sample):
+    """A line for each of its pictures that cannot be used; decodes them all."""
+    problems = []
+    for path in filter(None, [sample.target, *sample.controls, sample.mask]):
+        try:
+            image_size(path)
+            read_image(path)
+        except InputError as e:
+            problems.append(str(e))
+    return problems
+
 def plan_samples(pipe, samples, texts, geometry, args, quiet):
     """plan_sample for all -> (good samples, problems). texts(sample) -> [(prompt, whether with pictures)]."""
     good, problems, models = [], [], encoder_fingerprints(Path(pipe.name_or_path))
@@ -946,7 +977,7 @@ def plan_samples(pipe, samples, texts, geometry, args, quiet):
             plan_sample(pipe, sample, texts(sample), geometry, models, args)
             good.append(sample)
         except InputError as e:
-            problems.append(str(e))
+            problems += broken_pictures(sample) or [str(e)]
         except OSError as e:
             problems.append(error_line(f"{e.filename or sample.name}: {e.strerror}; make it readable"))
     return good, problems
@@ -1017,7 +1048,7 @@ def encode_files(pipe, jobs, args, quiet):
                 encode = encode_latents if part == "vae" else encode_text
                 tensors = encode(pipe, sample, what, read.result())
             except InputError as e:
-                problems.append(str(e))
+                problems += broken_pictures(sample) or [str(e)]
             except torch.OutOfMemoryError:
                 raise InputError(f"{sample.name}: out of memory in the {part} encoder; lower --control_pixels and "
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
@@ -1134,6 +1165,9 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
     first = geometry | dict(target_pixels=geometry["target_pixels"][:1]) # the only one that is validated
     val_samples, _, more = read(args.val_data, val_texts, first)
     samples, problems = samples + alone, problems + wrong + more
+    if not encode and not args.plan: # nobody reads the pictures before the training does
+        sound = lambda sample: not problems.extend(lines := broken_pictures(sample)) and not lines
+        samples, val_samples = list(filter(sound, samples)), list(filter(sound, val_samples))
 
     trained = {prompt: s.name for s in samples for prompt in s.prompts}
     if clash := [prompt for prompt, _ in others if prompt in trained]:

@@ -175,8 +175,8 @@ def read_lora(path):
         meta = dict(json.loads(notes.get(kind, "{}")))
         if "digest" in meta: # one of ours
             raw, meta = cache.read_tensors(file, kind)
-        if any("dora_scale" in k for k in raw): # diffusers would leave it out
-            raise ValueError("a DoRA in the form of kohya and ComfyUI")
+        if other := re.search("dora_scale|lokr_|hada_", " ".join(raw)): # diffusers leaves out the first
+            raise ValueError(f"{other[0]}: a DoRA in the form of kohya and ComfyUI, a LoKr or a LoHa")
         if any(k.startswith("transformer_blocks.") for k in raw): # no prefix, as Lightning's
             raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
@@ -192,7 +192,8 @@ def find_faults(state, trained):
     layers = lambda kind: {k.rsplit(".lora_", 1)[0]: v for k, v in state.items() if f".lora_{kind}." in k}
     a, b = layers("A"), layers("B")
     wrong = [] if state else ["it is empty"]
-    wrong += [f"{k} is none of Qwen-Image's" for k in state if not re.match(r"transformer\..+\.lora_", k)]
+    ours = r"transformer\.(transformer_blocks\.\d+\.|img_in|txt_in|proj_out|norm_out|time_text_embed).*\.lora_"
+    wrong += [f"{k} is none of Qwen-Image's" for k in state if not re.match(ours, k)]
     wrong += [f"lora_A or lora_B of {k} is missing" for k in a.keys() ^ b.keys()]
     wrong += [f"lora_A and lora_B of {t} are missing" for t in (trained if isinstance(trained, list) else [])
               if not any(k.endswith("." + t) for k in a)]
@@ -627,7 +628,8 @@ def main():
     problems += wrong
     pictures = plan_pictures(good, args, many, cache.fingerprint(transformer_folder / "transformer"))
     missing = [p for p in pictures if not (many and finished(p.path, p.key))]
-    cache.prepare_folder(place, "choose another folder")
+    if missing:
+        cache.prepare_folder(place, "choose another folder")
     if rank == 0 and len(missing) < len(pictures):
         print(f"{place}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, made with the "
               "same settings")

@@ -146,7 +146,8 @@ if not args.use_cache and any(map(cache.is_index, args.data + args.val_data)):
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
 if package == args.optimizer:
-    parser.error(f"argument --optimizer: {args.optimizer!r} is no path of a class; give for instance torch.optim.AdamW")
+    parser.error(f"argument --optimizer: {args.optimizer!r} is no path of a class; give for instance "
+                 "torch.optim.AdamW, or bitsandbytes.optim.AdamW8bit")
 if not find_spec(package):
     parser.error(f"argument --optimizer: the package {package} is not installed; pip install {package}")
 module, _, name = args.optimizer.rpartition(".")

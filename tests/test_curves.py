@@ -31,7 +31,7 @@ def test_the_hardest_sample_is_found_whatever_its_timesteps(tmp_path):
     rows = [line.split() for line in result.out.splitlines() if "seen" in line]
     assert len(rows) == 8 and rows[0][1] == "3" and float(rows[0][0]) > 1.3 * float(rows[1][0])
     assert sum(int(row[3]) for row in rows) == 200 # the second half
-    assert (result.status == 0) == (run / "loss.png").exists() != ("pip install matplotlib" in result.err)
+    assert result.status == 0 and (run / "loss.png").exists() != ("pip install matplotlib" in result.out)
 
 def test_what_train_writes_is_drawn(tmp_path, small):
     """Also while the run is at work: the last line may be half a line."""

@@ -176,6 +176,18 @@ def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_pa
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
     assert drawn == [run.globals["pick"](p)[2] for p in range(600)]
 
+def test_all_broken_pictures_of_a_sample_are_listed_and_left_out_also_without_a_cache(tmp_path, data):
+    """Without a cache nobody would read them before the training does."""
+    broken = [add_item(data, "bad", [(64, 64)] * 3) / name for name in ("target/bad.png", "control/bad_1.png")]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:-40])
+    flags = ["--cache_dir", tmp_path / "c", *NATIVE]
+    for more in ([], ["--no-use_cache"]):
+        for skip in ([], ["--skip_bad"]):
+            result = train(data, tmp_path, *flags, *more, *skip)
+            assert result.status == (0 if skip else 1) and len(result.losses) == 2 * bool(skip), result.err
+            assert len(result.errors) == 2 and all(map(is_one_line, result.errors, map(str, broken))), result.err
+
 @pytest.mark.parametrize("width, warned", [(72, True), (68, False)])
 def test_an_aspect_that_rounding_bends_by_a_tenth_is_a_warning(tmp_path, width, warned):
     add_item(tmp_path / "data", "cat", [(width, 64), (64, 64)])

@@ -106,6 +106,9 @@ def test_help_prints_commands_and_defaults(script):
 @pytest.mark.parametrize("script, flags, meant", [
     ("train.py", "--learning_rate 3", "here --lr"), ("train.py", "--lora-rank=3", "here --lora_rank"),
     ("train.py", "--modle x", "here --model"), ("train.py", "--steps 3", "here --max_steps"),
+    ("train.py", "--fp8_scaled --network_dim 3", "here --quantize; --network_dim: unknown; here --lora_rank"),
+    ("train.py", "--max_train_epochs 3", "in steps"), ("train.py", "--target_pixels 1024", "give 1024x1024"),
+    ("train.py", "--data a --data b", "given twice"), ("train.py", "config.toml", "--data takes datasets"),
     ("predict.py", "--steps 3", "here --num_inference_steps"), ("predict.py", "--images x", "here --image"),
     ("predict.py", "--prompt make it sepia", "quotes"), ("cache.py", "--zzz", "see cache.py -h"),
     ("train.py", "--lr fast", "see train.py -h"), ("tools/doctor.py", "photos --output x", "here --out"),

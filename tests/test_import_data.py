@@ -159,7 +159,10 @@ UNKNOWN = { # files of a folder, what is in them, and what is named
     "two manifests": ("metadata.csv metadata.json", "", "two"), "no samples": ("target/notes.md", "", "no sample"),
     "no header": ("metadata.csv", "a.png,b.png,go\na.png,b.png,go\n", "no target"),
     "two columns": ("metadata.csv", "target,control,prompt,prompt\na.png,b.png,go,go\n", "two columns"),
-    "open quote": ("metadata.csv", 'target,"control,prompt\na.png,b.png,go\n', "no sample")}
+    "open quote": ("metadata.csv", 'target,"control,prompt\na.png,b.png,go\n', "close its quote"),
+    "open cell": ("metadata.csv", 'target,control,prompt\na.png,b.png,x\na.png,b.png,"go\na.png,b.png,so\n', "csv:2"),
+    "a configuration": ("config.toml", "[general]", "config.toml"),
+    "two folders of controls": ("target/a.png control1/a.png control2/a.png", "", "control1, control2")}
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_source_that_cannot_be_understood_is_named(tmp_path, kind):
     files, text, *named = UNKNOWN[kind]

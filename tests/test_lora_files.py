@@ -99,6 +99,8 @@ BAD_LORAS = { # what becomes of a good one's six layers, and what the error coun
     "a text encoder's": (renamed("transformer.", "text_encoder."), "text_encoder"),
     "of a layer that is not linear": (renamed("to_q", "norm_q"), "norm_q"),
     "kohya of another model": (lambda t: as_kohya(renamed("attn.to_q", "self_attn.qkv")(t)),),
+    "a LoKr": (lambda t: {"lycoris_unet_x.lokr_w1": torch.ones(2, 2)}, "LoKr"),
+    "of another model": (renamed("transformer_blocks", "pipe.dit.transformer_blocks"), "none of Qwen-Image's"),
     "a DoRA of kohya": (lambda t: as_kohya(t) | {"lora_unet_x.dora_scale": torch.ones(128, 1)}, "DoRA"), # loads by half
     "peft's": (renamed("transformer.", "base_model.model."), "tools/convert_lora.py"), # its scale is in another file
 }

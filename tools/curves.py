@@ -7,6 +7,7 @@ $ python tools/curves.py out/RUN        # loss.png needs matplotlib: pip install
 import io
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -54,10 +55,7 @@ def find_hardest(steps):
 
 def draw_curves(steps, validations):
     """-> a PNG's bytes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("loss.png: matplotlib is not installed; pip install matplotlib")
+    from matplotlib.figure import Figure
     figure, n = Figure((12, 4), layout="constrained"), max(1, len(steps) // 20)
     left, right = figure.subplots(1, 2)
     x, y = [[r[key] for r in steps] for key in ("step", "loss")]
@@ -83,6 +81,8 @@ def main():
           + " none, the run is too short to tell" * (not hardest))
     for name, ratio, times in hardest:
         print(f"{ratio:6.2f}  {name}  (seen {times} times)")
+    if not find_spec("matplotlib"):
+        return print("loss.png: not drawn; pip install matplotlib")
     write_file(args.run / "loss.png", draw_curves(steps, validations))
     print(f"{args.run / 'loss.png'}: the losses, and the last 100 steps' by timestep")
 

@@ -242,7 +242,7 @@ def examine(samples, pipe, args):
         try:
             target, control, row = read_sample(sample, pipe, args)
         except InputError as e:
-            problems.append(str(e))
+            problems += cache.broken_pictures(sample) or [str(e)]
             continue
         wrong = examine_pair(target, control) if control else {}
         for kind, words in wrong.items():

@@ -100,14 +100,18 @@ def read_files(source, name, files, targets):
                          f"{Path('control', name)}.png, further ones numbered 1, 2, ...")
     if "caption" not in files:
         raise InputError(f"{target}: no caption; expected {target.with_suffix('.txt')}")
-    lines = [line for line in re.split("[\r\n]", cache.read_text(files["caption"][0])) if line.strip()]
-    return cache.make_sample(files["caption"][0], source, name, target, [files[n][0] for n in numbers], lines,
+    caption = cache.read_text(files["caption"][0]).strip() # one, of however many lines
+    if "[trigger]" in caption:
+        raise InputError(f"{files['caption'][0]}: holds [trigger]; write the word itself")
+    return cache.make_sample(files["caption"][0], source, name, target, [files[n][0] for n in numbers], [caption],
                              *files.get("mask", []))
 
 # ---- rows of manifests and parquet files -----------------------------------------------------------------------------
 
 def manifest_rows(path):
     """-> [(where, row)]. A row is an object, or a line that should be one."""
+    if path.suffix not in (".jsonl", ".json", ".csv", ".tsv"):
+        raise InputError(f"{path}: no manifest; give the folder, or the .jsonl, .json, .csv or .tsv, that it names")
     text = cache.read_text(path)
     if path.suffix == ".jsonl":
         return [(f"{path}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -118,11 +122,18 @@ def manifest_rows(path):
             raise InputError(f"{path}: no JSON list ({e}); want one object a sample")
     csv.field_size_limit(2**31 - 1) # a prompt that is too long has its line in cache.py
     separator = max(",;\t", key=re.split("[\r\n]", text)[0].count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells")
-    if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
-        raise InputError(f"{path}: two columns of the same name in {reader.fieldnames}; rename one")
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells", strict=True)
     filled = lambda row: {column: cell for column, cell in row.items() if cell not in (None, "", "NaN", "nan")}
-    return [(f"{path}:{reader.line_num}", filled(row)) for row in reader]
+    rows, line = [], 0
+    try:
+        if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
+            raise InputError(f"{path}: two columns of the same name in {reader.fieldnames}; rename one")
+        for row in reader:
+            line = reader.line_num
+            rows.append((f"{path}:{line}", filled(row)))
+    except csv.Error as e: # a quote that is never closed would hold all that follows
+        raise InputError(f"{path}:{line}: a broken cell after this line ({e}); close its quote")
+    return rows
 
 def by_role(row, where):
     """A row with names of COLUMNS -> {role: [cells]}. InputError if two columns mean the same."""
@@ -280,6 +291,10 @@ def convert_source(source, folder, alone):
     elif len(manifests) == 1 and not {"target", "control"} <= folders.keys():
         place = lambda where, name: cache.find_picture(manifests[0], where, name, None)
         samples, problems = read_rows(manifests[0], manifest_rows(manifests[0]), place, alone)
+    elif "target" in folders and "control" not in folders and not alone and len(held := [
+            path.name for path in below if path.is_dir()]) > 1:
+        raise InputError(f"{source}: holds {', '.join(held)}; name the folder of the controls control/, and further "
+                         "controls in it NAME_1, NAME_2")
     elif "target" in folders and not alone:
         samples, problems = read_folders(source, folders)
         problems += [error_line(f"{p}: not used, as there are folders; delete it, or give it alone") for p in manifests]
