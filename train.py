@@ -72,9 +72,9 @@ flag = parser.add_argument_group("LoRA").add_argument
 flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
 flag("--lora_alpha", type=number(float, 1e-6), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
 flag("--lora_dropout", type=number(float, 0, 0.99), default=0.0, help="share of the LoRA's inputs that is set to 0")
-flag("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
-     help="linear layers, by the ends of their names; attention: all of the attention, image and text; "
-          "all-linear: all of the blocks")
+flag("--lora_targets", nargs="+", default=["attention"], metavar="NAME",
+     help="linear layers, by the ends of their names (to_q net.2 ...); attention (default): all of the attention, image "
+          "and text; all-linear: all of the blocks")
 flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
      help="other arguments of peft.LoraConfig, as use_dora=true (default: none)")
 flag("--pretrained_lora", metavar="PATH",
@@ -96,7 +96,7 @@ flag("--warmup_steps", type=number(int, 0), default=0, help="steps in which the 
 flag("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
 flag("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this length")
 flag = parser.add_argument_group("loss").add_argument
-flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
+flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="qwen_shift",
      help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 flag("--loss_norm", choices=["sample", "token"], default="sample",
      help="sample: mean per sample, then over samples; token: mean over all tokens, large pictures weigh more")
@@ -123,9 +123,8 @@ flag("--resume", action="store_true", help="with the flags of a run: continue it
      "model and data)")
 args = cache.parse_data_args(parser, dict( # --model tiny brings native sizes, and a minute on a CPU
     **cache.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
-    timestep_sampling="qwen_shift", gradient_checkpointing=0, lora_targets=[
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
-        "img_in"]))
+    gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
+                                            "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
 lora_args, given, package = dict(args.lora_args), {a.split("=")[0] for a in sys.argv}, args.optimizer.split(".")[0]
 if args.pretrained_lora and given & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
     parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
