@@ -3,6 +3,7 @@
 
 $ python -m pytest -q tests/test_preserve.py -s    # half a minute
 """
+import shutil
 from collections import Counter
 
 import pytest
@@ -11,8 +12,8 @@ from diffusers import QwenImageTransformer2DModel
 
 import cache
 from models import is_one_line, start, start_ranks, train
-from test_consistency import (EXACT, NATIVE, TINY, add_item, curve, data, draw_picture, log_of, lora_of, losses_of, rel,
-                              run_script, show)
+from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, log_of, lora_of,
+                              losses_of, rel, run_script, show, validations_of)
 
 LINES = ["keep the image", "make the background blue", "remove the circle"]
 
@@ -119,3 +120,35 @@ def test_lines_that_cannot_be_right_are_one_line(tmp_path, flags, text, named):
     result = run_script("train.py", *flags, "--out_dir", tmp_path / "o", "--max_steps", 1)
     assert result.status in (1, 2) and len(result.errors) == 1 and is_one_line(result.errors[0], named), result.err
     assert not (tmp_path / "c").exists() and not list(tmp_path.glob("o/*.safetensors"))
+
+# ---- what it is good for ---------------------------------------------------------------------------------------------
+
+KNOWN = ["keep the image", "make the background red", "make the background like picture 2", "remove the circle",
+         "remove the triangle", "paint the top orange", "paint the left like picture 2", "paint the bottom gray"]
+
+@pytest.mark.skipif(not FULL, reason="nine trainings of a minute and more each: --full -k forgets -s")
+def test_the_demo_forgets_nothing_without_known_edits_among_its_data(tmp_path):
+    """The toy edit, learned from its own pairs alone, by three seeds: what that costs the instructions that the base
+    knows, in dB, with and without --preserve. GUIDE.md has the table."""
+    captions = [p for p in (TINY / "data/target").glob("*.txt") if "border" in p.read_text()]
+    for path in [path for caption in captions for path in (TINY / "data").glob(f"*/{caption.stem}*")]:
+        (tmp_path / "border" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "border" / path.parent.name)
+    (tmp_path / "known.txt").write_text("\n".join(KNOWN))
+    val = ["--val_data", TINY / "val", TINY / "known", "--cache_dir", tmp_path / "cache"]
+    ways = {"nothing": [], "empty": ["--preserve", 0.4],
+            "lines": ["--preserve", 0.4, "--preserve_prompts", tmp_path / "known.txt"]}
+    lost, edit = {way: [] for way in ways}, {way: [] for way in ways}
+    for seed in range(3):
+        for way, flags in ways.items():
+            trained(["--data", tmp_path / "border", *val, "--seed", seed, *flags], tmp_path / f"{way}-{seed}")
+            psnr = validations_of(tmp_path / f"{way}-{seed}")[-1]["psnr"]
+            edit[way].append(psnr.pop("val")["lora"])
+            lost[way].append({name: m["base"] - m["lora"] for name, m in psnr.items()})
+    for way in ways:
+        print(f"\n{way}: val {[round(x, 1) for x in edit[way]]}")
+        for name in lost[way][0]:
+            print(f"  {name} loses {[round(row[name], 1) for row in lost[way]]}")
+    mean = lambda way: {name: sum(row[name] for row in lost[way]) / 3 for name in lost[way][0]}
+    assert max(mean("lines").values()) <= 1 and abs(sum(edit["lines"]) / 3 - 30.6) <= 0.5
+    assert min(mean("nothing").values()) > 3 and mean("empty")["known/side"] > 5
