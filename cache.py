@@ -335,9 +335,12 @@ def parse_data_args(parser, tiny):
 
 def end_by_ctrl_c(kind, error, trace):
     """One line where no signals_noted is at work: files appear whole or not at all, so nothing is to be cleaned up."""
-    if kind is not KeyboardInterrupt:
+    first = error
+    while first and not isinstance(first, KeyboardInterrupt): # it may have come while a library held a lock
+        first = first.__context__
+    if not first:
         return sys.__excepthook__(kind, error, trace)
-    tqdm.write("stopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
+    print("\nstopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
 
 def start_processes(args):
     """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-from diffusers import QwenImageEditPlusPipeline
 from PIL import Image
 from transformers import Qwen2VLProcessor
 
@@ -88,8 +87,8 @@ def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch
     assert column[at].tolist() == [first + n for n in (0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4)]
 
 def test_the_stock_pipeline_of_the_readme_encodes_as_the_cache_does(plus):
-    code = re.search(r"```\n(pipe = .*?)```", (TINY.parent / "README.md").read_text(), re.DOTALL)[1]
-    scope = dict(cache=cache, torch=torch, Path=Path, QwenImageEditPlusPipeline=QwenImageEditPlusPipeline)
+    code = re.search(r"```\n(import cache.*?)```", (TINY.parent / "README.md").read_text(), re.DOTALL)[1]
+    scope = {}
     exec(code.replace('"tiny"', repr(str(TINY))), scope)
     pipe, picture = scope["pipe"].to(DEVICE), draw_picture((128, 64))
     with stock_area(64 * 64):
@@ -109,7 +108,7 @@ def test_the_edit_mask_is_the_edited_share_of_each_token(tmp_path, plus, mode, s
 def test_every_target_area_has_its_own_latents_and_all_share_the_text(data, tmp_path):
     add_item(data, "wide", [(70, 64), (64, 64)])
     areas = ["64*64", "128x64", "16384", "native"] # native is 64*64 here, so that its file is the first one's
-    result = make_cache(data, tmp_path / "c", "--control_pixels", 1024, "--target_pixels", *areas)
+    result = make_cache(data, tmp_path / "c", "--control_pixels", "32*32", "--target_pixels", *areas)
     assert result.status == 0 and "3 samples" in result.out and "8.6% (wide)" in result.out, result.err
     sample = index_of(tmp_path / "c")["cat"]
     loaded = [cache.load_latents(sample, resolution) for resolution in sample.resolutions]

@@ -243,9 +243,10 @@ def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photo
     model, script = copy_model(tmp_path / "m"), shutil.copy(HERE / "predict.py", tmp_path)
     save(Image.open(photos[0]), tmp_path / "in/a.png")
     def drawn(*changes):
+        lora = [] if "--lora" in changes else ["--lora", two_loras[0]]
         result = run_script(script, "--model", model, "--image", tmp_path / "in", "--prompt", "go", "--out_dir",
-                            tmp_path / "o", "--cache_dir", tmp_path / "c", "--num_inference_steps", 2, "--lora",
-                            two_loras[0], *NATIVE, *ON_DEVICE, *changes)
+                            tmp_path / "o", "--cache_dir", tmp_path / "c", "--num_inference_steps", 2, *lora, *NATIVE,
+                            *ON_DEVICE, *changes)
         assert result.status == 0 and ("a.png: " in result.out) != ("1 of 1 pictures" in result.out), result.err
         return "/a.png: " in result.out
     assert drawn() and not drawn()
@@ -415,14 +416,15 @@ def test_a_sheet_names_a_sample_whose_instruction_its_font_lacks():
     assert predict.shown_prompt(sample) == sample.prompts[0]
 
 @pytest.mark.parametrize("flags, named", [
-    ("EDIT --sigmas 0.5 0.7", "sigmas"), ("EDIT --num_inference_steps 1", "at least 2"), ("EDIT --prompt=", "empty"),
-    ("EDIT --size_from 2", "size_from 2 of 1"), ("EDIT --image no.png", "no.png"), ("EDIT --lora no/thing", "the hub"),
+    ("EDIT --sigmas 0.5 0.7", "sigmas"), ("EDIT --num_inference_steps 1", "give 2 to 1000"),
+    ("EDIT --prompt=", "empty"), ("EDIT --size_from 2", "size_from 2; give 1 to 1"),
+    ("--prompt go --image no.png", "no.png"), ("EDIT --lora no/thing", "the hub"),
     ("EDIT --negative_prompt <|im_end|>", "negative prompt"), ("EDIT --out TMP/file/a.png", "TMP/file"),
-    ("EDIT --image TMP/in --out_dir TMP/file/o", "TMP/file"), ("EDIT --image TMP/no", "TMP/no"),
-    ("EDIT --image TMP/sheet", "sheet.png"), ("EDIT --image TMP/in TMP/sheet", "one folder"),
-    ("EDIT --image TMP/in/a.png TMP/in", "one folder"),
-    ("EDIT --image TMP/in --out_dir TMP/in", "TMP/in"),
-    ("EDIT --image TMP/in --out_dir TMP/in/out", "TMP/in"), ("--jobs TMP/gone.jsonl", "does not exist")])
+    ("--prompt go --image TMP/in --out_dir TMP/file/o", "TMP/file"), ("--prompt go --image TMP/no", "TMP/no"),
+    ("--prompt go --image TMP/sheet", "sheet.png"), ("--prompt go --image TMP/in TMP/sheet", "one folder"),
+    ("--prompt go --image TMP/in/a.png TMP/in", "one folder"),
+    ("--prompt go --image TMP/in --out_dir TMP/in", "TMP/in"),
+    ("--prompt go --image TMP/in --out_dir TMP/in/out", "TMP/in"), ("--jobs TMP/gone.jsonl", "does not exist")])
 def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, named):
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))

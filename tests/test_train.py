@@ -243,8 +243,8 @@ def test_the_next_pack_is_read_while_one_computes(small, tmp_path, monkeypatch, 
         return real(*args)
     monkeypatch.setattr(rope_patch, "run_packed", run_packed)
     monkeypatch.setattr(cache, "load_text", lambda *args: (load(*args), loaded.append(threading.current_thread()))[0])
-    flags = ["--data", small.folder / "data", "--no-use_cache"] if live else []
-    result = run_script("train.py", *small.flags, *flags, "--out_dir", tmp_path / "run", "--max_steps", 3,
+    flags = ["--data", small.folder / "data", "--no-use_cache", *small.flags[2:]] if live else small.flags
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--max_steps", 3,
                         "--max_tokens", 1, "--target_pixels", "native", "--control_pixels", "native")
     assert result.status == 0 and len(computed) == len(loaded) == 6, result.err
     assert len(set(loaded)) == 1 and (loaded[0] is threading.main_thread()) == live
