@@ -12,6 +12,7 @@ from PIL import Image, ImageFilter
 # A pair is examined in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
 SIDE = 256
 ASPECT = 1.05 # quotient of two aspects: a stretch of 5 % is visible
+FINE = (128, 256, 512, 1024) # ... and of those that a motion is refined on, one after the other
 # moved
 REACH = 1.0 # pixels by which something moves at the picture's edge: less is within the error of measurement
 FAR = 0.15 # shift in parts of the side, or zoom: beyond, no estimate was ever right
@@ -27,6 +28,11 @@ ZERO = 4.0 # levels within which a colour is unchanged
 ALIKE = 6.0 # levels within which a colour follows the common change
 RECOLOURED = 0.08 # share of all colours that must follow it, at least
 UNCHANGED = 0.1 # share of all colours that may be unchanged, at most
+# edited
+ALL = 0.9 # share of the tokens: beyond, the edit is everywhere
+EDITED = 12.0 # levels by which it differs; JPEG of quality 70 makes up to 7 in 99 % of a photograph
+CLOSE = 6 # pixels: gaps of twice this in the edit are edited too
+GAIN = 3.5 # times the edited share: a token with over a seventh edited has 0.5, with two sevenths it counts in full
 
 # ---- moved: robust least squares on gradients (Lucas and Kanade 1981), coarse to fine --------------------------------
 # A motion is (shift x, shift y, zoom about the middle), of the control against the target, in pixels of the copies.
@@ -153,3 +159,58 @@ def find_cast(target, control):
         return None
     cast = np.average(fitted_N3[alike], axis=0, weights=votes_N[alike] + 1e-12)
     return (cast, fit_C2) if abs(cast).max() > CAST else None
+
+# ---- the edit: where target and control differ, but for motion and colour --------------------------------------------
+
+def fit_motion(target, control, motion=(0, 0, 0)):
+    """The motion, in pixels of copies of SIDE, that makes the control the target -> the same in pixels of the target,
+    refined on copies of FINE. The two need the same aspect, not the same size."""
+    size, motion = copy_size(target.size), np.array(motion, float)
+    for side in FINE:
+        before, size = size, copy_size(target.size, side)
+        motion *= [max(size) / max(before)] * 2 + [1]
+        motion = refine(motion, high_pass(target, size)[1], high_pass(control, size)[1])
+    return motion * ([max(target.size) / max(size)] * 2 + [1])
+
+def show_moved(image, motion):
+    """move for a PIL image of all channels."""
+    (w, h), (dx, dy, zoom) = image.size, motion
+    affine = (1 + zoom, 0, dx - zoom * w / 2, 0, 1 + zoom, dy - zoom * h / 2)
+    return image.transform((w, h), Image.AFFINE, affine, Image.BICUBIC)
+
+def recolour(control, target):
+    """The control in the target's overall colour, if that has changed."""
+    small = [np.asarray(image.resize(copy_size(target.size, 64), Image.BOX)) for image in (target, control)]
+    if (cast := find_cast(*small)) is None:
+        return control
+    colours_N3 = np.asarray(control, float).reshape(-1, 3)
+    colours_N3 = (colours_N3 + change_of(colours_N3, cast[1])).clip(0, 255).round().astype(np.uint8)
+    return Image.fromarray(colours_N3.reshape(*control.size[::-1], 3))
+
+def difference(target, control):
+    """By how many levels a channel of the target is beyond all that the control shows within a pixel: (H, W)."""
+    target, control = [image.filter(ImageFilter.BoxBlur(1)) for image in (target, control)]
+    low, high = [np.asarray(control.filter(rank(3)), float) for rank in (ImageFilter.MinFilter, ImageFilter.MaxFilter)]
+    return np.maximum(np.asarray(target) - high, low - np.asarray(target)).max(-1)
+
+def auto_mask(target, control):
+    """Where the target differs from the control once their motion and overall colour are taken out -> PIL image "L", a
+    pixel for each token of 16x16 pixels: the edited share, soft. None if nothing differs, nearly all does, or the two
+    have different shapes: then a mask says nothing, and every token weighs the same."""
+    (w, h), (cw, ch) = target.size, control.size
+    if abs(math.log(w / h / (cw / ch))) > math.log(ASPECT):
+        return None
+    control, best_score = control.resize((w, h), Image.BICUBIC), math.inf
+    found = find_motion(target, control, copy_size((w, h)))
+    starts = [np.zeros(3)] if found is None else [np.zeros(3), -found]
+    for motion in [np.zeros(3), *[fit_motion(target, control, start) for start in starts]]:
+        seen = seen_by_both((h, w), motion)
+        differs = difference(target, recolour(show_moved(control, motion), target))
+        score = np.minimum(differs, 2 * EDITED)[seen].mean() if seen.any() else math.inf
+        if score < best_score:
+            edited, best_score = (differs > EDITED) & seen, score
+    edited = Image.fromarray(edited).convert("L").filter(ImageFilter.MedianFilter(5))
+    edited = edited.filter(ImageFilter.MaxFilter(2 * CLOSE + 1))
+    edited = edited.filter(ImageFilter.MinFilter(2 * CLOSE + 3)) # and back, with the pixel that the blur has added
+    mask = edited.resize((w // 16, h // 16), Image.BOX).point(lambda share: min(255, round(GAIN * share)))
+    return mask if 0 < np.mean(np.asarray(mask) >= 128) < ALL else None

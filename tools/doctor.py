@@ -13,8 +13,14 @@ prints a table of what they hold, and looks for pairs that teach the wrong thing
 The edit itself raises no alarm. Errors make the exit status 1; findings do not, they are a reason to look. Writes
 report.json (a line for each sample) and sheet_*.png (each finding's pictures) to OUT. No model is needed.
 
+--mask auto draws the masks that train.py would make with it. --align DIR writes the dataset again, to a new folder in
+which what has moved is repaired: the target is warped onto its control, and both (and the mask) are cropped to what
+they share. All other pictures are copied byte for byte, also those of another shape. A pair that still moves after that
+is listed and left out, and so is a sample with an error.
+
 $ python tools/doctor.py photos                          # -> out/doctor-photos
 $ python tools/doctor.py photos drawings --reg_data faces --out report
+$ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 
 Shapes: N samples.
@@ -22,17 +28,22 @@ Shapes: N samples.
 import argparse
 import json
 import math
+import os
+import re
+import shutil
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageChops
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import cache
 from cache import CONDITION_IMAGE_SIZE, InputError, fit_size, is_plus, pixels, read_image
-from extras.motion import ASPECT, copy_size, find_cast, find_motion
+from extras.motion import ASPECT, auto_mask, copy_size, find_cast, find_motion, fit_motion
 from predict import contact_sheet, save_png, shown_prompt, side_by_side
 
 # identical, in levels of 0 to 255; JPEG of quality 70 makes up to 4.5 and 8
@@ -123,17 +134,33 @@ def examine(samples, pipe, args):
         rows[i]["findings"].append(f"{kind}: and {good[j].name}")
     return good, rows, found, problems
 
-def write_sheets(folder, kind, entries, samples):
-    """FOLDER/sheet_KIND_PAGE.png with the pictures of [(words, indices of samples)], of 24 a page."""
-    file = lambda page: f"sheet_{kind.replace(' ', '_')}_{page}.png"
+def cells_of(sample):
+    """A sample on a sheet: its controls and its target."""
     small = lambda paths: side_by_side(list(map(read_image, paths))) if paths else None
+    return [small(sample.controls), small([sample.target])]
+
+def masked_cells(sample):
+    """... and what of the target --mask auto takes for edited; the rest is dark."""
+    target = read_image(sample.target)
+    mask = auto_mask(target, read_image(sample.controls[0]))
+    dark = target.point(lambda level: level // 4)
+    edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
+    return [*cells_of(sample), edit]
+
+def difference_cells(sample):
+    target = read_image(sample.target)
+    return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
+
+def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
+    """FOLDER/sheet_KIND_PAGE.png with the cells of [(words, indices of samples)], of 24 a page."""
+    file = lambda page: f"sheet_{kind.replace(' ', '_')}_{page}.png"
     for old in folder.glob(file("*")):
         old.unlink()
     for page, start in enumerate(range(0, len(entries), 24), 1):
-        lines = [[words, *[small(paths) for i in of for paths in (samples[i].controls, [samples[i].target])]]
+        lines = [[words, *[cell for i in of for cell in cells(samples[i])]]
                  for words, of in entries[start:start + 24]]
-        titles = ["", "control", "target", "its control", "its target"][:len(lines[0])]
-        save_png(contact_sheet(lines, titles), folder / file(page))
+        above = ["", *(titles or ["control", "target", "its control", "its target"])][:len(lines[0])]
+        save_png(contact_sheet(lines, above), folder / file(page))
 
 def print_table(rows):
     """What the dataset holds, and by how much sides rounded to 32 pixels change a target's aspect."""
@@ -147,6 +174,77 @@ def print_table(rows):
     for title, values in columns.items():
         if values: # prompts are counted only with --model
             print(f"{title:16}{min(values):8.5g}{np.median(values):8.5g}{max(values):8.5g}")
+
+# ---- --align ---------------------------------------------------------------------------------------------------------
+
+def copy_to(folder, sample):
+    """Writes a sample as it is -> the Sample there, of the layout folder."""
+    roles = dict(target=[sample.target], control=sample.controls, mask=[sample.mask] if sample.mask else [])
+    there = {}
+    for role, files in roles.items():
+        there[role] = []
+        for n, file in enumerate(files):
+            known = cache.KINDS.get(Path(file).suffix.lower()) == "picture" # else its content counts, as everywhere
+            suffix = Path(file).suffix if known else ".png"
+            path = folder / role / (sample.name + f"_{n}" * (n > 0) + suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, path)
+            there[role].append(str(path))
+    lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # a line is one more wording
+    (folder / f"target/{sample.name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return replace(sample, target=there["target"][0], controls=there["control"], mask=(there["mask"] or [None])[0])
+
+def align_pair(target, control, mask):
+    """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they
+    share. The control keeps its pixels, the target its scale: only the target is resampled."""
+    start = find_motion(target, control, copy_size(target.size))
+    *shift, zoom = fit_motion(target, control, -start)
+    lefts, rights, sizes, steps, starts = [], [], [], [], []
+    for n, of_control, shift in zip(target.size, control.size, shift): # across, then down
+        at = lambda x: (1 + zoom) * x + shift - zoom * n / 2 # where the control shows what the target has at x
+        unit = of_control / n
+        left, right = math.ceil(max(0, at(0)) * unit), math.floor(min(n, at(n)) * unit)
+        size = max(1, round((right - left) / unit))
+        lefts, rights, sizes = lefts + [left], rights + [right], sizes + [size]
+        steps.append((right - left) / size / unit / (1 + zoom))
+        starts.append((left / unit - at(0)) / (1 + zoom))
+    affine = (steps[0], 0, starts[0], 0, steps[1], starts[1])
+    warped = [image and image.resize(target.size).transform(sizes, Image.AFFINE, affine, Image.BICUBIC)
+              for image in (target, mask)]
+    return warped[0], control.crop((*lefts, *rights)), warped[1]
+
+def repair(sample):
+    """Aligns a copied sample in place -> what is wrong, or None. Repaired pictures are PNG."""
+    target, control = read_image(sample.target), read_image(sample.controls[0])
+    mask = read_image(sample.mask).convert("L") if sample.mask else None
+    target, control, mask = align_pair(target, control, mask)
+    if min(*target.size, *control.size) < 32 or "moved" in examine_pair(target, control):
+        return "moves still"
+    for path, image in ((sample.target, target), (sample.controls[0], control), (sample.mask, mask)):
+        if image:
+            os.unlink(path)
+            save_png(image, Path(path).with_suffix(".png"))
+
+def write_aligned(out, samples, moved, sheets):
+    """OUT, whole or not at all: the samples, repaired where their index is in `moved`; and in `sheets` the differences
+    before and after -> [names of those left out]."""
+    left_out, entries, pairs = [], [], []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
+        folder = Path(tmp, "out")
+        for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
+            there = copy_to(folder, sample)
+            if i in moved and repair(there):
+                left_out.append(sample.name)
+                for path in (there.target, there.mask, Path(there.target).with_suffix(".txt"), *there.controls):
+                    Path(path).unlink() if path else None
+            elif i in moved:
+                pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
+                entries.append((sample.name, [len(pairs), len(pairs) + 1]))
+                pairs += [sample, replace(there, target=pngs[0], controls=[pngs[1]])]
+        write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference", "after"])
+        os.replace(folder, out)
+    return left_out
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -163,7 +261,12 @@ def main():
     parser.add_argument("--model", help="hub id or folder; its tokenizer counts prompts' tokens (default: none)")
     parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
                         help="exit with status 0 although there are errors")
+    parser.add_argument("--mask", choices=["files", "auto"], default="files",
+                        help="auto: draw the masks that this flag of train.py makes, sheet_mask_*.png")
+    parser.add_argument("--align", type=Path, metavar="DIR", help="write the dataset here, repaired; a new folder")
     args = parser.parse_args()
+    if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
+        raise InputError(f"{args.align}: is there already; give --align another folder")
     roots, parts = args.data + args.reg_data, ["tokenizer", "processor", "scheduler"]
     out = args.out or Path("out", cache.run_name("doctor", roots))
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
@@ -187,7 +290,15 @@ def main():
             write_sheets(out, kind, entries, samples)
             if names := [words for words, _ in entries]:
                 print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}")
+        if args.mask == "auto":
+            drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
+            write_sheets(out, "mask", drawn, samples, masked_cells, ["control", "target", "edited"])
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
+        if args.align:
+            moved = {i for _, of in found["moved"] for i in of}
+            left_out = write_aligned(args.align, samples, moved, out)
+            print(f"{args.align}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
+                  f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":
