@@ -297,7 +297,8 @@ def main():
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}
             left_out = write_aligned(args.align, samples, moved, out)
-            print(f"{args.align}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
+            repaired = len(moved) - len(left_out)
+            print(f"{args.align}: {len(samples) - len(left_out)} samples, {repaired} of them repaired; "
                   f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
