@@ -187,6 +187,8 @@ def copy_to(folder, sample):
             known = cache.KINDS.get(Path(file).suffix.lower()) == "picture" # else its content counts, as everywhere
             suffix = Path(file).suffix if known else ".png"
             path = folder / role / (sample.name + f"_{n}" * (n > 0) + suffix)
+            if path.exists(): # of a manifest, whose names need not fit a folder
+                raise InputError(f"--align: {file}: another sample has {role}/{path.name} already; rename its target")
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, path)
             there[role].append(str(path))
@@ -233,6 +235,8 @@ def write_aligned(out, samples, moved, sheets):
     with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
         folder = Path(tmp, "out")
         for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
+            if (folder / f"target/{sample.name}.txt").exists(): # a manifest may use a target twice
+                sample = replace(sample, name=f"{sample.name}-{i}")
             there = copy_to(folder, sample)
             if i in moved and repair(there):
                 left_out.append(sample.name)
@@ -296,7 +300,10 @@ def main():
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}
-            left_out = write_aligned(args.align, samples, moved, out)
+            try:
+                left_out = write_aligned(args.align, samples, moved, out)
+            except OSError as e:
+                raise InputError(f"{args.align}: cannot be written ({e}); free some space, or give another folder")
             repaired = len(moved) - len(left_out)
             print(f"{args.align}: {len(samples) - len(left_out)} samples, {repaired} of them repaired; "
                   f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")

@@ -6,8 +6,8 @@ and prints a line for each folder of the dataset, means over its pictures:
                          target, which is the best that any LoRA can reach
     kept                 PSNR of the picture where nothing should change: there target and control differ by at most 8
                          levels of 255
-    inside, outside      PSNR of the picture in the tokens that are edited, and in the others: by the dataset's mask, else
-                         by that of --mask auto; empty where it has none, as nothing differs or nearly everything
+    inside, outside      PSNR of the picture in the tokens that are edited, and in the others: by the dataset's mask,
+                         else by that of --mask auto; empty where it has none, as nothing differs or nearly all
     shift, zoom, colour  what the edit did there and should not: a motion in pixels, a change of size in percent, a cast
                          in levels; medians. They are against the target as the VAE draws it, whose soft edges would
                          pass for a zoom of half a percent
