@@ -96,7 +96,8 @@ class Sample:
     sizes: list = field(default_factory=list)
     # the same of the controls' copies for the text encoder
     prompt_sizes: list = field(default_factory=list)
-    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first)
+    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first;
+    # with --mask auto, where it draws the mask, also mask="auto")
     resolutions: list = field(default_factory=list)
     # {(prompt, whether pictures come with it): dict(file, tokens)}
     texts: dict = field(default_factory=dict)
@@ -115,7 +116,7 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
 EXTRAS = dict(quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard", plan="plan",
-              tracker="track") # flag: the file in extras/ that it switches on
+              tracker="track", mask="motion") # flag: the file in extras/ that it switches on
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
 
 def find_extra(name):
@@ -195,6 +196,8 @@ def add_data_flags(parser):
          "instruction and learn what the base answers to it, so that the model does not forget")
     flag("--preserve_prompts", type=prompt_lines, default=[NEGATIVE_PROMPT], metavar="FILE",
          help="lines of instructions that the base follows, for --preserve (default: an empty one)")
+    flag("--mask", choices=["files", "auto"], default="files", help="auto: where a pair has none, a mask "
+         "is made from where target and control differ; tools/doctor.py --mask auto draws them")
     flag("--skip_bad", action=on_off, default=False, help="go on without the samples that have an error")
 
 def prompt_lines(path):
@@ -291,7 +294,7 @@ def parse_args(parser, tiny):
     if tuned and (problem := tuned.problem(args.device, args.dtype)):
         parser.error(f"argument --device: {problem}")
     for name, value in vars(args).items():
-        if name in EXTRAS and value and value != "none":
+        if name in EXTRAS and value not in (None, False, 0, "none", "files"):
             load_extra(name)
             if value in PACKAGES and not find_spec(PACKAGES[value]):
                 parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
@@ -882,8 +885,12 @@ def read_pictures(pipe, sample, part, what):
     if part == "text":
         return list(map(read, sample.controls, sample.prompt_sizes)) if what[1] else []
     (w, h), *sizes = [(w * 16, h * 16) for _, h, w in what["img_shapes"]]
-    return [*map(read, sample.controls, sizes), read(sample.target, (w, h)),
-            sample.mask and read_image(sample.mask).convert("L").resize((w // 16, h // 16), Image.BOX)]
+    target, mask = read(sample.target, (w, h)), sample.mask
+    if "mask" in what: # (--prompt_image_dropout_rate may have left out the controls)
+        mask = load_extra("mask").auto_mask(target, read(sample.controls[0], (w, h)))
+    elif mask:
+        mask = read_image(mask).convert("L").resize((w // 16, h // 16), Image.BOX)
+    return [*map(read, sample.controls, sizes), target, mask]
 
 def encode_latents(pipe, sample, resolution, pictures=None):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
@@ -936,13 +943,15 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     sample.sizes, sample.resolutions = [shape, *sizes], []
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=models["pipeline"], dtype=args.dtype)
     file = lambda folder, **fields: Path(args.cache_dir, folder, content_key(**common, **fields) + ".safetensors")
+    drawn = vars(args).get("mask") == "auto" and sample.target and sample.controls and not sample.mask
+    auto = dict(mask="auto") if drawn else {} # part of the key only where it applies (predict.py has no such flag)
     pictures_too = [path and file_hash(path) for path in (sample.target, sample.mask)]
     for area in geometry["target_pixels"]:
         target_size = [(sample.settings.get(side) or n) // 16 * 16 # a given side is rounded as in stock
                        for side, n in zip(("width", "height"), fit(shape, area))]
         used = [target_size, *control_sizes]
-        sample.resolutions.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], file=file(
-            "latents", vae=models.get("vae"), pictures=pictures + pictures_too, sizes=used)))
+        sample.resolutions.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], **auto, file=file(
+            "latents", vae=models.get("vae"), pictures=pictures + pictures_too, sizes=used, **auto)))
     for prompt, shown in texts:
         seen = [pictures, sample.prompt_sizes] if shown else [[], []]
         sample.texts[prompt, shown] = dict(tokens=prompt_length(pipe, prompt, seen[1]), file=file(
