@@ -96,8 +96,8 @@ class Sample:
     sizes: list = field(default_factory=list)
     # the same of the controls' copies for the text encoder
     prompt_sizes: list = field(default_factory=list)
-    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first;
-    # with --mask auto, where it draws the mask, also mask="auto")
+    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first,
+    # mask="auto" if it is to be made)
     resolutions: list = field(default_factory=list)
     # {(prompt, whether pictures come with it): dict(file, tokens)}
     texts: dict = field(default_factory=dict)
@@ -194,20 +194,11 @@ def add_data_flags(parser):
          help="share of samples trained as text-to-image, without their controls; not with v1")
     flag("--preserve", type=number(float, 0, 1), default=0.0, metavar="P", help="share of samples that get another "
          "instruction and learn what the base answers to it, so that the model does not forget")
-    flag("--preserve_prompts", type=prompt_lines, default=[NEGATIVE_PROMPT], metavar="FILE",
-         help="lines of instructions that the base follows, for --preserve (default: an empty one)")
-    flag("--mask", choices=["files", "auto"], default="files", help="auto: where a pair has none, a mask "
-         "is made from where target and control differ; tools/doctor.py --mask auto draws them")
+    flag("--preserve_prompts", nargs="+", default=[NEGATIVE_PROMPT], metavar="TEXT",
+         help="instructions that the base follows, for --preserve (default: an empty one)")
+    flag("--mask", choices=["auto"], help="auto: a pair without a mask gets one of where target and control differ "
+         "(default: none; tools/doctor.py --mask auto draws them)")
     flag("--skip_bad", action=on_off, default=False, help="go on without the samples that have an error")
-
-def prompt_lines(path):
-    """A text file's lines that are not blank."""
-    lines = [line.strip() for line in read_text(Path(path)).splitlines() if line.strip()]
-    for line in lines:
-        check_text(path, line)
-    if not lines:
-        raise argparse.ArgumentTypeError(f"{path} is empty; write an instruction on each line")
-    return list(dict.fromkeys(lines))
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action): # a default of None is explained in the help itself
@@ -294,7 +285,7 @@ def parse_args(parser, tiny):
     if tuned and (problem := tuned.problem(args.device, args.dtype)):
         parser.error(f"argument --device: {problem}")
     for name, value in vars(args).items():
-        if name in EXTRAS and value not in (None, False, 0, "none", "files"):
+        if name in EXTRAS and value and value != "none":
             load_extra(name)
             if value in PACKAGES and not find_spec(PACKAGES[value]):
                 parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
@@ -887,7 +878,7 @@ def read_pictures(pipe, sample, part, what):
     (w, h), *sizes = [(w * 16, h * 16) for _, h, w in what["img_shapes"]]
     target, mask = read(sample.target, (w, h)), sample.mask
     if "mask" in what: # (--prompt_image_dropout_rate may have left out the controls)
-        mask = load_extra("mask").auto_mask(target, read(sample.controls[0], (w, h)))
+        mask = load_extra("mask").auto_mask(target, read_image(sample.controls[0]))
     elif mask:
         mask = read_image(mask).convert("L").resize((w // 16, h // 16), Image.BOX)
     return [*map(read, sample.controls, sizes), target, mask]
@@ -943,14 +934,13 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     sample.sizes, sample.resolutions = [shape, *sizes], []
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=models["pipeline"], dtype=args.dtype)
     file = lambda folder, **fields: Path(args.cache_dir, folder, content_key(**common, **fields) + ".safetensors")
-    drawn = vars(args).get("mask") == "auto" and sample.target and sample.controls and not sample.mask
-    auto = dict(mask="auto") if drawn else {} # part of the key only where it applies (predict.py has no such flag)
+    auto = dict(mask="auto") if vars(args).get("mask") and sample.target and sample.controls and not sample.mask else {}
     pictures_too = [path and file_hash(path) for path in (sample.target, sample.mask)]
     for area in geometry["target_pixels"]:
         target_size = [(sample.settings.get(side) or n) // 16 * 16 # a given side is rounded as in stock
                        for side, n in zip(("width", "height"), fit(shape, area))]
         used = [target_size, *control_sizes]
-        sample.resolutions.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], **auto, file=file(
+        sample.resolutions.append(auto | dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], file=file(
             "latents", vae=models.get("vae"), pictures=pictures + pictures_too, sizes=used, **auto)))
     for prompt, shown in texts:
         seen = [pictures, sample.prompt_sizes] if shown else [[], []]
@@ -1169,8 +1159,11 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
 
     def read(roots, texts, geometry, **more):
         return read_roots(pipe, folder, roots, texts, geometry, args, rank > 0, **more)
-    others = [(prompt, True) for prompt in args.preserve_prompts * (args.preserve > 0)]
-    texts = lambda s: [(prompt, with_pictures) for prompt in s.prompts + dropped for with_pictures in shown] + others
+    others = args.preserve_prompts * (args.preserve > 0)
+    for prompt in others:
+        check_text("--preserve_prompts", prompt)
+    texts = lambda s: [(prompt, with_pictures) for prompt in s.prompts + dropped for with_pictures in shown] + [
+        (prompt, True) for prompt in others if s.controls]
     samples, geometry, problems = read(args.data, texts, geometry, repeats=args.repeats)
     alone, _, wrong = read(args.reg_data, texts, geometry, alone=True)
     val_texts = lambda s: [(prompt, True) for prompt in s.prompts + [NEGATIVE_PROMPT]]
@@ -1181,9 +1174,8 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
         sound = lambda sample: not problems.extend(lines := broken_pictures(sample)) and not lines
         samples, val_samples = list(filter(sound, samples)), list(filter(sound, val_samples))
 
-    trained = {prompt: s.name for s in samples for prompt in s.prompts}
-    if clash := [prompt for prompt, _ in others if prompt in trained]:
-        raise InputError(f"--preserve_prompts: {clash[0]!r} is what {trained[clash[0]]} learns; leave it out")
+    if learned := set(others) & {prompt for s in samples for prompt in s.prompts}:
+        raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
 
     def say(lines):
         if rank == 0 and lines:

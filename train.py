@@ -73,8 +73,8 @@ flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns mo
 flag("--lora_alpha", type=number(float, 1e-6), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
 flag("--lora_dropout", type=number(float, 0, 0.99), default=0.0, help="share of the LoRA's inputs that is set to 0")
 flag("--lora_targets", nargs="+", default=["attention"], metavar="NAME",
-     help="linear layers, by the ends of their names (to_q net.2 ...); attention (default): all of the attention, image "
-          "and text; all-linear: all of the blocks")
+     help="linear layers, by the ends of their names (to_q net.2 ...); attention (default): all of the attention, "
+          "image and text; all-linear: all of the blocks")
 flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
      help="other arguments of peft.LoraConfig, as use_dora=true (default: none)")
 flag("--pretrained_lora", metavar="PATH",
@@ -269,9 +269,10 @@ def pick(position):
     resolution = sample.resolutions[torch.randint(len(sample.resolutions), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
     # from generators of their own, so that the flags of one do not change what the others draw
-    g, others = generator("preserve", position), args.preserve_prompts
-    if torch.rand((), generator=g).item() < args.preserve:
-        return sample, resolution, (others[torch.randint(len(others), (), generator=g)], True)
+    draw, others = generator("preserve", position), args.preserve_prompts
+    if torch.rand((), generator=draw).item() < args.preserve and sample.controls:
+        other = others[torch.randint(len(others), (), generator=draw)]
+        return sample, resolution | dict(preserved=True), (other, True)
     which = torch.randint(len(sample.prompts), (), generator=generator("wording", position))
     shown = torch.rand((), generator=generator("pictures", position)).item() >= args.prompt_image_dropout_rate
     if not shown:
@@ -304,8 +305,8 @@ def load_item(sample, resolution, text, g, s=None):
     x0, shapes = t["pixel_latent"].to(args.device, torch.float32), [tuple(shape) for shape in resolution["img_shapes"]]
     s = draw_timestep(g, len(x0)) if s is None else torch.tensor(s)
     noise, weight = torch.randn(x0.shape, generator=g).to(args.device), torch.ones(len(x0), device=args.device)
-    preserved = text[0] not in ("", *sample.prompts) # pick has drawn one of --preserve_prompts
-    if "edit_mask" in t and not preserved:
+    preserved = "preserved" in resolution
+    if "edit_mask" in t and not preserved: # which is of the edit
         mask = t["edit_mask"].to(args.device)
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to(args.device, dtype) # none if dropped
@@ -319,13 +320,13 @@ def predict_velocity(model, items):
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(model, [torch.cat([x.to(dtype), i.controls]) for x, i in zip(noisy, items)], [i.prompt for i in items],
                 torch.stack([i.s for i in items]).to(noisy[0].device), [i.img_shapes for i in items])
-    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # nothing is wanted of the controls
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # the controls have no loss
 
 def flow_loss(model, items):
     """-> [(loss, weight)] of these items. The step's loss is the sum of all losses over the sum of all weights, of all
-    packs of all processes. Who has no velocity learns what the base, without the LoRA, predicts from the same noise."""
+    packs of all processes. An item without a velocity (--preserve) learns what the base predicts, without the LoRA."""
     asked = [i for i in items if i.velocity is None]
-    if asked or (args.preserve and args.fsdp): # where every process must run as many forward passes as any other
+    if asked or (args.fsdp and args.preserve and torch.is_grad_enabled()): # all processes must run as many passes
         model.disable_adapters()
         with torch.no_grad():
             answers = predict_velocity(model, asked or items[-1:])

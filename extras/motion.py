@@ -9,10 +9,10 @@ import math
 import numpy as np
 from PIL import Image, ImageFilter
 
-# A pair is examined in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
+# A motion is sought in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
 SIDE = 256
+FINE = (128, 256, 512, 1024) # it is refined on copies of these sides, one after the other
 ASPECT = 1.05 # quotient of two aspects: a stretch of 5 % is visible
-FINE = (128, 256, 512, 1024) # ... and of those that a motion is refined on, one after the other
 # moved
 REACH = 1.0 # pixels by which something moves at the picture's edge: less is within the error of measurement
 FAR = 0.15 # shift in parts of the side, or zoom: beyond, no estimate was ever right
@@ -47,11 +47,14 @@ def high_pass(image, size):
     coarse = x.resize([max(2, round(24 * n / max(size))) for n in size], Image.BOX)
     return np.asarray(x), np.asarray(x) - np.asarray(coarse.resize(size, Image.BICUBIC))
 
-def move(x_HW, motion):
-    """The picture as the motion shows it."""
-    (h, w), (dx, dy, zoom) = x_HW.shape, motion
+def show_moved(image, motion, resample=Image.BICUBIC):
+    """A PIL image as the motion shows it."""
+    (w, h), (dx, dy, zoom) = image.size, motion
     affine = (1 + zoom, 0, dx - zoom * w / 2, 0, 1 + zoom, dy - zoom * h / 2)
-    return np.asarray(Image.fromarray(x_HW).transform((w, h), Image.AFFINE, affine, Image.BILINEAR))
+    return image.transform((w, h), Image.AFFINE, affine, resample)
+
+def move(x_HW, motion):
+    return np.asarray(show_moved(Image.fromarray(x_HW), motion, Image.BILINEAR))
 
 def from_middle(shape):
     """-> y, x of each pixel, counted from the picture's middle: (2, H, W)."""
@@ -98,8 +101,9 @@ def compare_edges(motion, target, control):
     return only_moved.sum(), only_at_rest.sum(), (np.maximum(abs(fine), abs(moved[1])) > 2 * STRUCTURE).sum()
 
 def find_motion(target, control, size):
-    """-> how the target shows the control's scene, in pixels of copies of `size`; or None. Tried from rest, from where
-    phase correlation peaks, and from zooms; of the motions that pass, that with the most edges counts."""
+    """-> how the target shows the control's scene (the reverse of fit_motion's), in pixels of copies of `size`, or
+    None. Tried from rest, from where phase correlation peaks, and from zooms; of the motions that pass, that with the
+    most edges counts."""
     scales = [scale for scale in (8, 4, 2, 1) if round(max(size) / scale) >= 24 or scale == 1]
     copies = [[high_pass(im, [max(4, round(n / scale)) for n in size]) for im in (target, control)] for scale in scales]
     (_, fine), (_, control_fine) = copies[-1]
@@ -172,12 +176,6 @@ def fit_motion(target, control, motion=(0, 0, 0)):
         motion = refine(motion, high_pass(target, size)[1], high_pass(control, size)[1])
     return motion * ([max(target.size) / max(size)] * 2 + [1])
 
-def show_moved(image, motion):
-    """move for a PIL image of all channels."""
-    (w, h), (dx, dy, zoom) = image.size, motion
-    affine = (1 + zoom, 0, dx - zoom * w / 2, 0, 1 + zoom, dy - zoom * h / 2)
-    return image.transform((w, h), Image.AFFINE, affine, Image.BICUBIC)
-
 def recolour(control, target):
     """The control in the target's overall colour, if that has changed."""
     small = [np.asarray(image.resize(copy_size(target.size, 64), Image.BOX)) for image in (target, control)]
@@ -202,8 +200,9 @@ def auto_mask(target, control):
         return None
     control, best_score = control.resize((w, h), Image.BICUBIC), math.inf
     found = find_motion(target, control, copy_size((w, h)))
-    starts = [np.zeros(3)] if found is None else [np.zeros(3), -found]
-    for motion in [np.zeros(3), *[fit_motion(target, control, start) for start in starts]]:
+    rest = np.zeros(3)
+    starts = [rest] if found is None else [rest, -found]
+    for motion in [rest, *[fit_motion(target, control, start) for start in starts]]: # what explains most, wins
         seen = seen_by_both((h, w), motion)
         differs = difference(target, recolour(show_moved(control, motion), target))
         score = np.minimum(differs, 2 * EDITED)[seen].mean() if seen.any() else math.inf

@@ -6,6 +6,7 @@ seed; but the photographs are the same).
 $ python -m pytest -q tests/test_motion.py -s     # a minute; --full: 100 pairs of each kind
 """
 import io
+import json
 import math
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,24 +119,25 @@ def test_there_is_no_mask_where_it_would_say_nothing():
     assert motion.auto_mask(scene.crop((10, 10, 266, 202)), scene.crop((16, 14, 272, 206))) is None
 
 def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
-    """A mask by hand stays. Without the flag nothing changes: no key, no tensor."""
+    """A mask by hand stays, and so does a pair of two shapes. Without the flag nothing changes: no key, no tensor."""
     for name, mask in (("own", draw_picture()), ("none", None)):
         control = draw_picture((96, 64), seed=2)
         add_item(tmp_path / "data", name, mask=mask and mask.resize((96, 64)))
         save(control, tmp_path / f"data/control/{name}.png")
         control.paste((9, 200, 9), (0, 0, 96, 16))
         save(control, tmp_path / f"data/target/{name}.png")
+    add_item(tmp_path / "data", "shapes", [(96, 96), (96, 64)])
     flags = ["--data", tmp_path / "data", "--val_data"]
     encoded = {}
-    for kind in ("files", "auto"):
-        result = run_script("cache.py", *flags, "--cache_dir", tmp_path / kind, "--mask", kind)
+    for kind, mask in (("files", []), ("auto", ["--mask", "auto"])):
+        result = run_script("cache.py", *flags, "--cache_dir", tmp_path / kind, *mask)
         assert result.status == 0, result.err
         samples = cache.read_index(tmp_path / kind / "tiny-data.json")[0]
         encoded[kind] = {s.name: (s.resolutions[0]["file"].name, cache.load_latents(s, s.resolutions[0]))
                          for s in samples}
     assert encoded["files"]["own"][0] == encoded["auto"]["own"][0]
     assert encoded["files"]["none"][0] != encoded["auto"]["none"][0]
-    assert "edit_mask" not in encoded["files"]["none"][1]
+    assert "edit_mask" not in {**encoded["files"]["none"][1], **encoded["auto"]["shapes"][1]}
     assert encoded["auto"]["none"][1]["edit_mask"].reshape(4, 6).tolist() == [[1.0] * 6] + [[0.0] * 6] * 3
 
 # ---- tools/doctor.py -------------------------------------------------------------------------------------------------
@@ -189,5 +191,15 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     sizes = {cache.image_size(path) for path in (moved.target, moved.controls[0], moved.mask)}
     assert len(sizes) == 1 and sizes != {control.size}
     assert "moved" not in doctor.examine_pair(cache.read_image(moved.target), cache.read_image(moved.controls[0]))
+    rows = [dict(target=f"{name}.png", control=controls, prompt="go") for name, controls in (
+        ("cat", ["x.png", "y.jpg"]), ("cat_1", ["x.png"]))]
+    for path in ("cat.png", "cat_1.png", "x.png", "y.jpg"):
+        save(draw_picture((64, 64), seed=(len(path), 5)), tmp_path / "m" / path)
+    (tmp_path / "m/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for flags, status, named in (
+        ([tmp_path / "m"], 1, "control/cat_1"), ([data, "--reg_data", tmp_path / "m"], 2, "reg")):
+        result = run_script("tools/doctor.py", *flags, "--out", tmp_path / "report", "--align", tmp_path / "no")
+        assert result.status == status and is_one_line(result.errors[0], named), result.err
+        assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".align-*"))
     again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)
     assert again.status == 1 and is_one_line(again.errors[0], "aligned", "is there already"), again.err

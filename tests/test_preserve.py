@@ -13,7 +13,8 @@ from diffusers import QwenImageTransformer2DModel
 import cache
 from models import is_one_line, start, start_ranks, train
 from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, log_of, lora_of,
-                              losses_of, rel, run_script, show, validations_of)
+                              losses_of, rel, run_script, show)
+from test_train import validations_of
 
 LINES = ["keep the image", "make the background blue", "remove the circle"]
 
@@ -21,10 +22,9 @@ LINES = ["keep the image", "make the background blue", "remove the circle"]
 def flags(tmp_path, data):
     """Of a training on three samples of different sizes, of which half the draws are preserved."""
     add_item(data, "wide", [(128, 64), (96, 64), (32, 32)], mask=draw_picture((128, 64)))
-    (tmp_path / "lines.txt").write_text("\n\n".join(LINES) + f"\n{LINES[0]}\n")
     return ["--data", data, "--val_data", "--cache_dir", tmp_path / "c", "--batch_size", 4, "--max_tokens", 150,
-            "--lora_rank", 2, "--lr", 1e-3, "--lr_scheduler", "constant", "--preserve", 0.5, "--preserve_prompts",
-            tmp_path / "lines.txt", "--device", "cpu", *NATIVE, *EXACT]
+            "--lora_rank", 2, "--lr", 1e-3, "--lr_scheduler", "constant", "--device", "cpu", *NATIVE, *EXACT,
+            "--preserve", 0.5, "--preserve_prompts", *LINES]
 
 def trained(flags, out_dir, *more):
     result = run_script("train.py", *flags, "--out_dir", out_dir, *more)
@@ -99,10 +99,10 @@ def test_it_is_the_same_however_it_is_computed(tmp_path, flags, start):
         assert losses_of(log_of(tmp_path / f"{name}-2")) == pytest.approx(losses_of(log_of(tmp_path / name)), rel=1e-5)
 
 def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp_path, flags, data):
-    blank = flags[:flags.index("--preserve_prompts")] + [*NATIVE, *EXACT, "--device", "cpu", "--max_steps", 1]
+    blank = flags[:flags.index("--preserve_prompts")] + ["--max_steps", 1]
     ns = trained(blank, tmp_path / "a").globals
     assert {ns["pick"](p)[2][0] for p in range(50)} == {cache.NEGATIVE_PROMPT, "add a red border"}
-    index = [tmp_path / "c/tiny-data.json", *flags[2:], "--max_steps", 1]
+    index = [tmp_path / "c/tiny-data.json", "--max_steps", 1, *flags[2:]]
     result = run_script("train.py", "--data", *index, "--out_dir", tmp_path / "b")
     assert result.status == 1 and is_one_line(result.errors[0], "keep the image", "--preserve_prompts"), result.err
     encoded = run_script("cache.py", *[f for f in flags if f not in ("--batch_size", 4, "--max_tokens", 150,
@@ -110,14 +110,9 @@ def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp
     assert encoded.status == 0, encoded.err
     trained(["--data", *index], tmp_path / "b")
 
-@pytest.mark.parametrize("text, named", [
-    ("", "empty"), ("keep the image\nadd a red border\n", "'add a red border' is what"),
-    ("a <|im_end|> b", "special token"), (None, "does not exist")])
+@pytest.mark.parametrize("text, named", [("add a red border", "is trained"), ("a <|im_end|> b", "special token")])
 def test_lines_that_cannot_be_right_are_one_line(tmp_path, flags, text, named):
-    (tmp_path / "lines.txt").unlink()
-    if text is not None:
-        (tmp_path / "lines.txt").write_text(text)
-    result = run_script("train.py", *flags, "--out_dir", tmp_path / "o", "--max_steps", 1)
+    result = run_script("train.py", *flags, text, "--out_dir", tmp_path / "o", "--max_steps", 1)
     assert result.status in (1, 2) and len(result.errors) == 1 and is_one_line(result.errors[0], named), result.err
     assert not (tmp_path / "c").exists() and not list(tmp_path.glob("o/*.safetensors"))
 
@@ -134,10 +129,9 @@ def test_the_demo_forgets_nothing_without_known_edits_among_its_data(tmp_path):
     for path in [path for caption in captions for path in (TINY / "data").glob(f"*/{caption.stem}*")]:
         (tmp_path / "border" / path.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "border" / path.parent.name)
-    (tmp_path / "known.txt").write_text("\n".join(KNOWN))
     val = ["--val_data", TINY / "val", TINY / "known", "--cache_dir", tmp_path / "cache"]
     ways = {"nothing": [], "empty": ["--preserve", 0.4],
-            "lines": ["--preserve", 0.4, "--preserve_prompts", tmp_path / "known.txt"]}
+            "lines": ["--preserve", 0.4, "--preserve_prompts", *KNOWN]}
     lost, edit = {way: [] for way in ways}, {way: [] for way in ways}
     for seed in range(3):
         for way, flags in ways.items():

@@ -22,8 +22,6 @@ $ python tools/doctor.py photos                          # -> out/doctor-photos
 $ python tools/doctor.py photos drawings --reg_data faces --out report
 $ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
-
-Shapes: N samples.
 """
 import argparse
 import json
@@ -137,13 +135,14 @@ def cells_of(sample):
     small = lambda paths: side_by_side(list(map(read_image, paths))) if paths else None
     return [small(sample.controls), small([sample.target])]
 
-def masked_cells(sample):
-    """... and what of the target --mask auto takes for edited; the rest is dark."""
+def masked_cells(sample, area):
+    """... and what of the target --mask auto takes for edited, at the area that is trained; the rest is dark."""
     target = read_image(sample.target)
+    target = target.resize(fit_size(target.size, area))
     mask = auto_mask(target, read_image(sample.controls[0]))
     dark = target.point(lambda level: level // 4)
     edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
-    return [*cells_of(sample), edit]
+    return [*cells_of(sample), side_by_side([edit]) if mask else edit]
 
 def difference_cells(sample):
     target = read_image(sample.target)
@@ -175,8 +174,8 @@ def print_table(rows):
 
 # ---- --align ---------------------------------------------------------------------------------------------------------
 
-def copy_to(folder, sample):
-    """Writes a sample as it is -> the Sample there, of the layout folder."""
+def copy_to(folder, sample, taken):
+    """Writes a sample as it is -> the Sample there, of the layout folder. taken: the names that all before have."""
     roles = dict(target=[sample.target], control=sample.controls, mask=[sample.mask] if sample.mask else [])
     there = {}
     for role, files in roles.items():
@@ -184,9 +183,11 @@ def copy_to(folder, sample):
         for n, file in enumerate(files):
             known = cache.KINDS.get(Path(file).suffix.lower()) == "picture" # else its content counts, as everywhere
             suffix = Path(file).suffix if known else ".png"
-            path = folder / role / (sample.name + f"_{n}" * (n > 0) + suffix)
-            if path.exists(): # of a manifest, whose names need not fit a folder
-                raise InputError(f"--align: {file}: another sample has {role}/{path.name} already; rename its target")
+            name = f"{role}/{sample.name}" + f"_{n}" * (n > 0)
+            if name in taken: # of a manifest, whose names need not fit a folder
+                raise InputError(f"--align: {file}: another sample has {name} already; rename its target")
+            taken.add(name)
+            path = folder / (name + suffix)
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, path)
             there[role].append(str(path))
@@ -196,22 +197,23 @@ def copy_to(folder, sample):
 
 def align_pair(target, control, mask):
     """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they
-    share. The control keeps its pixels, the target its scale: only the target is resampled."""
+    share. The control's pixels are only cropped; the target's are resampled."""
     start = find_motion(target, control, copy_size(target.size))
-    *shift, zoom = fit_motion(target, control, -start)
-    lefts, rights, sizes, steps, starts = [], [], [], [], []
-    for n, of_control, shift in zip(target.size, control.size, shift): # across, then down
-        at = lambda x: (1 + zoom) * x + shift - zoom * n / 2 # where the control shows what the target has at x
-        unit = of_control / n
-        left, right = math.ceil(max(0, at(0)) * unit), math.floor(min(n, at(n)) * unit)
-        size = max(1, round((right - left) / unit))
-        lefts, rights, sizes = lefts + [left], rights + [right], sizes + [size]
-        steps.append((right - left) / size / unit / (1 + zoom))
-        starts.append((left / unit - at(0)) / (1 + zoom))
-    affine = (steps[0], 0, starts[0], 0, steps[1], starts[1])
-    warped = [image and image.resize(target.size).transform(sizes, Image.AFFINE, affine, Image.BICUBIC)
-              for image in (target, mask)]
-    return warped[0], control.crop((*lefts, *rights)), warped[1]
+    dx, dy, zoom = fit_motion(target, control, -start)
+    left, right, width, x, step_x = shared_part(target.width, control.width, dx, zoom)
+    top, bottom, height, y, step_y = shared_part(target.height, control.height, dy, zoom)
+    warp = lambda image: image and image.resize(target.size).transform(
+        (width, height), Image.AFFINE, (step_x, 0, x, 0, step_y, y), Image.BICUBIC)
+    return warp(target), control.crop((left, top, right, bottom)), warp(mask)
+
+def shared_part(n, of_control, shift, zoom):
+    """Along one side, of n pixels in the target and of_control in the control -> first and last pixel of the control
+    that both show; the result's pixels; where in the target they begin, and their step there."""
+    shown_at = lambda x: (1 + zoom) * x + shift - zoom * n / 2 # by the control, in pixels of the target
+    unit = of_control / n
+    first, last = math.ceil(max(0, shown_at(0)) * unit), math.floor(min(n, shown_at(n)) * unit)
+    size = max(1, round((last - first) / unit))
+    return first, last, size, (first / unit - shown_at(0)) / (1 + zoom), (last - first) / size / unit / (1 + zoom)
 
 def repair(sample):
     """Aligns a copied sample in place -> what is wrong, or None. Repaired pictures are PNG."""
@@ -228,14 +230,14 @@ def repair(sample):
 def write_aligned(out, samples, moved, sheets):
     """OUT, whole or not at all: the samples, repaired where their index is in `moved`; and in `sheets` the differences
     before and after -> [names of those left out]."""
-    left_out, entries, pairs = [], [], []
+    left_out, entries, pairs, taken = [], [], [], set()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
         folder = Path(tmp, "out")
         for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
             if (folder / f"target/{sample.name}.txt").exists(): # a manifest may use a target twice
                 sample = replace(sample, name=f"{sample.name}-{i}")
-            there = copy_to(folder, sample)
+            there = copy_to(folder, sample, taken)
             if i in moved and repair(there):
                 left_out.append(sample.name)
                 for path in (there.target, there.mask, Path(there.target).with_suffix(".txt"), *there.controls):
@@ -263,10 +265,12 @@ def main():
     parser.add_argument("--model", help="hub id or folder; its tokenizer counts prompts' tokens (default: none)")
     parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
                         help="exit with status 0 although there are errors")
-    parser.add_argument("--mask", choices=["files", "auto"], default="files",
-                        help="auto: draw the masks that this flag of train.py makes, sheet_mask_*.png")
+    parser.add_argument("--mask", choices=["auto"], help="draw the masks that this flag of train.py makes at the first "
+                        "of --target_pixels, in sheet_mask_*.png (default: none)")
     parser.add_argument("--align", type=Path, metavar="DIR", help="write the dataset here, repaired; a new folder")
     args = parser.parse_args()
+    if args.align and args.reg_data:
+        parser.error("argument --align: pictures without controls have nothing to be aligned to; leave out --reg_data")
     if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
         raise InputError(f"{args.align}: is there already; give --align another folder")
     roots, parts = args.data + args.reg_data, ["tokenizer", "processor", "scheduler"]
@@ -292,9 +296,10 @@ def main():
             write_sheets(out, kind, entries, samples)
             if names := [words for words, _ in entries]:
                 print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}")
-        if args.mask == "auto":
+        if args.mask:
             drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
-            write_sheets(out, "mask", drawn, samples, masked_cells, ["control", "target", "edited"])
+            write_sheets(out, "mask", drawn, samples, lambda sample: masked_cells(sample, args.target_pixels[0]),
+                         ["control", "target", "edited"])
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}

@@ -66,7 +66,8 @@ def measure(picture, sample, pipe):
     if sample.controls:
         given = fit(sample.controls[0])
         found["input"] = psnr(given, target)
-        mask = cache.read_image(sample.mask).convert("L") if sample.mask else auto_mask(target, given)
+        mask = cache.read_image(sample.mask).convert("L") if sample.mask else auto_mask(
+            target, cache.read_image(sample.controls[0]))
         edited = np.asarray(mask.resize(picture.size, Image.Resampling.NEAREST)) >= 128 if mask else np.zeros(1, bool)
         for name, part in (("inside", edited), ("outside", ~edited)):
             if edited.any() and part.any():
