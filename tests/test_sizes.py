@@ -72,7 +72,8 @@ def test_own_sizes_are_better_at_every_aspect(tmp_path):
             found = json.loads((drawn / "measured.json").read_text())
             rows = [found["aspects/{}x{}".format(*size)] for size in ASPECTS]
             table[way, seed] = [row["drawn"] for row in rows]
-            means = {key: np.mean([row[key] for row in rows]) for key in ("drawn", "kept", "shift", "zoom", "colour")}
+            means = {key: np.mean([row[key] for row in rows])
+                     for key in ("drawn", "vae", "kept", "shift", "zoom", "colour")}
             print(f"\n{way}, seed {seed}: PSNR " + " ".join(f"{x:.1f}" for x in table[way, seed])
                   + "; means: " + ", ".join(f"{key} {x:.2f}" for key, x in means.items()))
     for seed in range(3):
