@@ -243,6 +243,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         return f"{word}: unknown" + (f"; here {meant[0]}" if meant else "")
 
     def parse_args(self):
+        sys.excepthook = end_by_ctrl_c
         for flag in ("--data", "--reg_data", "--image", "--lora"): # argparse would take the last one alone
             if sys.argv.count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -323,6 +324,10 @@ def parse_data_args(parser, tiny):
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
     if any(map(is_index, args.data)) and len(args.data + args.reg_data) > 1:
         parser.error("argument --data: an index holds a whole training's samples; give it alone")
+    if args.mask and any(map(is_index, args.data)):
+        parser.error("argument --mask: an index has its masks; leave it out, or give it to cache.py")
+    if args.preserve_prompts != [NEGATIVE_PROMPT] and not args.preserve:
+        parser.error("argument --preserve_prompts: has no use without --preserve; give both")
     if args.repeats and len(args.repeats) != len(args.data):
         parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
     return args
@@ -342,7 +347,6 @@ def start_processes(args):
         library.utils.logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
         stream.reconfigure(errors="backslashreplace")
-    sys.excepthook = end_by_ctrl_c
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     cuda = args.device.startswith("cuda")

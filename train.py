@@ -160,7 +160,8 @@ config = {name: getattr(args, name) for name in (
     "dtype", "seed", "caption_dropout_rate", "prompt_image_dropout_rate", "lora_rank", "lora_alpha", "lora_dropout",
     "lora_targets", "lora_args", "batch_size", "batching", "optimizer", "optimizer_args", "lr", "lr_scheduler",
     "warmup_steps", "weight_decay", "max_grad_norm", "timestep_sampling", "loss_norm", "mask_foreground_weight",
-    "mask_background_weight", "preserve", "preserve_prompts", "quantize", "quantize_text_encoder")}
+    "mask_background_weight", "quantize", "quantize_text_encoder")}
+config.update(preserve=args.preserve or None, preserve_prompts=args.preserve_prompts if args.preserve else None)
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 for name in ("pretrained_lora", "base_lora"): # by content, wherever they lie
     setattr(args, name, getattr(args, name) and str(predict.find_lora(getattr(args, name))))

@@ -195,11 +195,15 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
         ("cat", ["x.png", "y.jpg"]), ("cat_1", ["x.png"]))]
     for path in ("cat.png", "cat_1.png", "x.png", "y.jpg"):
         save(draw_picture((64, 64), seed=(len(path), 5)), tmp_path / "m" / path)
+    save(draw_picture(), tmp_path / "r/a.png")
+    (tmp_path / "r/a.txt").write_text("a face")
     (tmp_path / "m/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for flags, status, named in (
-        ([tmp_path / "m"], 1, "control/cat_1"), ([data, "--reg_data", tmp_path / "m"], 2, "reg")):
-        result = run_script("tools/doctor.py", *flags, "--out", tmp_path / "report", "--align", tmp_path / "no")
+        ([tmp_path / "m", "--align", tmp_path / "no"], 1, "control/cat_1"),
+        ([data, "--align", data / "target/no"], 1, "lies in a dataset"),
+        ([data, "--reg_data", tmp_path / "r", "--align", tmp_path / "no"], 1, "r/a has no control")):
+        result = run_script("tools/doctor.py", *flags, "--out", tmp_path / "report")
         assert result.status == status and is_one_line(result.errors[0], named), result.err
-        assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".align-*"))
+        assert not [*tmp_path.rglob("no"), *tmp_path.glob(".align-*")]
     again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)
     assert again.status == 1 and is_one_line(again.errors[0], "aligned", "is there already"), again.err

@@ -34,7 +34,7 @@ def trained(flags, out_dir, *more):
 def test_a_share_of_the_positions_gets_one_of_the_lines_and_the_others_feel_nothing(tmp_path, flags):
     more = ["--max_steps", 1, "--caption_dropout_rate", 0.3, "--prompt_image_dropout_rate", 0.3]
     ns = trained(flags, tmp_path / "a", *more).globals
-    plain = trained(flags, tmp_path / "b", *more, "--preserve", 0).globals
+    plain = trained(flags[:flags.index("--preserve")], tmp_path / "b", *more).globals
     draws = [(ns["pick"](p), plain["pick"](p)) for p in range(900)]
     drawn = Counter(prompt for (_, _, (prompt, _)), _ in draws if prompt in LINES)
     assert len(drawn) == 3 and all(115 < n < 185 for n in drawn.values()), drawn
@@ -97,6 +97,17 @@ def test_it_is_the_same_however_it_is_computed(tmp_path, flags, start):
         ranks = start_ranks(start, *flags, "--preserve", share, *more, "--out_dir", tmp_path / f"{name}-2")
         assert not any([r.wait() for r in ranks]), [r.output() for r in ranks]
         assert losses_of(log_of(tmp_path / f"{name}-2")) == pytest.approx(losses_of(log_of(tmp_path / name)), rel=1e-5)
+
+def test_a_flag_that_would_do_nothing_is_told_and_runs_without_it_go_on(tmp_path, flags):
+    plain = [*flags[:flags.index("--preserve")], "--max_steps", 1]
+    for wrong, named in ((["--preserve_prompts", "keep the image"], "give both"), (["--mask", "auto"], "index")):
+        index = [tmp_path / "c/tiny-data.json"] if "--mask" in wrong else plain[1:2]
+        result = run_script("train.py", "--data", *index, *plain[2:], *wrong, "--out_dir", tmp_path / "o")
+        assert result.status == 2 and is_one_line(result.errors[0], wrong[0], named), result.err
+    trained(plain, tmp_path / "a")
+    result = run_script("train.py", *flags, "--resume", "--out_dir", tmp_path / "a", "--max_steps", 2)
+    assert result.status == 1 and is_one_line(result.errors[0], "preserve: None -> 0.5"), result.err
+    trained([*plain, "--max_steps", 2], tmp_path / "a", "--resume")
 
 def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp_path, flags, data):
     blank = flags[:flags.index("--preserve_prompts")] + ["--max_steps", 1]

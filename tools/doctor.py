@@ -269,11 +269,11 @@ def main():
                         "of --target_pixels, in sheet_mask_*.png (default: none)")
     parser.add_argument("--align", type=Path, metavar="DIR", help="write the dataset here, repaired; a new folder")
     args = parser.parse_args()
-    if args.align and args.reg_data:
-        parser.error("argument --align: pictures without controls have nothing to be aligned to; leave out --reg_data")
     if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
         raise InputError(f"{args.align}: is there already; give --align another folder")
     roots, parts = args.data + args.reg_data, ["tokenizer", "processor", "scheduler"]
+    if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in roots):
+        raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     out = args.out or Path("out", cache.run_name("doctor", roots))
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     samples, problems = [], []
@@ -301,12 +301,14 @@ def main():
             write_sheets(out, "mask", drawn, samples, lambda sample: masked_cells(sample, args.target_pixels[0]),
                          ["control", "target", "edited"])
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
+        if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
+            raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}
             try:
                 left_out = write_aligned(args.align, samples, moved, out)
             except OSError as e:
-                raise InputError(f"{args.align}: cannot be written ({e}); free some space, or give another folder")
+                raise InputError(f"{args.align}: cannot be written ({e.strerror}); give another folder, or free space")
             repaired = len(moved) - len(left_out)
             print(f"{args.align}: {len(samples) - len(left_out)} samples, {repaired} of them repaired; "
                   f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
