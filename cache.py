@@ -96,7 +96,8 @@ class Sample:
     sizes: list = field(default_factory=list)
     # the same of the controls' copies for the text encoder
     prompt_sizes: list = field(default_factory=list)
-    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first)
+    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first,
+    # mask="auto" if it is to be made)
     resolutions: list = field(default_factory=list)
     # {(prompt, whether pictures come with it): dict(file, tokens)}
     texts: dict = field(default_factory=dict)
@@ -115,7 +116,7 @@ class InputError(SystemExit): # so that a script ends with this one line and sta
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
 EXTRAS = dict(quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard", plan="plan",
-              tracker="track") # flag: the file in extras/ that it switches on
+              tracker="track", mask="motion") # flag: the file in extras/ that it switches on
 PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
 
 def find_extra(name):
@@ -191,6 +192,12 @@ def add_data_flags(parser):
          help="share of samples trained with the empty prompt")
     flag("--prompt_image_dropout_rate", type=number(float, 0, 1), default=0.0,
          help="share of samples trained as text-to-image, without their controls; not with v1")
+    flag("--preserve", type=number(float, 0, 1), default=0.0, metavar="P", help="share of samples that get another "
+         "instruction and learn what the base answers to it, so that the model does not forget")
+    flag("--preserve_prompts", nargs="+", default=[NEGATIVE_PROMPT], metavar="TEXT",
+         help="instructions that the base follows, for --preserve (default: an empty one)")
+    flag("--mask", choices=["auto"], help="auto: a pair without a mask gets one of where target and control differ "
+         "(default: none; tools/doctor.py --mask auto draws them)")
     flag("--skip_bad", action=on_off, default=False, help="go on without the samples that have an error")
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -236,6 +243,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         return f"{word}: unknown" + (f"; here {meant[0]}" if meant else "")
 
     def parse_args(self):
+        sys.excepthook = end_by_ctrl_c
         for flag in ("--data", "--reg_data", "--image", "--lora"): # argparse would take the last one alone
             if sys.argv.count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -316,6 +324,10 @@ def parse_data_args(parser, tiny):
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
     if any(map(is_index, args.data)) and len(args.data + args.reg_data) > 1:
         parser.error("argument --data: an index holds a whole training's samples; give it alone")
+    if args.mask and any(map(is_index, args.data)):
+        parser.error("argument --mask: an index has its masks; leave it out, or give it to cache.py")
+    if args.preserve_prompts != [NEGATIVE_PROMPT] and not args.preserve:
+        parser.error("argument --preserve_prompts: has no use without --preserve; give both")
     if args.repeats and len(args.repeats) != len(args.data):
         parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
     return args
@@ -335,7 +347,6 @@ def start_processes(args):
         library.utils.logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
         stream.reconfigure(errors="backslashreplace")
-    sys.excepthook = end_by_ctrl_c
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     cuda = args.device.startswith("cuda")
@@ -869,8 +880,12 @@ def read_pictures(pipe, sample, part, what):
     if part == "text":
         return list(map(read, sample.controls, sample.prompt_sizes)) if what[1] else []
     (w, h), *sizes = [(w * 16, h * 16) for _, h, w in what["img_shapes"]]
-    return [*map(read, sample.controls, sizes), read(sample.target, (w, h)),
-            sample.mask and read_image(sample.mask).convert("L").resize((w // 16, h // 16), Image.BOX)]
+    target, mask = read(sample.target, (w, h)), sample.mask
+    if "mask" in what: # (--prompt_image_dropout_rate may have left out the controls)
+        mask = load_extra("mask").auto_mask(target, read_image(sample.controls[0]))
+    elif mask:
+        mask = read_image(mask).convert("L").resize((w // 16, h // 16), Image.BOX)
+    return [*map(read, sample.controls, sizes), target, mask]
 
 def encode_latents(pipe, sample, resolution, pictures=None):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
@@ -923,13 +938,14 @@ def plan_sample(pipe, sample, texts, geometry, models, args):
     sample.sizes, sample.resolutions = [shape, *sizes], []
     common = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=models["pipeline"], dtype=args.dtype)
     file = lambda folder, **fields: Path(args.cache_dir, folder, content_key(**common, **fields) + ".safetensors")
+    auto = dict(mask="auto") if vars(args).get("mask") and sample.target and sample.controls and not sample.mask else {}
     pictures_too = [path and file_hash(path) for path in (sample.target, sample.mask)]
     for area in geometry["target_pixels"]:
         target_size = [(sample.settings.get(side) or n) // 16 * 16 # a given side is rounded as in stock
                        for side, n in zip(("width", "height"), fit(shape, area))]
         used = [target_size, *control_sizes]
-        sample.resolutions.append(dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], file=file(
-            "latents", vae=models.get("vae"), pictures=pictures + pictures_too, sizes=used)))
+        sample.resolutions.append(auto | dict(img_shapes=[(1, h // 16, w // 16) for w, h in used], file=file(
+            "latents", vae=models.get("vae"), pictures=pictures + pictures_too, sizes=used, **auto)))
     for prompt, shown in texts:
         seen = [pictures, sample.prompt_sizes] if shown else [[], []]
         sample.texts[prompt, shown] = dict(tokens=prompt_length(pipe, prompt, seen[1]), file=file(
@@ -1118,7 +1134,7 @@ def open_index(path, folder, texts):
     if lacking:
         prompt, shown = lacking[0]
         raise InputError(f"{path}: lacks the prompt {prompt!r} {'with' if shown else 'without'} pictures; run cache.py "
-                         "with the same --val_data, --caption_dropout_rate and --prompt_image_dropout_rate")
+                         "with the same --val_data, --preserve_prompts and rates of dropout and --preserve")
     return samples, geometry
 
 def read_roots(pipe, folder, roots, texts, geometry, args, quiet, repeats=None, alone=False):
@@ -1147,7 +1163,11 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
 
     def read(roots, texts, geometry, **more):
         return read_roots(pipe, folder, roots, texts, geometry, args, rank > 0, **more)
-    texts = lambda s: [(prompt, with_pictures) for prompt in s.prompts + dropped for with_pictures in shown]
+    others = args.preserve_prompts * (args.preserve > 0)
+    for prompt in others:
+        check_text("--preserve_prompts", prompt)
+    texts = lambda s: [(prompt, with_pictures) for prompt in s.prompts + dropped for with_pictures in shown] + [
+        (prompt, True) for prompt in others if s.controls]
     samples, geometry, problems = read(args.data, texts, geometry, repeats=args.repeats)
     alone, _, wrong = read(args.reg_data, texts, geometry, alone=True)
     val_texts = lambda s: [(prompt, True) for prompt in s.prompts + [NEGATIVE_PROMPT]]
@@ -1157,6 +1177,9 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
     if not encode and not args.plan: # nobody reads the pictures before the training does
         sound = lambda sample: not problems.extend(lines := broken_pictures(sample)) and not lines
         samples, val_samples = list(filter(sound, samples)), list(filter(sound, val_samples))
+
+    if learned := set(others) & {prompt for s in samples for prompt in s.prompts}:
+        raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
 
     def say(lines):
         if rank == 0 and lines:

@@ -72,9 +72,9 @@ flag = parser.add_argument_group("LoRA").add_argument
 flag("--lora_rank", type=number(int, 1), default=16, help="width: more learns more, and costs memory")
 flag("--lora_alpha", type=number(float, 1e-6), help="the LoRA's output is scaled by alpha / rank (default: the rank)")
 flag("--lora_dropout", type=number(float, 0, 0.99), default=0.0, help="share of the LoRA's inputs that is set to 0")
-flag("--lora_targets", nargs="+", default=["to_q", "to_k", "to_v", "to_out.0"], metavar="NAME",
-     help="linear layers, by the ends of their names; attention: all of the attention, image and text; "
-          "all-linear: all of the blocks")
+flag("--lora_targets", nargs="+", default=["attention"], metavar="NAME",
+     help="linear layers, by the ends of their names (to_q net.2 ...); attention (default): all of the attention, "
+          "image and text; all-linear: all of the blocks")
 flag("--lora_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE",
      help="other arguments of peft.LoraConfig, as use_dora=true (default: none)")
 flag("--pretrained_lora", metavar="PATH",
@@ -96,7 +96,7 @@ flag("--warmup_steps", type=number(int, 0), default=0, help="steps in which the 
 flag("--weight_decay", type=number(float, 0), default=0.01, help="pull of the LoRA's weights to 0")
 flag("--max_grad_norm", type=number(float, 1e-12), default=1.0, help="a longer gradient is cut to this length")
 flag = parser.add_argument_group("loss").add_argument
-flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="uniform",
+flag("--timestep_sampling", choices=["uniform", "logit_normal", "qwen_shift"], default="qwen_shift",
      help="qwen_shift: logit-normal, shifted by the picture's size as in inference")
 flag("--loss_norm", choices=["sample", "token"], default="sample",
      help="sample: mean per sample, then over samples; token: mean over all tokens, large pictures weigh more")
@@ -123,9 +123,8 @@ flag("--resume", action="store_true", help="with the flags of a run: continue it
      "model and data)")
 args = cache.parse_data_args(parser, dict( # --model tiny brings native sizes, and a minute on a CPU
     **cache.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
-    timestep_sampling="qwen_shift", gradient_checkpointing=0, lora_targets=[
-        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
-        "img_in"]))
+    gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
+                                            "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
 lora_args, given, package = dict(args.lora_args), {a.split("=")[0] for a in sys.argv}, args.optimizer.split(".")[0]
 if args.pretrained_lora and given & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
     parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
@@ -162,6 +161,7 @@ config = {name: getattr(args, name) for name in (
     "lora_targets", "lora_args", "batch_size", "batching", "optimizer", "optimizer_args", "lr", "lr_scheduler",
     "warmup_steps", "weight_decay", "max_grad_norm", "timestep_sampling", "loss_norm", "mask_foreground_weight",
     "mask_background_weight", "quantize", "quantize_text_encoder")}
+config.update(preserve=args.preserve or None, preserve_prompts=args.preserve_prompts if args.preserve else None)
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
 for name in ("pretrained_lora", "base_lora"): # by content, wherever they lie
     setattr(args, name, getattr(args, name) and str(predict.find_lora(getattr(args, name))))
@@ -263,12 +263,17 @@ def shuffled(n):
 
 def pick(position):
     """-> (sample, resolution, text) at this position: one of sample.resolutions, one of the keys of sample.texts.
-    Caption dropout picks the empty prompt; picture dropout drops the controls, from the prompt too."""
+    Caption dropout picks the empty prompt; picture dropout drops the controls, from the prompt too; --preserve picks an
+    instruction that is not the sample's, which the base answers (flow_loss)."""
     n, i = divmod(position, len(epoch))
     sample, g = epoch[shuffled(n)[i]], generator("draw", position)
     resolution = sample.resolutions[torch.randint(len(sample.resolutions), (), generator=g)]
     dropped = torch.rand((), generator=g).item() < args.caption_dropout_rate
     # from generators of their own, so that the flags of one do not change what the others draw
+    draw, others = generator("preserve", position), args.preserve_prompts
+    if torch.rand((), generator=draw).item() < args.preserve and sample.controls:
+        other = others[torch.randint(len(others), (), generator=draw)]
+        return sample, resolution | dict(preserved=True), (other, True)
     which = torch.randint(len(sample.prompts), (), generator=generator("wording", position))
     shown = torch.rand((), generator=generator("pictures", position)).item() >= args.prompt_image_dropout_rate
     if not shown:
@@ -294,30 +299,44 @@ def draw_timestep(g, img_len):
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 def load_item(sample, resolution, text, g, s=None):
-    """What the loss needs of a sample, on the device: x0 (I_0, C), noise (I_0, C), s, controls (sum I_c, C), prompt
-    (T, J), img_shapes, weight (I_0,). g: where the noise comes from, and s if it is not given."""
+    """What the loss needs of a sample, on the device: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or None for the
+    base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,). g: where the noise comes from, and s if
+    it is not given."""
     t = cache.load_latents(sample, resolution, live)
     x0, shapes = t["pixel_latent"].to(args.device, torch.float32), [tuple(shape) for shape in resolution["img_shapes"]]
     s = draw_timestep(g, len(x0)) if s is None else torch.tensor(s)
     noise, weight = torch.randn(x0.shape, generator=g).to(args.device), torch.ones(len(x0), device=args.device)
-    if "edit_mask" in t:
+    preserved = "preserved" in resolution
+    if "edit_mask" in t and not preserved: # which is of the edit
         mask = t["edit_mask"].to(args.device)
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to(args.device, dtype) # none if dropped
     prompt = cache.load_text(sample, text, live).to(args.device, dtype)
-    return SimpleNamespace(x0=x0, noise=noise, s=s, controls=controls, prompt=prompt, img_shapes=shapes, weight=weight)
+    return SimpleNamespace(x0=x0, noise=noise, velocity=None if preserved else noise - x0, s=s, controls=controls,
+                           prompt=prompt, img_shapes=shapes, weight=weight)
 
-def flow_loss(model, items):
-    """-> [(loss, weight)] of these items, of any sizes, in one forward pass. The step's loss is the sum of all losses
-    over the sum of all weights, of all packs of all processes."""
+def predict_velocity(model, items):
+    """-> (I_0, C) in fp32 for each of these items, of any sizes, in one forward pass."""
     noisy = [(1 - i.s) * i.x0 + i.s * i.noise for i in items] # data at s = 0, noise at s = 1
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(model, [torch.cat([x.to(dtype), i.controls]) for x, i in zip(noisy, items)], [i.prompt for i in items],
                 torch.stack([i.s for i in items]).to(noisy[0].device), [i.img_shapes for i in items])
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # the controls have no loss
+
+def flow_loss(model, items):
+    """-> [(loss, weight)] of these items. The step's loss is the sum of all losses over the sum of all weights, of all
+    packs of all processes. An item without a velocity (--preserve) learns what the base predicts, without the LoRA."""
+    asked = [i for i in items if i.velocity is None]
+    if asked or (args.fsdp and args.preserve and torch.is_grad_enabled()): # all processes must run as many passes
+        model.disable_adapters()
+        with torch.no_grad():
+            answers = predict_velocity(model, asked or items[-1:])
+        model.enable_adapters()
+        for i, answer in zip(asked, answers):
+            i.velocity = answer
     losses = []
-    for i, pred in zip(items, preds):
-        velocity = i.noise - i.x0
-        error = (pred[:len(i.x0)].float() - velocity).square().mean(-1) # the controls have no loss
+    for i, pred in zip(items, predict_velocity(model, items)):
+        error = (pred - i.velocity).square().mean(-1)
         loss, weight = (error * i.weight).sum(), i.weight.sum().clamp_min(1e-12) # a mask may be black all over
         losses.append((loss / weight, 1) if args.loss_norm == "sample" else (loss, weight))
     return losses

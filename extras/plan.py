@@ -61,9 +61,9 @@ def step_bytes(model, flow_loss, pack, checkpointed):
             for shapes, text in pack:
                 target, *controls = [h * w for _, h, w in shapes]
                 items.append(SimpleNamespace(
-                    x0=torch.empty(target, 64), noise=torch.empty(target, 64), s=torch.empty(()),
-                    controls=torch.empty(sum(controls), 64, dtype=dtype), prompt=torch.empty(text, width, dtype=dtype),
-                    img_shapes=shapes, weight=torch.empty(target)))
+                    x0=torch.empty(target, 64), noise=torch.empty(target, 64), velocity=torch.empty(target, 64),
+                    s=torch.empty(()), controls=torch.empty(sum(controls), 64, dtype=dtype),
+                    prompt=torch.empty(text, width, dtype=dtype), img_shapes=shapes, weight=torch.empty(target)))
             sum(loss for loss, _ in flow_loss(model, items)).backward()
         return live.peak
 

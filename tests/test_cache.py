@@ -245,6 +245,7 @@ CHANGES = { # of two items, cat with a mask and dog with three controls: how man
     "transformer": (lambda r, patch: change_weight(r.model / "transformer"), 0, 0),
     "target": (lambda r, patch: overwrite(r.data / "target/cat.png"), 1, 0),
     "mask": (lambda r, patch: overwrite(r.data / "mask/cat.png"), 1, 0),
+    "mask of a pair that has none": (["--mask", "auto"], 1, 0),
     "control": (lambda r, patch: overwrite(r.data / "control/cat.png"), 1, 1),
     "second control": (lambda r, patch: overwrite(r.data / "control/dog_1.png"), 1, 1),
     "one control less": (lambda r, patch: (r.data / "control/dog_2.png").unlink(), 1, 1),

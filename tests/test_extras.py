@@ -335,7 +335,7 @@ def test_the_plan_of_the_real_model_needs_no_weights(tmp_path):
         axes_dims_rope=[16, 56, 56])))
     result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--dtype", "bfloat16",
                         "--target_pixels", "256*256", "--control_pixels", "256*256", "--device", "cpu", "--val_data",
-                        "--cache_dir", tmp_path / "c")
+                        "--cache_dir", tmp_path / "c", "--lora_targets", "to_q", "to_k", "to_v", "to_out.0")
     assert result.status == 0, result.err
     assert "parameters: 3,442,768,448, of which 3,932,160 in the LoRA" in result.out and not result.err.strip()
     rows = [tuple(map(float, r)) for r in re.findall("^" + r" +([\d.]+)" * 5, result.out, re.M)]

@@ -18,7 +18,7 @@ from test_lora_files import lora_file
 
 CORE = ["rope_patch.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 EXTRAS = dict(low_bit=["--quantize", "int8"], offload=["--offload", "1"], shard=["--fsdp"],
-              plan=["--plan"], track=["--tracker", "tensorboard"])
+              plan=["--plan"], motion=["--mask", "auto"], track=["--tracker", "tensorboard"])
 
 def imports_of(path):
     """-> ({modules imported at the top of a file}, {those imported anywhere in it})."""

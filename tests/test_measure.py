@@ -62,6 +62,8 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
         assert m["drawn"] == pytest.approx(np.mean(want[group])) == m["vae"] and m["input"] < m["drawn"]
         assert f"{m['drawn']:7.1f} {m['vae']:7.1f}" in lines[group]
         assert group == "data/b" or (m["shift"] < 1e-6 and m["colour"] == 0 and m["kept"] > m["input"])
+    assert found["data/a"]["outside"] == pytest.approx(found["data/a"]["kept"], abs=1.5)
+    assert found["data/a"]["inside"] > 20 and "inside" not in found["data/b"] and "outside" not in found["data/b"]
     assert "kept" not in found["data/b"]
     assert run_script("tools/measure.py", *flags, "--model", "none").status == 1
     plain = json.loads((tmp_path / "m.json").read_text())["data/a"]

@@ -13,170 +13,45 @@ prints a table of what they hold, and looks for pairs that teach the wrong thing
 The edit itself raises no alarm. Errors make the exit status 1; findings do not, they are a reason to look. Writes
 report.json (a line for each sample) and sheet_*.png (each finding's pictures) to OUT. No model is needed.
 
+--mask auto draws the masks that train.py would make with it. --align DIR writes the dataset again, to a new folder in
+which what has moved is repaired: the target is warped onto its control, and both (and the mask) are cropped to what
+they share. All other pictures are copied byte for byte, also those of another shape. A pair that still moves after that
+is listed and left out, and so is a sample with an error.
+
 $ python tools/doctor.py photos                          # -> out/doctor-photos
 $ python tools/doctor.py photos drawings --reg_data faces --out report
+$ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
-
-Shapes: H, W height and width of a small copy in pixels, N pixels or samples, K pixels that both pictures show.
 """
 import argparse
 import json
 import math
+import os
+import re
+import shutil
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageChops
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import cache
 from cache import CONDITION_IMAGE_SIZE, InputError, fit_size, is_plus, pixels, read_image
+from extras.motion import ASPECT, auto_mask, copy_size, find_cast, find_motion, fit_motion
 from predict import contact_sheet, save_png, shown_prompt, side_by_side
 
-# A pair is examined in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
-SIDE = 256
 # identical, in levels of 0 to 255; JPEG of quality 70 makes up to 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of 8x8 pixels, so that a small edit counts
-# other shape
-ASPECT = 1.05 # quotient of the two aspects: a stretch of 5 % is visible
-SCALE = 2.0 # quotient of the two sides
-# moved
-REACH = 1.0 # pixels by which something moves at the picture's edge: less is within the error of measurement
-FAR = 0.15 # shift in parts of the side, or zoom: beyond, no estimate was ever right
-STRUCTURE = 6.0 # levels above the coarse picture that make an edge
-FITS = 0.35 # two edges fit if they differ by less than this part of the stronger one
-BETTER = 2.0 # levels by which an edge must fit better to count for one side
-WINS = 1.1 # edges that fit only when moved, in parts of those that fit only at rest
-SHARE = 0.02 # ... and of all edges
-CLEAR = 0.05 # ... and product of both parts: by chance there are many of neither, or few of both
-# recoloured
-CAST = 5.0 # levels of a change to be named
-ZERO = 4.0 # levels within which a colour is unchanged
-ALIKE = 6.0 # levels within which a colour follows the common change
-RECOLOURED = 0.08 # share of all colours that must follow it, at least
-UNCHANGED = 0.1 # share of all colours that may be unchanged, at most
+SCALE = 2.0 # other shape: quotient of the two sides (and ASPECT)
 # twins, on copies of 16x16 pixels
 TWIN = 4.0 # RMS in levels: re-encoded copies stay below 3
 OTHER = 16.0 # RMS in levels of targets that are clearly different
 KINDS = ["identical", "moved", "recoloured", "other shape", "duplicate", "other caption", "other target"]
-
-# ---- moved: robust least squares on gradients (Lucas and Kanade 1981), coarse to fine --------------------------------
-# A motion is (shift x, shift y, zoom about the middle), of the control against the target, in pixels of the copies.
-
-def high_pass(image, size):
-    """-> brightness, and what of it is finer than a 24th of the picture: float (H, W)."""
-    x = image.convert("L").resize(size, Image.BOX).convert("F")
-    coarse = x.resize([max(2, round(24 * n / max(size))) for n in size], Image.BOX)
-    return np.asarray(x), np.asarray(x) - np.asarray(coarse.resize(size, Image.BICUBIC))
-
-def move(x_HW, motion):
-    """The picture as the motion shows it."""
-    (h, w), (dx, dy, zoom) = x_HW.shape, motion
-    affine = (1 + zoom, 0, dx - zoom * w / 2, 0, 1 + zoom, dy - zoom * h / 2)
-    return np.asarray(Image.fromarray(x_HW).transform((w, h), Image.AFFINE, affine, Image.BILINEAR))
-
-def from_middle(shape):
-    """-> y, x of each pixel, counted from the picture's middle: (2, H, W)."""
-    h, w = shape
-    return np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
-
-def seen_by_both(shape, motion):
-    """Pixels that do not leave the picture with this motion: bool (H, W)."""
-    (h, w), (dx, dy, zoom), (y, x) = shape, motion, from_middle(shape)
-    return (abs(x + zoom * x + dx) < w / 2 - 1) & (abs(y + zoom * y + dy) < h / 2 - 1)
-
-def phase_shift(target_HW, control_HW):
-    """Where the phase correlation peaks -> motion."""
-    window = np.hanning(target_HW.shape[0])[:, None] * np.hanning(target_HW.shape[1])
-    cross = np.fft.rfft2(control_HW * window) * np.fft.rfft2(target_HW * window).conj()
-    peak = np.fft.irfft2(cross / (abs(cross) + 1e-3 * abs(cross).max() + 1e-9), target_HW.shape)
-    place = np.unravel_index(peak.argmax(), peak.shape)
-    dy, dx = [n - length if n > length / 2 else n for n, length in zip(place, peak.shape)]
-    return [dx, dy, 0]
-
-def refine(motion, target_HW, control_HW):
-    """Six steps from this motion to that which makes the control the target. A pixel's weight falls with its error, so
-    that what was edited has little say."""
-    (h, w), (y, x) = target_HW.shape, from_middle(target_HW.shape)
-    for _ in range(6):
-        now, seen = move(control_HW, motion), seen_by_both(target_HW.shape, motion)
-        dy, dx = np.gradient(now)
-        slopes_K3, error_K = np.stack([dx, dy, dx * x + dy * y], -1)[seen], (target_HW - now)[seen]
-        weighted_K3 = slopes_K3 / (1 + (error_K[:, None] / 12) ** 2) ** 2
-        motion = motion + np.linalg.solve(weighted_K3.T @ slopes_K3 + 1e-3 * np.eye(3), weighted_K3.T @ error_K)
-        motion = motion.clip([-w, -h, -0.5], [w, h, 0.5])
-    return motion
-
-def compare_edges(motion, target, control):
-    """-> numbers of edges that fit only moved, that fit only at rest, and of all. They fit in what is finer than their
-    surroundings, or by brightness if these were edited. target, control: high_pass's."""
-    (bright, fine), moved, fits, errors = target, [move(x, motion) for x in control], [], []
-    for now_bright, now_fine in (control, moved):
-        errors.append(np.minimum(abs(fine - now_fine), abs(bright - now_bright)))
-        edge = seen_by_both(fine.shape, motion) & (np.minimum(abs(fine), abs(now_fine)) > STRUCTURE)
-        fits.append(edge & (errors[-1] < FITS * np.maximum(abs(fine), abs(now_fine))))
-    only_moved = fits[1] & (errors[0] > errors[1] + BETTER)
-    only_at_rest = fits[0] & (errors[1] > errors[0] + BETTER)
-    return only_moved.sum(), only_at_rest.sum(), (np.maximum(abs(fine), abs(moved[1])) > 2 * STRUCTURE).sum()
-
-def find_motion(target, control, size):
-    """-> how the target shows the control's scene, in pixels of copies of `size`; or None. Tried from rest, from where
-    phase correlation peaks, and from zooms; of the motions that pass, that with the most edges counts."""
-    scales = [scale for scale in (8, 4, 2, 1) if round(max(size) / scale) >= 24 or scale == 1]
-    copies = [[high_pass(im, [max(4, round(n / scale)) for n in size]) for im in (target, control)] for scale in scales]
-    (_, fine), (_, control_fine) = copies[-1]
-    starts = [[0, 0, 0], phase_shift(fine, control_fine), [0, 0, 0.05], [0, 0, -0.05]]
-    best, best_lead = None, 0
-    for n, motion in enumerate(np.array(starts)):
-        for scale, ((_, fine), (_, control_fine)) in [*zip(scales, copies)][-2 if n else 0:]:
-            unit = np.array([scale, scale, 1])
-            motion = refine(motion / unit, fine, control_fine) * unit
-        shift, zoom = np.hypot(*motion[:2]), abs(motion[2])
-        reach = max(shift, zoom * max(size) / 2)
-        if reach < REACH / 2: # at rest, and so it would be from any start
-            return None
-        moved, at_rest, edges = compare_edges(motion, *copies[-1])
-        passes = moved > WINS * at_rest and moved > SHARE * edges and moved**2 > CLEAR * edges * (at_rest + 3)
-        if passes and moved - at_rest > best_lead and reach > REACH and max(shift / max(size), zoom) < FAR:
-            best, best_lead = -motion, moved - at_rest # the control's against the target, turned round
-    return best
-
-# ---- recoloured: what offset and gain of each channel do most colours share? -----------------------------------------
-
-def votes_of(control_N3):
-    """Each of 512 coarse colours has one vote, shared by its pixels, so that a new background is no cast; a colour of
-    less than three pixels has none."""
-    _, colour, count = np.unique(control_N3 // 32 @ [64, 8, 1], return_inverse=True, return_counts=True)
-    votes = np.where(count >= 3, 1 / count, 0)[colour]
-    return votes / max(votes.sum(), 1e-9)
-
-def fit_change(control_N3, change_N3, votes_N):
-    """-> the change of each pixel if offset and gain were what most colours agree on. Robust least squares, from the
-    change that has the most votes."""
-    columns = np.stack([control_N3 / 128 - 1, np.ones_like(control_N3)], -1)
-    _, group = np.unique(change_N3 // 12 @ [10_000, 100, 1], return_inverse=True)
-    fit = change_N3[group == np.bincount(group, votes_N).argmax()].mean(0)
-    for sigma in (24, 16, 12, 8, 6, 6, 6):
-        weight = votes_N / (1 + (abs(change_N3 - fit).max(1) / sigma) ** 2) ** 2
-        gram = np.einsum("n,nci,ncj->cij", weight, columns, columns) + weight.sum() * np.diag([0.02, 1e-6]) + 1e-12
-        right = np.einsum("n,nci,nc->ci", weight, columns, change_N3)
-        fit = np.einsum("nci,ci->nc", columns, np.linalg.solve(gram, right[..., None])[..., 0])
-    return fit
-
-def find_cast(target, control):
-    """-> mean change of red, green and blue if one offset and gain for each turn the control's colours, edited or not,
-    into the target's; else None. uint8 (H, W, 3)."""
-    control_N3 = control.reshape(-1, 3).astype(float)
-    change_N3, votes_N = target.reshape(-1, 3) - control_N3, votes_of(control_N3)
-    fit_N3 = fit_change(control_N3, change_N3, votes_N)
-    alike = abs(change_N3 - fit_N3).max(1) < ALIKE
-    unchanged = votes_N @ (abs(change_N3).max(1) < ZERO)
-    if unchanged > UNCHANGED or votes_N @ alike < RECOLOURED + 1.5 * unchanged: # as many are alike by chance
-        return None
-    cast = np.average(fit_N3[alike], axis=0, weights=votes_N[alike] + 1e-12)
-    return cast if abs(cast).max() > CAST else None
 
 # ---- a pair; pairs of pairs ------------------------------------------------------------------------------------------
 
@@ -186,7 +61,7 @@ def examine_pair(target, control):
     aspect, scale = abs(math.log(w / h / (cw / ch))), abs(math.log(w * h / (cw * ch))) / 2
     if aspect > math.log(ASPECT) or scale > math.log(SCALE):
         found["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
-    size = [max(8, round(n * min(1, SIDE / max(w, h)))) for n in (w, h)]
+    size = copy_size((w, h))
 
     def shrunk(factor):
         to = [max(1, round(n / factor)) for n in size]
@@ -198,7 +73,7 @@ def examine_pair(target, control):
         dx, dy = motion[:2] * max(w, h) / max(size)
         found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * motion[2]:+.1f} %"
     if (cast := find_cast(*shrunk(max(1, max(size) / 64)))) is not None:
-        found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
+        found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast[0])
     return found
 
 def find_twins(samples, thumbnails):
@@ -255,17 +130,34 @@ def examine(samples, pipe, args):
         rows[i]["findings"].append(f"{kind}: and {good[j].name}")
     return good, rows, found, problems
 
-def write_sheets(folder, kind, entries, samples):
-    """FOLDER/sheet_KIND_PAGE.png with the pictures of [(words, indices of samples)], of 24 a page."""
-    file = lambda page: f"sheet_{kind.replace(' ', '_')}_{page}.png"
+def cells_of(sample):
+    """A sample on a sheet: its controls and its target."""
     small = lambda paths: side_by_side(list(map(read_image, paths))) if paths else None
+    return [small(sample.controls), small([sample.target])]
+
+def masked_cells(sample, area):
+    """... and what of the target --mask auto takes for edited, at the area that is trained; the rest is dark."""
+    target = read_image(sample.target)
+    target = target.resize(fit_size(target.size, area))
+    mask = auto_mask(target, read_image(sample.controls[0]))
+    dark = target.point(lambda level: level // 4)
+    edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
+    return [*cells_of(sample), side_by_side([edit]) if mask else edit]
+
+def difference_cells(sample):
+    target = read_image(sample.target)
+    return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
+
+def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
+    """FOLDER/sheet_KIND_PAGE.png with the cells of [(words, indices of samples)], of 24 a page."""
+    file = lambda page: f"sheet_{kind.replace(' ', '_')}_{page}.png"
     for old in folder.glob(file("*")):
         old.unlink()
     for page, start in enumerate(range(0, len(entries), 24), 1):
-        lines = [[words, *[small(paths) for i in of for paths in (samples[i].controls, [samples[i].target])]]
+        lines = [[words, *[cell for i in of for cell in cells(samples[i])]]
                  for words, of in entries[start:start + 24]]
-        titles = ["", "control", "target", "its control", "its target"][:len(lines[0])]
-        save_png(contact_sheet(lines, titles), folder / file(page))
+        above = ["", *(titles or ["control", "target", "its control", "its target"])][:len(lines[0])]
+        save_png(contact_sheet(lines, above), folder / file(page))
 
 def print_table(rows):
     """What the dataset holds, and by how much sides rounded to 32 pixels change a target's aspect."""
@@ -279,6 +171,84 @@ def print_table(rows):
     for title, values in columns.items():
         if values: # prompts are counted only with --model
             print(f"{title:16}{min(values):8.5g}{np.median(values):8.5g}{max(values):8.5g}")
+
+# ---- --align ---------------------------------------------------------------------------------------------------------
+
+def copy_to(folder, sample, taken):
+    """Writes a sample as it is -> the Sample there, of the layout folder. taken: the names that all before have."""
+    roles = dict(target=[sample.target], control=sample.controls, mask=[sample.mask] if sample.mask else [])
+    there = {}
+    for role, files in roles.items():
+        there[role] = []
+        for n, file in enumerate(files):
+            known = cache.KINDS.get(Path(file).suffix.lower()) == "picture" # else its content counts, as everywhere
+            suffix = Path(file).suffix if known else ".png"
+            name = f"{role}/{sample.name}" + f"_{n}" * (n > 0)
+            if name in taken: # of a manifest, whose names need not fit a folder
+                raise InputError(f"--align: {file}: another sample has {name} already; rename its target")
+            taken.add(name)
+            path = folder / (name + suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, path)
+            there[role].append(str(path))
+    lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # a line is one more wording
+    (folder / f"target/{sample.name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return replace(sample, target=there["target"][0], controls=there["control"], mask=(there["mask"] or [None])[0])
+
+def align_pair(target, control, mask):
+    """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they
+    share. The control's pixels are only cropped; the target's are resampled."""
+    start = find_motion(target, control, copy_size(target.size))
+    dx, dy, zoom = fit_motion(target, control, -start)
+    left, right, width, x, step_x = shared_part(target.width, control.width, dx, zoom)
+    top, bottom, height, y, step_y = shared_part(target.height, control.height, dy, zoom)
+    warp = lambda image: image and image.resize(target.size).transform(
+        (width, height), Image.AFFINE, (step_x, 0, x, 0, step_y, y), Image.BICUBIC)
+    return warp(target), control.crop((left, top, right, bottom)), warp(mask)
+
+def shared_part(n, of_control, shift, zoom):
+    """Along one side, of n pixels in the target and of_control in the control -> first and last pixel of the control
+    that both show; the result's pixels; where in the target they begin, and their step there."""
+    shown_at = lambda x: (1 + zoom) * x + shift - zoom * n / 2 # by the control, in pixels of the target
+    unit = of_control / n
+    first, last = math.ceil(max(0, shown_at(0)) * unit), math.floor(min(n, shown_at(n)) * unit)
+    size = max(1, round((last - first) / unit))
+    return first, last, size, (first / unit - shown_at(0)) / (1 + zoom), (last - first) / size / unit / (1 + zoom)
+
+def repair(sample):
+    """Aligns a copied sample in place -> what is wrong, or None. Repaired pictures are PNG."""
+    target, control = read_image(sample.target), read_image(sample.controls[0])
+    mask = read_image(sample.mask).convert("L") if sample.mask else None
+    target, control, mask = align_pair(target, control, mask)
+    if min(*target.size, *control.size) < 32 or "moved" in examine_pair(target, control):
+        return "moves still"
+    for path, image in ((sample.target, target), (sample.controls[0], control), (sample.mask, mask)):
+        if image:
+            os.unlink(path)
+            save_png(image, Path(path).with_suffix(".png"))
+
+def write_aligned(out, samples, moved, sheets):
+    """OUT, whole or not at all: the samples, repaired where their index is in `moved`; and in `sheets` the differences
+    before and after -> [names of those left out]."""
+    left_out, entries, pairs, taken = [], [], [], set()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
+        folder = Path(tmp, "out")
+        for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
+            if (folder / f"target/{sample.name}.txt").exists(): # a manifest may use a target twice
+                sample = replace(sample, name=f"{sample.name}-{i}")
+            there = copy_to(folder, sample, taken)
+            if i in moved and repair(there):
+                left_out.append(sample.name)
+                for path in (there.target, there.mask, Path(there.target).with_suffix(".txt"), *there.controls):
+                    Path(path).unlink() if path else None
+            elif i in moved:
+                pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
+                entries.append((sample.name, [len(pairs), len(pairs) + 1]))
+                pairs += [sample, replace(there, target=pngs[0], controls=[pngs[1]])]
+        write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference", "after"])
+        os.replace(folder, out)
+    return left_out
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -295,8 +265,15 @@ def main():
     parser.add_argument("--model", help="hub id or folder; its tokenizer counts prompts' tokens (default: none)")
     parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
                         help="exit with status 0 although there are errors")
+    parser.add_argument("--mask", choices=["auto"], help="draw the masks that this flag of train.py makes at the first "
+                        "of --target_pixels, in sheet_mask_*.png (default: none)")
+    parser.add_argument("--align", type=Path, metavar="DIR", help="write the dataset here, repaired; a new folder")
     args = parser.parse_args()
+    if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
+        raise InputError(f"{args.align}: is there already; give --align another folder")
     roots, parts = args.data + args.reg_data, ["tokenizer", "processor", "scheduler"]
+    if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in roots):
+        raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     out = args.out or Path("out", cache.run_name("doctor", roots))
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     samples, problems = [], []
@@ -319,7 +296,22 @@ def main():
             write_sheets(out, kind, entries, samples)
             if names := [words for words, _ in entries]:
                 print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}")
+        if args.mask:
+            drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
+            write_sheets(out, "mask", drawn, samples, lambda sample: masked_cells(sample, args.target_pixels[0]),
+                         ["control", "target", "edited"])
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
+        if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
+            raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
+        if args.align:
+            moved = {i for _, of in found["moved"] for i in of}
+            try:
+                left_out = write_aligned(args.align, samples, moved, out)
+            except OSError as e:
+                raise InputError(f"{args.align}: cannot be written ({e.strerror}); give another folder, or free space")
+            repaired = len(moved) - len(left_out)
+            print(f"{args.align}: {len(samples) - len(left_out)} samples, {repaired} of them repaired; "
+                  f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ and prints a line for each folder of the dataset, means over its pictures:
                          target, which is the best that any LoRA can reach
     kept                 PSNR of the picture where nothing should change: there target and control differ by at most 8
                          levels of 255
+    inside, outside      PSNR of the picture in the tokens that are edited, and in the others: by the dataset's mask,
+                         else by that of --mask auto; empty where it has none, as nothing differs or nearly all
     shift, zoom, colour  what the edit did there and should not: a motion in pixels, a change of size in percent, a cast
                          in levels; medians. They are against the target as the VAE draws it, whose soft edges would
                          pass for a zoom of half a percent
@@ -28,6 +30,7 @@ from tqdm import tqdm
 
 import cache
 from cache import InputError
+from extras.motion import auto_mask
 from predict import decode, psnr
 
 def drift(image, reference, keep):
@@ -63,13 +66,20 @@ def measure(picture, sample, pipe):
     if sample.controls:
         given = fit(sample.controls[0])
         found["input"] = psnr(given, target)
+        mask = cache.read_image(sample.mask).convert("L") if sample.mask else auto_mask(
+            target, cache.read_image(sample.controls[0]))
+        edited = np.asarray(mask.resize(picture.size, Image.Resampling.NEAREST)) >= 128 if mask else np.zeros(1, bool)
+        for name, part in (("inside", edited), ("outside", ~edited)):
+            if edited.any() and part.any():
+                found[name] = psnr(np.asarray(picture)[part], np.asarray(target)[part])
         keep = np.abs(np.asarray(given, int) - np.asarray(target, int)).max(-1) <= 8
         if keep.mean() > 0.1:
             found["kept"] = psnr(np.asarray(picture)[keep], np.asarray(target)[keep])
             found |= drift(picture, reference, keep)
     return found
 
-COLUMNS = dict(input="7.1f", drawn="7.1f", vae="7.1f", kept="9.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
+COLUMNS = dict(input="7.1f", drawn="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
+               outside="7.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
 
 def average(records):
     """[{measure: value}] -> the means; medians of what has outliers."""
@@ -105,7 +115,7 @@ def main():
     if not groups:
         raise InputError(f"{args.pictures}: none of the pictures of {args.dataset}; draw them with predict.py --jobs")
 
-    print(f"{'':20} pictures   input   drawn     VAE |    kept  shift px  zoom %  colour")
+    print(f"{'':20} pictures   input   drawn     VAE |    kept  inside outside  shift px  zoom %  colour")
     groups = {name: average(records) for name, records in groups.items()}
     for name, m in groups.items():
         cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]

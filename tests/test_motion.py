@@ -1,0 +1,209 @@
+"""
+extras/motion.py, and what uses it: automatic masks cover what was edited, and --align repairs what has moved. On
+photographs that scikit-image brings, through JPEG, with edits that no threshold was chosen on (another
+seed; but the photographs are the same).
+
+$ python -m pytest -q tests/test_motion.py -s     # a minute; --full: 100 pairs of each kind
+"""
+import io
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import is_one_line
+from PIL import Image, ImageDraw
+
+import cache
+from extras import motion
+from test_consistency import FULL, TINY, add_item, draw_picture, run_script, save, show
+from test_doctor import edited_pair
+from tools import doctor
+
+PHOTOS = """astronaut.png chelsea.png coffee.png rocket.jpg motorcycle_left.png camera.png coins.png brick.png
+            gravel.png grass.png ihc.png retina.jpg hubble_deep_field.jpg moon.png""".split()
+EDITS = ["object", "remove", "patch", "colour", "texture", "light"]
+
+@pytest.fixture(scope="module")
+def photos():
+    """RGB pictures of at most 640 pixels, of scikit-image, which need not be imported."""
+    if (package := find_spec("skimage")) is None:
+        pytest.skip("needs scikit-image's pictures")
+    files = [Path(package.origin).parent / "data" / name for name in PHOTOS]
+    images = [Image.open(file).convert("RGB") for file in files]
+    for image in images:
+        image.thumbnail((640, 640), Image.LANCZOS)
+    return images
+
+def through_jpeg(rng, image):
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=int(rng.integers(70, 96)))
+    return Image.open(file).convert("RGB")
+
+def plant_edit(rng, photo, photos):
+    """-> (control, target, region), an ellipse or a rectangle in which one of EDITS was made."""
+    (w, h), region, kind = photo.size, Image.new("L", photo.size), EDITS[rng.integers(len(EDITS))]
+    bw, bh = rng.uniform(0.15, 0.45, 2) * photo.size
+    x, y = rng.uniform(0, w - bw), rng.uniform(0, h - bh)
+    pen = ImageDraw.Draw(region)
+    (pen.ellipse if rng.random() < 0.5 else pen.rectangle)((x, y, x + bw, y + bh), 255)
+    before = after = np.asarray(photo, float)
+    if kind in ("object", "remove"):
+        after = before * 0 + rng.integers(0, 256, 3)
+    elif kind == "patch":
+        other = photos[rng.integers(len(photos))].resize(photo.size)
+        after = np.asarray(other.transpose(Image.ROTATE_180), float)
+    elif kind == "colour":
+        after = before * rng.choice([0.5, 1.5], 3) + rng.choice([-40, 40], 3)
+    elif kind == "texture":
+        noise = Image.fromarray(rng.integers(0, 256, (h // 4, w // 4, 3), dtype=np.uint8))
+        after = np.asarray(noise.resize(photo.size, Image.BICUBIC), float)
+    else:
+        after = before + rng.choice([-1, 1]) * rng.uniform(35, 70)
+    edited = Image.composite(Image.fromarray(after.clip(0, 255).astype(np.uint8)), photo, region)
+    return (edited, photo, region) if kind == "remove" else (photo, edited, region)
+
+def covers(mask, edited, region):
+    """Whether a mask has 95 % of what was edited and 5 % of what lies outside of the region, at a threshold of 0.5."""
+    if mask is None:
+        return False
+    white = np.asarray(mask.resize(region.shape[::-1], Image.NEAREST)) >= 128
+    return white[edited].mean() >= 0.95 and white[~region].mean() <= 0.05
+
+# ---- --mask auto -----------------------------------------------------------------------------------------------------
+
+def test_auto_masks_cover_edits_of_photographs(photos):
+    """95 of 100. Edited is what the edit changes by 12 levels, before JPEG; shifted by a pixel is the scene."""
+    rng, good = np.random.default_rng(2026), []
+    for n in range(100 if FULL else 20):
+        scale, photo = rng.uniform(0.6, 1), photos[n % len(photos)]
+        photo = photo.resize([round(side * scale) for side in photo.size], Image.LANCZOS)
+        control, target, region = plant_edit(rng, photo, photos)
+        changed = np.abs(np.asarray(control, int) - np.asarray(target, int)).max(-1) >= motion.EDITED
+        (dx, dy), (w, h) = [(0, 0), (1, 0), (0, -1), (-1, 1), (1, 1)][rng.integers(5)], photo.size
+        control, target = control.crop((1 + dx, 1 + dy, w - 1 + dx, h - 1 + dy)), target.crop((1, 1, w - 1, h - 1))
+        mask = motion.auto_mask(through_jpeg(rng, target), through_jpeg(rng, control))
+        good.append(covers(mask, changed[1:-1, 1:-1], np.asarray(region)[1:-1, 1:-1] > 0))
+    show(f"photographs, wrong masks of {len(good)}", good.count(False), 0.05 * len(good))
+    assert good.count(False) <= 0.05 * len(good)
+
+@pytest.mark.parametrize("shifted, jpeg", [(False, False), (True, False), (False, True), (True, True)])
+def test_auto_masks_cover_the_borders_of_the_toy_dataset(shifted, jpeg):
+    """To the token: a small picture has four tokens inside its border, and one of them would be too many."""
+    rng, good = np.random.default_rng(1), []
+    names = [path.stem for path in sorted((TINY / "data/target").glob("*.txt")) if "border" in path.read_text()]
+    for name in names[:None if FULL else 36]:
+        target, control = [cache.read_image(TINY / f"data/{role}/{name}.png") for role in ("target", "control")]
+        inside = np.ones(target.size[::-1], bool)
+        inside[16:-16, 16:-16] = False
+        if shifted:
+            dx, dy = [(1, 0), (0, -1), (-1, 1), (1, 1)][rng.integers(4)]
+            wide = np.pad(np.asarray(control), ((1, 1), (1, 1), (0, 0)), mode="edge")
+            control = Image.fromarray(wide[1 + dy:1 + dy + control.height, 1 + dx:1 + dx + control.width])
+        if jpeg:
+            target, control = through_jpeg(rng, target), through_jpeg(rng, control)
+        good.append(covers(motion.auto_mask(target, control), inside, inside))
+    show(f"borders, wrong masks of {len(good)}", good.count(False), 0.05 * len(good))
+    assert good.count(False) <= 0.05 * len(good)
+
+def test_there_is_no_mask_where_it_would_say_nothing():
+    """The same picture, everything new, another shape; a cast alone and a motion alone are no edit."""
+    picture = edited_pair(np.random.default_rng(4), "object", (256, 192))[0]
+    scene = edited_pair(np.random.default_rng(3), "object", (300, 240))[0]
+    red = Image.fromarray((np.asarray(picture) * 0.8 + [30, 0, 10]).clip(0, 255).astype(np.uint8))
+    assert motion.auto_mask(picture, picture) is None and motion.auto_mask(red, picture) is None
+    assert motion.auto_mask(draw_picture((256, 192), seed=9), picture) is None
+    assert motion.auto_mask(draw_picture((192, 192)), picture) is None
+    assert motion.auto_mask(scene.crop((10, 10, 266, 202)), scene.crop((16, 14, 272, 206))) is None
+
+def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
+    """A mask by hand stays, and so does a pair of two shapes. Without the flag nothing changes: no key, no tensor."""
+    for name, mask in (("own", draw_picture()), ("none", None)):
+        control = draw_picture((96, 64), seed=2)
+        add_item(tmp_path / "data", name, mask=mask and mask.resize((96, 64)))
+        save(control, tmp_path / f"data/control/{name}.png")
+        control.paste((9, 200, 9), (0, 0, 96, 16))
+        save(control, tmp_path / f"data/target/{name}.png")
+    add_item(tmp_path / "data", "shapes", [(96, 96), (96, 64)])
+    flags = ["--data", tmp_path / "data", "--val_data"]
+    encoded = {}
+    for kind, mask in (("files", []), ("auto", ["--mask", "auto"])):
+        result = run_script("cache.py", *flags, "--cache_dir", tmp_path / kind, *mask)
+        assert result.status == 0, result.err
+        samples = cache.read_index(tmp_path / kind / "tiny-data.json")[0]
+        encoded[kind] = {s.name: (s.resolutions[0]["file"].name, cache.load_latents(s, s.resolutions[0]))
+                         for s in samples}
+    assert encoded["files"]["own"][0] == encoded["auto"]["own"][0]
+    assert encoded["files"]["none"][0] != encoded["auto"]["none"][0]
+    assert "edit_mask" not in {**encoded["files"]["none"][1], **encoded["auto"]["shapes"][1]}
+    assert encoded["auto"]["none"][1]["edit_mask"].reshape(4, 6).tolist() == [[1.0] * 6] + [[0.0] * 6] * 3
+
+# ---- tools/doctor.py -------------------------------------------------------------------------------------------------
+
+def plant_motion(rng, photo, photos, shift=0.06, zoom=0.04):
+    """A window of an edited photo that has moved -> (target, control, (shift x, shift y, zoom) of the target)."""
+    control, target, _ = plant_edit(rng, photo, photos)
+    (w, h), (x, y) = [int(side * 0.84) for side in photo.size], [side - int(side * 0.84) for side in photo.size]
+    angle, far, zoom = rng.uniform(0, 2 * math.pi), rng.uniform(0, shift) * max(w, h), rng.uniform(-zoom, zoom)
+    dx, dy, x, y = far * math.cos(angle), far * math.sin(angle), x // 2, y // 2
+    affine = (1 + zoom, 0, x + dx - zoom * w / 2, 0, 1 + zoom, y + dy - zoom * h / 2)
+    target = target.transform((w, h), Image.AFFINE, affine, Image.BICUBIC)
+    return through_jpeg(rng, target), through_jpeg(rng, control.crop((x, y, x + w, y + h))), (dx, dy, zoom)
+
+def test_motions_are_found_to_a_fraction_of_a_pixel(photos):
+    """At the worst corner. Where doctor.py sees no motion, the whole of it is the residual."""
+    rng, residuals = np.random.default_rng(2026), []
+    for n in range(100 if FULL else 16):
+        target, control, planted = plant_motion(rng, photos[n % len(photos)], photos)
+        start = motion.find_motion(target, control, motion.copy_size(target.size))
+        found = np.zeros(3) if start is None else motion.fit_motion(target, control, -start)
+        (dx, dy, zoom), (w, h) = found - planted, target.size
+        corners = [(x, y) for x in (-w / 2, w / 2) for y in (-h / 2, h / 2)]
+        residuals.append(max(math.hypot(dx + zoom * x, dy + zoom * y) for x, y in corners))
+    far = sum(r > 0.25 for r in residuals)
+    show(f"motions over 0.25 px of {len(residuals)}, median {np.median(residuals):.3f} px", far, 0.05 * len(residuals))
+    assert far <= 0.05 * len(residuals) and np.median(residuals) < 0.1
+
+def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, photos):
+    rng, data, out = np.random.default_rng(5), tmp_path / "data", tmp_path / "aligned"
+    photo = photos[0]
+    target, control, _ = plant_motion(rng, photo, photos)
+    for name, pair in (("moved", (target, control)), ("clean", (control, control))):
+        for role, image in zip(("target", "control", "mask"), (*pair, target.convert("L"))):
+            save(image, data / f"{role}/sub/{name}.png")
+        save(draw_picture(), data / f"control/sub/{name}_1.jpg")
+        (data / f"target/sub/{name}.txt").write_text("one\ntwo\n")
+    before = {path: path.read_bytes() for path in data.rglob("*.*")}
+    result = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--mask", "auto", "--align", out)
+    assert result.status == 0 and "2 samples, 1 of them repaired" in result.out, result.err
+    assert before == {path: path.read_bytes() for path in data.rglob("*.*")}
+    assert (tmp_path / "report/sheet_aligned_1.png").exists() and (tmp_path / "report/sheet_overview_1.png").exists()
+    there = {path.relative_to(out): path.read_bytes() for path in out.rglob("*.*")}
+    for path, content in before.items():
+        name = path.relative_to(data)
+        same = there[name] == content
+        assert same or path.suffix == ".txt" or (path.stem == "moved"), path
+    samples, problems = cache.read_dataset(out)
+    assert not problems and [len(s.controls) for s in samples] == [2, 2] and samples[0].prompts == ["one", "two"]
+    moved = [s for s in samples if s.name.endswith("moved")][0]
+    sizes = {cache.image_size(path) for path in (moved.target, moved.controls[0], moved.mask)}
+    assert len(sizes) == 1 and sizes != {control.size}
+    assert "moved" not in doctor.examine_pair(cache.read_image(moved.target), cache.read_image(moved.controls[0]))
+    rows = [dict(target=f"{name}.png", control=controls, prompt="go") for name, controls in (
+        ("cat", ["x.png", "y.jpg"]), ("cat_1", ["x.png"]))]
+    for path in ("cat.png", "cat_1.png", "x.png", "y.jpg"):
+        save(draw_picture((64, 64), seed=(len(path), 5)), tmp_path / "m" / path)
+    save(draw_picture(), tmp_path / "r/a.png")
+    (tmp_path / "r/a.txt").write_text("a face")
+    (tmp_path / "m/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for flags, status, named in (
+        ([tmp_path / "m", "--align", tmp_path / "no"], 1, "control/cat_1"),
+        ([data, "--align", data / "target/no"], 1, "lies in a dataset"),
+        ([data, "--reg_data", tmp_path / "r", "--align", tmp_path / "no"], 1, "r/a has no control")):
+        result = run_script("tools/doctor.py", *flags, "--out", tmp_path / "report")
+        assert result.status == status and is_one_line(result.errors[0], named), result.err
+        assert not [*tmp_path.rglob("no"), *tmp_path.glob(".align-*")]
+    again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)
+    assert again.status == 1 and is_one_line(again.errors[0], "aligned", "is there already"), again.err
