@@ -102,6 +102,14 @@ def train(data, tmp_path, *flags):
     result.losses = [r["loss"] for r in log_of(out_dir)] if (out_dir / "log.jsonl").exists() else []
     return result
 
+def toy_functions():
+    """What draws the toy dataset, of tiny/make_tiny.py, without what that writes."""
+    source, names = (TINY / "make_tiny.py").read_text(), {"__file__": str(TINY / "make_tiny.py"), "__name__": "toy"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["make_tiny.py"])
+        exec(source.split("# two fifths of the LoRA's data")[0], names)
+    return names
+
 # ---- damages ---------------------------------------------------------------------------------------------------------
 
 def flip(bit):

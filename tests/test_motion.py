@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import is_one_line
+from models import is_one_line, toy_functions
 from PIL import Image, ImageDraw
 
 import cache
@@ -139,6 +139,42 @@ def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
     assert encoded["files"]["none"][0] != encoded["auto"]["none"][0]
     assert "edit_mask" not in {**encoded["files"]["none"][1], **encoded["auto"]["shapes"][1]}
     assert encoded["auto"]["none"][1]["edit_mask"].reshape(4, 6).tolist() == [[1.0] * 6] + [[0.0] * 6] * 3
+
+@pytest.mark.skipif(not FULL, reason="nine trainings of a minute and more each: --full -k small_edit -s")
+def test_a_small_edit_is_learned_better_with_its_mask(tmp_path):
+    """A dot of a named colour in the corner, a tenth of a picture: PSNR of the edit and of the rest, without masks and
+    with --mask auto that weighs the edit twice or five times, by three seeds. GUIDE.md has the table."""
+    toy = toy_functions()
+    for folder, n, sizes, seed in (("data", 144, toy["DATA_SIZES"], 1), ("val", 12, toy["VAL_SIZES"], 7)):
+        rng, pairs = np.random.default_rng(seed), {}
+        for i in range(n):
+            name, size = list(toy["COLORS"])[(i * 7 + i // 10) % 10], sizes[i % len(sizes)]
+            ground, shapes = toy["scene"](rng, size)
+            while ground == name:
+                ground, shapes = toy["scene"](rng, size)
+            control = toy["draw"](size, toy["COLORS"][ground], shapes)
+            target, big = control.copy(), control.resize([4 * side for side in size], Image.NEAREST)
+            ImageDraw.Draw(big).ellipse((20, 20, 100, 100), fill=toy["COLORS"][name])
+            target.paste(big.resize(size, Image.BOX).crop((0, 0, 32, 32)))
+            pairs[f"{i:03}"] = [control], f"add {'an' if name == 'orange' else 'a'} {name} dot", target
+        toy["write_dataset"](str(tmp_path / folder), pairs)
+    ways = {"nothing": [], "twice": ["--mask", "auto"], "five": ["--mask", "auto", "--mask_foreground_weight", 5]}
+    found, same = {way: [] for way in ways}, ["--cache_dir", tmp_path / "c"]
+    for seed in range(3):
+        for way, flags in ways.items():
+            run, drawn = tmp_path / f"{way}-{seed}", tmp_path / f"{way}-{seed}-drawn"
+            for script, *more in (
+                    ["train.py", "--data", tmp_path / "data", "--seed", seed, "--out_dir", run, *flags, *same],
+                    ["predict.py", "--lora", run, "--jobs", tmp_path / "val", "--out_dir", drawn, *same],
+                    ["tools/measure.py", drawn, tmp_path / "val", "--json", tmp_path / "measured.json"]):
+                result = run_script(script, *more)
+                assert result.status == 0, result.err
+            found[way].append(json.loads((tmp_path / "measured.json").read_text())["val"])
+        print(f"\nseed {seed}: " + "; ".join(f"{way} {rows[-1]['drawn']:.1f}, inside {rows[-1]['inside']:.1f}, outside "
+                                            f"{rows[-1]['outside']:.1f}" for way, rows in found.items()))
+    mean = lambda way, key: np.mean([row[key] for row in found[way]])
+    assert mean("five", "inside") > mean("nothing", "inside") + 1.5
+    assert mean("five", "outside") > mean("nothing", "outside") - 1
 
 # ---- tools/doctor.py -------------------------------------------------------------------------------------------------
 

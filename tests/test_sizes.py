@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from test_consistency import FULL, HERE, TINY, run_script
+from models import toy_functions
+from test_consistency import FULL, TINY, run_script
 
 WIDE = [(192, 160), (128, 96), (224, 160), (224, 128), (224, 96), (192, 64)]
 ASPECTS = [(h, w) for w, h in reversed(WIDE)] + WIDE
@@ -21,10 +22,7 @@ BUCKETS = [(96, 96), (128, 64), (64, 128)]
 
 def draw_aspects(folder):
     """Six border pairs of each aspect, drawn as tiny/val is."""
-    source, names = (TINY / "make_tiny.py").read_text(), {"__file__": str(TINY / "make_tiny.py"), "__name__": "toy"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["make_tiny.py"])
-        exec(source.split("# two fifths of the LoRA's data")[0], names) # its functions that draw, nothing else
+    names = toy_functions()
     rng, colours, pairs = np.random.default_rng(77), list(names["COLORS"]), {}
     for k, size in enumerate(ASPECTS):
         for i in range(6): # a third takes its colour from a second picture
