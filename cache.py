@@ -45,6 +45,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -307,12 +308,9 @@ def check_size_for_cpu(model):
     """InputError where a large model would go to the CPU, in float32, because no GPU can be used."""
     weights = [file.stat().st_size for file in Path(model).glob("*/*.safetensors")]
     if not Path(model).exists() or sum(weights) > 4e9:
-        driver = Path("/proc/driver/nvidia/version")
-        driver = re.search(r"\d+\.[\d.]+", driver.read_text()) if driver.is_file() else None
         raise InputError(f"--device: no usable GPU (torch {torch.__version__} is built for CUDA "
-                         f"{torch.version.cuda or '-'}, the NVIDIA driver is {driver[0] if driver else 'not loaded'}; "
-                         "CUDA 13 needs 580 or newer); update the driver, install a torch that fits it, or give "
-                         "--device cpu")
+                         f"{torch.version.cuda or '-'}; CUDA 13 needs driver 580 or newer, see nvidia-smi); update the "
+                         "driver, install a torch that fits it, or give --device cpu")
 
 def parse_data_args(parser, tiny):
     """parse_args, with the flags of add_data_flags."""
@@ -1137,7 +1135,7 @@ def open_index(path, folder, texts):
                          "with the same --val_data, --preserve_prompts and rates of dropout and --preserve")
     return samples, geometry
 
-def read_roots(pipe, folder, roots, texts, geometry, args, quiet, repeats=None, alone=False):
+def read_roots(pipe, folder, args, quiet, roots, texts, geometry, repeats=None, alone=False):
     """Datasets (planned now) or indexes -> (samples, geometry, problems). An index brings its own geometry."""
     samples, problems = [], []
     for n, root in enumerate(roots):
@@ -1161,8 +1159,7 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
     if pipe is not None and not is_plus(pipe) and len(shown) > 1:
         raise InputError("--prompt_image_dropout_rate: Qwen-Image-Edit v1 has a picture in every prompt; leave it out")
 
-    def read(roots, texts, geometry, **more):
-        return read_roots(pipe, folder, roots, texts, geometry, args, rank > 0, **more)
+    read = partial(read_roots, pipe, folder, args, rank > 0)
     others = args.preserve_prompts * (args.preserve > 0)
     for prompt in others:
         check_text("--preserve_prompts", prompt)

@@ -246,7 +246,7 @@ def write_aligned(out, samples, moved, sheets):
                 pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
                 entries.append((sample.name, [len(pairs), len(pairs) + 1]))
                 pairs += [sample, replace(there, target=pngs[0], controls=[pngs[1]])]
-        write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference", "after"])
+        write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference before", "after"])
         os.replace(folder, out)
     return left_out
 
