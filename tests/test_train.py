@@ -164,6 +164,7 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
         item.x0 = torch.zeros_like(item.x0)
         item.noise = torch.ones_like(item.x0)
         item.noise[len(item.x0) // 2:] = 3
+        item.velocity = item.noise - item.x0
 
     def loss(norm, weights):
         for item, weight in zip(items, weights):
