@@ -1132,7 +1132,7 @@ def open_index(path, folder, texts):
     if lacking:
         prompt, shown = lacking[0]
         raise InputError(f"{path}: lacks the prompt {prompt!r} {'with' if shown else 'without'} pictures; run cache.py "
-                         "with the same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate and --preserve*")
+                         "with the same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve*")
     return samples, geometry
 
 def read_roots(pipe, folder, args, quiet, roots, texts, geometry, repeats=None, alone=False):
