@@ -88,6 +88,14 @@ def add_transformer_flags(parser):
               "backward pass, behind the computation if a pass has enough tokens: raise --max_tokens too")
     return flag
 
+def find_folders(args, parts, weights=True):
+    """cache.find_model's folder of these parts of --model, and the folder whose transformer/ is used."""
+    if args.transformer:
+        return (cache.find_model(args.model, parts, weights),
+                cache.find_model(args.transformer, ["transformer"], weights, flag="--transformer"))
+    folder = cache.find_model(args.model, [*parts, "transformer"], weights)
+    return folder, folder
+
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
     by block, so that the device never holds more than one block in full precision."""
@@ -611,10 +619,7 @@ def main():
 
     # what is to be drawn
     samples, problems = read_samples(args)
-    folder = cache.find_model(args.model, cache.ENCODERS + ["transformer"] * (not args.transformer))
-    transformer_folder = folder
-    if args.transformer:
-        transformer_folder = cache.find_model(args.transformer, ["transformer"], flag="--transformer")
+    folder, transformer_folder = find_folders(args, cache.ENCODERS)
     pipe = cache.load_pipeline(folder)
     config, good = pipe.scheduler.config, []
     for sample in samples:

@@ -231,11 +231,8 @@ if rank == 0 and not args.plan:
 # ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
 encoded = all(map(cache.is_index, args.data + args.val_data))
-parts = ["transformer"] * (not args.transformer) + (["vae"] * bool(args.val_data) if encoded else cache.ENCODERS)
-folder = cache.find_model(args.model, ["scheduler", *parts], not args.plan)
-transformer_folder = folder
-if args.transformer:
-    transformer_folder = cache.find_model(args.transformer, ["transformer"], not args.plan, flag="--transformer")
+parts = ["scheduler"] + ["vae"] * bool(args.val_data) if encoded else cache.ENCODERS
+folder, transformer_folder = predict.find_folders(args, parts, not args.plan)
 pipe = None if encoded else cache.load_pipeline(folder)
 samples, val_samples, geometry, problems = cache.make_cache(pipe, folder, args, rank, world_size,
                                                          encode=args.use_cache and not args.plan)
@@ -323,15 +320,21 @@ def predict_velocity(model, items):
                 torch.stack([i.s for i in items]).to(noisy[0].device), [i.img_shapes for i in items])
     return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # the controls have no loss
 
+@contextlib.contextmanager
+def without_lora(model):
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
 def flow_loss(model, items):
     """-> [(loss, weight)] of these items. The step's loss is the sum of all losses over the sum of all weights, of all
     packs of all processes. An item without a velocity (--preserve) learns what the base predicts, without the LoRA."""
     asked = [i for i in items if i.velocity is None]
     if asked or (args.fsdp and args.preserve and torch.is_grad_enabled()): # all processes must run as many passes
-        model.disable_adapters()
-        with torch.no_grad():
+        with without_lora(model), torch.no_grad():
             answers = predict_velocity(model, asked or items[-1:])
-        model.enable_adapters()
         for i, answer in zip(asked, answers):
             i.velocity = answer
     losses = []
@@ -603,14 +606,12 @@ def validate():
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
             val_loss = validation_loss()
             if base_pictures is None:
-                transformer.disable_adapters()
-                base_pictures = draw_pictures()
-            transformer.enable_adapters()
+                with without_lora(transformer):
+                    base_pictures = draw_pictures()
             compared = {i: compare(i, picture) for i, picture in draw_pictures().items()}
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share
             raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
-        transformer.enable_adapters()
         return say(f"warning: no memory for the validation after step {step}; the training goes on (--max_tokens)")
     finally:
         transformer.train()

@@ -27,7 +27,6 @@ import argparse
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -43,6 +42,7 @@ import cache
 from cache import CONDITION_IMAGE_SIZE, InputError, fit_size, is_plus, pixels, read_image
 from extras.motion import ASPECT, auto_mask, copy_size, find_cast, find_motion, fit_motion
 from predict import contact_sheet, save_png, shown_prompt, side_by_side
+from tools.import_data import picture_suffix, places_of, write_caption
 
 # identical, in levels of 0 to 255; JPEG of quality 70 makes up to 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
@@ -176,24 +176,17 @@ def print_table(rows):
 
 def copy_to(folder, sample, taken):
     """Writes a sample as it is -> the Sample there, of the layout folder. taken: the names that all before have."""
-    roles = dict(target=[sample.target], control=sample.controls, mask=[sample.mask] if sample.mask else [])
     there = {}
-    for role, files in roles.items():
-        there[role] = []
-        for n, file in enumerate(files):
-            known = cache.KINDS.get(Path(file).suffix.lower()) == "picture" # else its content counts, as everywhere
-            suffix = Path(file).suffix if known else ".png"
-            name = f"{role}/{sample.name}" + f"_{n}" * (n > 0)
-            if name in taken: # of a manifest, whose names need not fit a folder
-                raise InputError(f"--align: {file}: another sample has {name} already; rename its target")
-            taken.add(name)
-            path = folder / (name + suffix)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, path)
-            there[role].append(str(path))
-    lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # a line is one more wording
-    (folder / f"target/{sample.name}.txt").write_text("\n".join(lines), encoding="utf-8")
-    return replace(sample, target=there["target"][0], controls=there["control"], mask=(there["mask"] or [None])[0])
+    for place, file in places_of(sample).items():
+        if place in taken: # of a manifest, whose names need not fit a folder
+            raise InputError(f"--align: {file}: another sample has {place} already; rename its target")
+        taken.add(place)
+        path = folder / (place + picture_suffix(file))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there[place] = shutil.copyfile(file, str(path))
+    write_caption(sample, folder)
+    return replace(sample, target=there[f"target/{sample.name}"], mask=there.get(f"mask/{sample.name}"),
+                   controls=[path for place, path in there.items() if place.startswith("control/")])
 
 def align_pair(target, control, mask):
     """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they

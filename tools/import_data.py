@@ -199,21 +199,32 @@ def read_parquet(source, folder, alone):
 
 # ---- what comes out: a dataset, or a cache ---------------------------------------------------------------------------
 
+def places_of(sample):
+    """{its place in our layout, without suffix: picture} of a sample, controls in order."""
+    files = {f"target/{sample.name}": sample.target, f"mask/{sample.name}": sample.mask} | {
+        f"control/{sample.name}" + f"_{n}" * (n > 0): file for n, file in enumerate(sample.controls)}
+    return {place: file for place, file in files.items() if file}
+
+def picture_suffix(file):
+    """Its own, or .png where that names no picture: content counts."""
+    suffix = Path(file).suffix
+    return suffix if cache.KINDS.get(suffix.lower()) == "picture" else ".png"
+
+def write_caption(sample, folder):
+    lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # a line is one more wording
+    (folder / f"target/{sample.name}.txt").write_text("\n".join(lines), encoding="utf-8")
+
 def write_dataset(samples, folder):
     """FOLDER/target, control and mask. Pictures are linked, or copied where the disk cannot link."""
     for s in samples:
-        files = {f"target/{s.name}": s.target, f"mask/{s.name}": s.mask} | {
-            f"control/{s.name}" + f"_{n}" * (n > 0): file for n, file in enumerate(s.controls)}
-        for name, file in [(name, file) for name, file in files.items() if file]:
-            suffix = Path(file).suffix.lower()
-            path = folder / (name + (suffix if cache.KINDS.get(suffix) == "picture" else ".png")) # content counts
+        for place, file in places_of(s).items():
+            path = folder / (place + picture_suffix(file).lower())
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(os.path.realpath(file), path)
             except OSError:
                 shutil.copyfile(file, path)
-        lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in s.prompts] # a line is one more wording
-        (folder / f"target/{s.name}.txt").write_text("\n".join(lines), encoding="utf-8")
+        write_caption(s, folder)
 
 def as_safetensors(path):
     """A command that turns a pickled dictionary of tensors and numbers into safetensors, without running its code."""

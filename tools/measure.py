@@ -56,18 +56,17 @@ def drift(image, reference, keep):
 
 def measure(picture, sample, pipe):
     """-> {measure: value} of this picture. pipe: with a VAE, or None."""
-    fit = lambda path: cache.read_image(path).resize(picture.size, Image.Resampling.LANCZOS)
-    target = reference = fit(sample.target)
+    target = reference = cache.read_image(sample.target).resize(picture.size, Image.Resampling.LANCZOS)
     found = dict(drawn=psnr(picture, target))
     if pipe:
         latents = cache.encode_image(pipe, target)
         reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
         found["vae"] = psnr(reference, target)
     if sample.controls:
-        given = fit(sample.controls[0])
+        control = cache.read_image(sample.controls[0])
+        given = control.resize(picture.size, Image.Resampling.LANCZOS)
         found["input"] = psnr(given, target)
-        mask = cache.read_image(sample.mask).convert("L") if sample.mask else auto_mask(
-            target, cache.read_image(sample.controls[0]))
+        mask = cache.read_image(sample.mask).convert("L") if sample.mask else auto_mask(target, control)
         edited = np.asarray(mask.resize(picture.size, Image.Resampling.NEAREST)) >= 128 if mask else np.zeros(1, bool)
         for name, part in (("inside", edited), ("outside", ~edited)):
             if edited.any() and part.any():
