@@ -3,6 +3,7 @@ What the tests of this folder share, beside what test_consistency.py has: refusa
 fixtures at the end have to be imported by a file that uses them.
 """
 import contextlib
+import json
 import multiprocessing
 import os
 import re
@@ -109,6 +110,16 @@ def toy_functions():
         patch.setattr(sys, "argv", ["make_tiny.py"])
         exec(source.split("# two fifths of the LoRA's data")[0], names)
     return names
+
+def train_and_measure(run, jobs, *flags):
+    """Trains into `run`, edits the dataset `jobs` with its LoRA -> what tools/measure.py finds, by folder."""
+    drawn, same = run.with_name(f"{run.name}-drawn"), ["--cache_dir", run.parent / "cache"]
+    for script, *more in (["train.py", "--out_dir", run, *same, *flags],
+                          ["predict.py", "--lora", run, "--jobs", jobs, "--out_dir", drawn, *same],
+                          ["tools/measure.py", drawn, jobs, "--json", drawn / "measured.json"]):
+        result = run_script(script, *more)
+        assert result.status == 0, result.err
+    return json.loads((drawn / "measured.json").read_text())
 
 # ---- damages ---------------------------------------------------------------------------------------------------------
 

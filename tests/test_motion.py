@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import is_one_line, toy_functions
+from models import is_one_line, toy_functions, train_and_measure
 from PIL import Image, ImageDraw
 
 import cache
@@ -159,17 +159,11 @@ def test_a_small_edit_is_learned_better_with_its_mask(tmp_path):
             pairs[f"{i:03}"] = [control], f"add {'an' if name == 'orange' else 'a'} {name} dot", target
         toy["write_dataset"](str(tmp_path / folder), pairs)
     ways = {"nothing": [], "twice": ["--mask", "auto"], "five": ["--mask", "auto", "--mask_foreground_weight", 5]}
-    found, same = {way: [] for way in ways}, ["--cache_dir", tmp_path / "c"]
+    found = {way: [] for way in ways}
     for seed in range(3):
         for way, flags in ways.items():
-            run, drawn = tmp_path / f"{way}-{seed}", tmp_path / f"{way}-{seed}-drawn"
-            for script, *more in (
-                    ["train.py", "--data", tmp_path / "data", "--seed", seed, "--out_dir", run, *flags, *same],
-                    ["predict.py", "--lora", run, "--jobs", tmp_path / "val", "--out_dir", drawn, *same],
-                    ["tools/measure.py", drawn, tmp_path / "val", "--json", tmp_path / "measured.json"]):
-                result = run_script(script, *more)
-                assert result.status == 0, result.err
-            found[way].append(json.loads((tmp_path / "measured.json").read_text())["val"])
+            found[way].append(train_and_measure(tmp_path / f"{way}-{seed}", tmp_path / "val", "--data",
+                                                tmp_path / "data", "--seed", seed, *flags)["val"])
         print(f"\nseed {seed}: " + "; ".join(f"{way} {rows[-1]['drawn']:.1f}, inside {rows[-1]['inside']:.1f}, outside "
                                             f"{rows[-1]['outside']:.1f}" for way, rows in found.items()))
     mean = lambda way, key: np.mean([row[key] for row in found[way]])

@@ -5,7 +5,6 @@ twelve aspects from 1:3 to 3:1, of which none was trained on.
 
 $ python -m pytest -q tests/test_sizes.py --full -s    # six trainings, a quarter of an hour; draws sizes.png
 """
-import json
 import math
 import shutil
 
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from models import toy_functions
-from test_consistency import FULL, TINY, run_script
+from models import toy_functions, train_and_measure
+from test_consistency import FULL, TINY
 
 WIDE = [(192, 160), (128, 96), (224, 160), (224, 128), (224, 96), (192, 64)]
 ASPECTS = [(h, w) for w, h in reversed(WIDE)] + WIDE
@@ -60,14 +59,8 @@ def test_own_sizes_are_better_at_every_aspect(tmp_path):
     table = {}
     for seed in range(3):
         for way, data in (("native", TINY / "data"), ("buckets", tmp_path / "buckets")):
-            run, drawn = tmp_path / f"{way}-{seed}", tmp_path / f"{way}-{seed}-drawn"
-            for script, *flags in (
-                    ["train.py", "--data", data, "--val_data", "--seed", seed, "--out_dir", run],
-                    ["predict.py", "--lora", run, "--jobs", tmp_path / "aspects", "--out_dir", drawn],
-                    ["tools/measure.py", drawn, tmp_path / "aspects", "--json", drawn / "measured.json"]):
-                result = run_script(script, *flags, *["--cache_dir", tmp_path / "cache"] * ("measure" not in script))
-                assert result.status == 0, result.err
-            found = json.loads((drawn / "measured.json").read_text())
+            found = train_and_measure(tmp_path / f"{way}-{seed}", tmp_path / "aspects", "--data", data, "--val_data",
+                                      "--seed", seed)
             rows = [found["aspects/{}x{}".format(*size)] for size in ASPECTS]
             table[way, seed] = [row["drawn"] for row in rows]
             means = {key: np.mean([row[key] for row in rows])
