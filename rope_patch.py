@@ -19,14 +19,15 @@ This module is pure: it knows no files, flags or ranks. Shape suffixes, the same
 B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
 R = D/2 complex rotations.
 """
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from math import ceil, prod
+from math import prod
 from types import MethodType
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from diffusers.models.attention_dispatch import (
     AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn)
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
@@ -48,11 +49,12 @@ def apply_rotary_emb_qwen_batched(x, freqs_cis):
     which knows the shared form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes
     differ."""
     freqs = real_freqs(freqs_cis) if freqs_cis.is_complex() else freqs_cis
-    want = (x.shape[1], x.shape[3]) if freqs.ndim == 2 else (x.shape[0], x.shape[1], x.shape[3])
+    B, S, _, D = x.shape
+    want = (S, D) if freqs.ndim == 2 else (B, S, D)
     if tuple(freqs.shape) != want:
         raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want "
-                         f"{(*want[:-1], want[-1] // 2)}, complex, for x {tuple(x.shape)}")
-    pairs, freqs = [t.unflatten(-1, (-1, 2)) for t in (x.float(), freqs.unsqueeze(-2))]
+                         f"{(*want[:-1], D // 2)}, complex, for x {tuple(x.shape)}")
+    pairs, freqs = x.float().unflatten(-1, (-1, 2)), freqs.unsqueeze(-2).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
         (a, b), (cos, sin) = pairs.unbind(-1), freqs.unbind(-1)
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3).type_as(x)
@@ -74,7 +76,7 @@ def sample_freqs(pos_embed, shapes, txt_len, device):
                          f"{len(txt_freqs)}: the table ends at {ROPE_TABLE}")
     return img_freqs, txt_freqs
 
-def given_freqs(freqs, mask_BN):
+def blank_freqs(freqs, mask_BN):
     """A caller's frequencies, (N, R) or (B, N, R), as (B, N, R) with 0 at the pads, where they may hold anything."""
     batch, n = mask_BN.shape
     if tuple(freqs.shape[:-1]) not in ((n,), (batch, n)):
@@ -88,10 +90,14 @@ def fuses(x):
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
+def lens_mask(lens, width, device):
+    """Lengths -> bool (B, width): True up to each length."""
+    return torch.arange(width, device=device) < torch.tensor(lens, device=device)[:, None]
+
 def as_bool_mask(mask, name, want):
     """A 0/1 mask of any dtype -> bool. An additive mask (0 / -inf) would be read upside down, so it is a ValueError."""
-    if tuple(mask.shape) != tuple(want):
-        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {tuple(want)}")
+    if tuple(mask.shape) != want:
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {want}")
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"{name}: got values other than 0 and 1 ({mask.dtype}), want 1 = attend, 0 = pad")
     return mask.bool()
@@ -103,16 +109,18 @@ def as_joint_mask(mask, batch, length):
     return as_bool_mask(mask, "attention_mask", (batch, length))
 
 @dataclass
+class Lens:
+    """How long the samples of a packed row are."""
+    each: list # tokens of each sample
+    longest: int
+    begins: torch.Tensor | None # (B + 1,) int32, where each sample begins, and the end; None: varlen_attn cannot run
+
+@dataclass
 class Packed:
-    """Where the samples stand in a packed row, made once per forward pass and not once per block. A compiled block
-    reads no list: lists of lengths would be compiled anew for every number of samples."""
-    txt_lens: list
-    img_lens: list
-    joint_lens: list # text + image
-    cu_joint: torch.Tensor | None # (B + 1,) int32, where each sample's [text, image] begins; None: varlen cannot run
-    cu_img: torch.Tensor | None # the same for its image tokens alone
-    max_joint: int # longest sample
-    max_img: int
+    """Where the samples stand in a joint row [text 0, image 0, text 1, image 1, ...], made once per forward pass. A
+    compiled block reads no list: lists of lengths would be compiled anew for every number of samples."""
+    joint: Lens # of text + image
+    img: Lens # of the image tokens alone
     order: torch.Tensor # (S,) place in [all text, all image] of each token of the joint row
     inverse: torch.Tensor # (S,) the way back
 
@@ -124,17 +132,23 @@ def has_varlen(x):
             and torch.cuda.get_device_capability(x.device) >= (8, 0)
             and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE)
 
+def make_lens(each, x):
+    """-> Lens, for rows of x's device and dtype."""
+    begins = None
+    if has_varlen(x):
+        begins = torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(x.device, non_blocking=True)
+    return Lens(each, max(each), begins)
+
 def pack_layout(txt_lens, img_lens, x):
     """-> Packed, for rows of x's device and dtype."""
-    here = lambda t: t.to(x.device, non_blocking=True)
-    begins = lambda lens: here(torch.tensor([0, *accumulate(lens)], dtype=torch.int32)) if has_varlen(x) else None
     joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
-    places = torch.arange(sum(joint_lens))[None]
-    order = join_rows(split_rows(*places.split([sum(txt_lens), sum(img_lens)], 1), txt_lens, img_lens))[0]
-    return Packed(list(txt_lens), list(img_lens), joint_lens, begins(joint_lens), begins(img_lens), max(joint_lens),
-                  max(img_lens), here(order), here(order.argsort()))
+    samples = torch.arange(len(joint_lens))
+    owners = torch.cat([samples.repeat_interleave(torch.tensor(lens)) for lens in (txt_lens, img_lens)])
+    order = owners.argsort(stable=True) # sample by sample, and of each its text before its image
+    return Packed(make_lens(joint_lens, x), make_lens(img_lens, x), order.to(x.device, non_blocking=True),
+                  order.argsort().to(x.device, non_blocking=True))
 
-class Reorder(torch.autograd.Function):
+class Reorder(torch.autograd.Function): # a class because autograd wants one
     """x[:, order]. Its gradient is a gather by the inverse order, where autograd's own would add atomically."""
 
     @staticmethod
@@ -147,46 +161,33 @@ class Reorder(torch.autograd.Function):
         order, inverse = ctx.saved_tensors
         return Reorder.apply(grad, inverse, order), None, None
 
-def join_rows(parts):
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) # of one part it would be a copy
-
-def split_rows(txt, img, txt_lens, img_lens):
-    """-> [text of sample 0, image of sample 0, text of sample 1, ...]"""
-    return [part for pair in zip(txt.split(txt_lens, 1), img.split(img_lens, 1)) for part in pair]
-
-def to_joint(txt, img, packed):
-    """(1, sum T, ...) and (1, sum I, ...) -> (1, S, ...): the samples' [text, image] one after the other."""
-    if torch.compiler.is_compiling():
-        return Reorder.apply(torch.cat([txt, img], dim=1), packed.order, packed.inverse)
-    return join_rows(split_rows(txt, img, packed.txt_lens, packed.img_lens))
-
-def from_joint(joint, txt_len, packed):
-    """The way back."""
-    if torch.compiler.is_compiling():
-        both = Reorder.apply(joint, packed.inverse, packed.order)
-        return both[:, :txt_len], both[:, txt_len:]
-    parts = joint.split([n for pair in zip(packed.txt_lens, packed.img_lens) for n in pair], dim=1)
-    return join_rows(parts[::2]), join_rows(parts[1::2])
-
 def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     """Attention within each sample's [text, image]. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
     three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
     call a sample."""
-    img_only = txt_qkv[0] is None
-    q = img_qkv[0] if img_only else to_joint(txt_qkv[0], img_qkv[0], packed)
-    k, v = [to_joint(txt_qkv[n], img_qkv[n], packed) for n in (1, 2)]
-    if packed.cu_joint is None or backend is not None or parallel_config is not None:
-        out = attention_by_sample(q, k, v, packed, img_only, backend, parallel_config)
+    def join(txt, img):
+        return Reorder.apply(torch.cat([txt, img], dim=1), packed.order, packed.inverse)
+
+    (txt_q, txt_k, txt_v), (img_q, img_k, img_v) = txt_qkv, img_qkv
+    k, v, lens = join(txt_k, img_k), join(txt_v, img_v), packed.joint
+    if txt_q is None:
+        q, q_lens = img_q, packed.img
     else:
-        cu_q, max_q = (packed.cu_img, packed.max_img) if img_only else (packed.cu_joint, packed.max_joint)
-        out = varlen_attn(q[0], k[0], v[0], cu_q, packed.cu_joint, max_q, packed.max_joint)[None]
-    return (None, out) if img_only else from_joint(out, txt_qkv[0].shape[1], packed)
+        q, q_lens = join(txt_q, img_q), packed.joint
+    if lens.begins is None or backend is not None or parallel_config is not None:
+        out = attention_by_sample(q, k, v, q_lens.each, lens.each, backend, parallel_config)
+    else:
+        out = varlen_attn(q[0], k[0], v[0], q_lens.begins, lens.begins, q_lens.longest, lens.longest)[None]
+    if txt_q is None:
+        return None, out
+    return Reorder.apply(out, packed.inverse, packed.order).split([txt_q.shape[1], img_q.shape[1]], dim=1)
 
 @torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(q, k, v, packed, img_only, backend, parallel_config):
-    q_lens = packed.img_lens if img_only else packed.joint_lens
-    each = zip(q.split(q_lens, 1), k.split(packed.joint_lens, 1), v.split(packed.joint_lens, 1))
-    return join_rows([dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config) for qkv in each])
+def attention_by_sample(q, k, v, q_lens, kv_lens, backend, parallel_config):
+    outs = []
+    for qkv in zip(q.split(q_lens, 1), k.split(kv_lens, 1), v.split(kv_lens, 1)):
+        outs.append(dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config))
+    return torch.cat(outs, dim=1)
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
@@ -205,24 +206,28 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
             txt_mask = as_bool_mask(encoder_hidden_states_mask, "encoder_hidden_states_mask", (batch, txt_len))
             mask_BS = torch.cat([txt_mask, txt_mask.new_ones(batch, img_len)], dim=1)
         if attention_mask is not None:
-            given_BS = as_joint_mask(attention_mask, batch, txt_len + img_len)
-            mask_BS = given_BS if mask_BS is None else mask_BS & given_BS
+            joint_BS = as_joint_mask(attention_mask, batch, txt_len + img_len)
+            mask_BS = joint_BS if mask_BS is None else mask_BS & joint_BS
 
         head_dim = attn.inner_dim // attn.heads
 
-        def project(linear, norm, x, freqs):
-            x = linear(x).unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
-            if norm is not None: # diffusers' takes eight kernels in fp32
-                x = F.rms_norm(x, (head_dim,), norm.weight, norm.eps) if packed is not None and fuses(x) else norm(x)
+        def heads(x):
+            return x.unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
+
+        def normed(norm, x, freqs):
+            x = heads(x)
+            if packed is not None and fuses(x): # diffusers' takes eight kernels in fp32
+                x = F.rms_norm(x, (head_dim,), norm.weight, norm.eps)
+            else:
+                x = norm(x)
             return x if freqs is None else apply_rotary_emb_qwen_batched(x, freqs)
 
         img_freqs, txt_freqs = image_rotary_emb or (None, None)
         img, txt = hidden_states, encoder_hidden_states
-        img_qkv = [project(attn.to_q, attn.norm_q, img, img_freqs), project(attn.to_k, attn.norm_k, img, img_freqs),
-                   project(attn.to_v, None, img, None)]
-        txt_qkv = [project(attn.add_q_proj, attn.norm_added_q, txt, txt_freqs) if text_out else None,
-                   project(attn.add_k_proj, attn.norm_added_k, txt, txt_freqs),
-                   project(attn.add_v_proj, None, txt, None)]
+        img_qkv = [normed(attn.norm_q, attn.to_q(img), img_freqs), normed(attn.norm_k, attn.to_k(img), img_freqs),
+                   heads(attn.to_v(img))]
+        txt_q = normed(attn.norm_added_q, attn.add_q_proj(txt), txt_freqs) if text_out else None
+        txt_qkv = [txt_q, normed(attn.norm_added_k, attn.add_k_proj(txt), txt_freqs), heads(attn.add_v_proj(txt))]
         if packed is not None:
             txt_out, img_out = packed_attention(txt_qkv, img_qkv, packed, self._attention_backend,
                                                 self._parallel_config)
@@ -230,14 +235,15 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
             joint = [i if t is None else torch.cat([t, i], dim=1) for t, i in zip(txt_qkv, img_qkv)]
             out = dispatch_attention_fn(*joint, attn_mask=None if mask_BS is None else mask_BS[:, None, None],
                                         backend=self._attention_backend, parallel_config=self._parallel_config)
-            txt_out, img_out = (out[:, :txt_len], out[:, txt_len:]) if text_out else (None, out)
+            txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
 
-        # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
-        out = lambda x: x.flatten(2, 3).to(img_qkv[0].dtype).contiguous()
-        img_out = attn.to_out[0](out(img_out))
-        if len(attn.to_out) > 1: # dropout
-            img_out = attn.to_out[1](img_out)
-        return img_out, attn.to_add_out(out(txt_out)) if text_out else None
+        def merged(x): # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
+            return x.flatten(2, 3).to(img_qkv[0].dtype).contiguous()
+
+        img_out = merged(img_out)
+        for layer in attn.to_out: # a linear one, and dropout
+            img_out = layer(img_out)
+        return img_out, attn.to_add_out(merged(txt_out)) if text_out else None
 
 # ---- block -----------------------------------------------------------------------------------------------------------
 
@@ -259,31 +265,45 @@ class Ragged:
     img_segments: Segments
     txt_segments: Segments
     packed: Packed | None # None when padded
-    lora_scale: float
-    last: bool # block: nobody reads its text
+    last: bool = False # block: nobody reads its text
 
-def by_segment(segments, f, *xs):
-    """f(row, *the segment's tokens of each x) for all segments -> (B, N, C). xs: (B, N, C), read as B * N rows."""
+class RowsByIndex(torch.autograd.Function): # a class because autograd wants one
+    """rows[index]. Its gradient adds thousands of tokens into each row. Autograd would add them one by one in the rows'
+    dtype, and a sum in bf16 stops growing at 256 times its terms. This one product adds them up in fp32."""
+
+    @staticmethod
+    def forward(ctx, rows, index):
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, = ctx.saved_tensors
+        is_mine = torch.arange(ctx.count, device=grad.device)[:, None] == index
+        return is_mine.to(grad.dtype) @ grad, None
+
+def by_segment(f, segments, modulations, *xs):
+    """f(*rows, *tokens) for all segments -> (B, N, C). modulations: (rows of temb, C) tensors, of which a segment gets
+    its row; xs: (B, N, C), read as B * N tokens, of which it gets its own."""
+    tokens = [x.flatten(0, 1) for x in xs]
     if torch.compiler.is_compiling(): # a gather, which the compiler fuses; eager it would cost memory and a kernel more
-        return f(segments.index, *[x.flatten(0, 1) for x in xs]).view_as(xs[0])
+        return f(*[RowsByIndex.apply(m, segments.index) for m in modulations], *tokens).view_as(xs[0])
     if len(segments.rows) == 1: # nothing to put together
-        return f(segments.rows[0], *xs)
-    parts = zip(*[x.flatten(0, 1).split(segments.lens) for x in xs])
-    return torch.cat([f(row, *p) for row, p in zip(segments.rows, parts)]).view_as(xs[0])
+        return f(*[m[segments.rows[0]] for m in modulations], *xs)
+    parts = []
+    for row, *own_tokens in zip(segments.rows, *[x.split(segments.lens) for x in tokens]):
+        parts.append(f(*[m[row] for m in modulations], *own_tokens))
+    return torch.cat(parts).view_as(xs[0])
 
 def multiply_add(x, y, z):
     return torch.addcmul(z, x, y) if fuses(x) else x * y + z
 
-@contextmanager
-def scaled_lora(modules, scale):
-    """peft's LoRA layers under `modules` work at `scale` times their strength inside this context."""
-    for m in modules:
-        scale_lora_layers(m, scale)
-    try:
-        yield
-    finally:
-        for m in modules:
-            unscale_lora_layers(m, scale)
+def modulate(segments, x, shift, scale):
+    return by_segment(lambda shift, scale, x: multiply_add(x, 1 + scale, shift), segments, [shift, scale], x)
+
+def add_gated(segments, x, gate, y):
+    return by_segment(lambda gate, x, y: multiply_add(gate, y, x), segments, [gate], x, y)
 
 def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
                   joint_attention_kwargs=None, modulate_index=None):
@@ -296,35 +316,22 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
     if not isinstance(self.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
         raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; "
                          "want patch_qwen_model_for_multi_resolution, which sets the processors too")
-    args = hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs, modulate_index
-    if modulate_index.lora_scale == 1:
-        return ragged_block(self, *args)
-    # scaled here, not around the whole model: a checkpointed block is computed again after model.forward has ended
-    with scaled_lora([self], modulate_index.lora_scale):
-        return ragged_block(self, *args)
-
-def ragged_block(block, img, txt, temb, image_rotary_emb, joint_attention_kwargs, ragged):
-    def modulate(segments, x, shift, scale):
-        return by_segment(segments, lambda r, x: multiply_add(x, 1 + scale[r], shift[r]), x)
-
-    def add_gated(segments, x, gate, y):
-        return by_segment(segments, lambda r, x, y: multiply_add(gate[r], y, x), x, y)
-
+    img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
     img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
-    img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = block.img_mod(temb).chunk(6, dim=-1)
-    if block.zero_cond_t: # text always takes the sample's own timestep
+    img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
+    if self.zero_cond_t: # text always takes the sample's own timestep
         temb = temb.chunk(2)[0]
-    txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = block.txt_mod(temb).chunk(6, dim=-1)
-    img_attn, txt_attn = block.attn(
-        hidden_states=modulate(img_segments, block.img_norm1(img), img_shift1, img_scale1),
-        encoder_hidden_states=modulate(txt_segments, block.txt_norm1(txt), txt_shift1, txt_scale1),
+    txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(temb).chunk(6, dim=-1)
+    img_attn, txt_attn = self.attn(
+        hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
+        encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
         image_rotary_emb=image_rotary_emb, packed=ragged.packed, text_out=not ragged.last, **joint_attention_kwargs)
     img = add_gated(img_segments, img, img_gate1, img_attn)
-    img_mlp = block.img_mlp(modulate(img_segments, block.img_norm2(img), img_shift2, img_scale2))
+    img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
     img = add_gated(img_segments, img, img_gate2, img_mlp)
     if not ragged.last:
         txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
-        txt_mlp = block.txt_mlp(modulate(txt_segments, block.txt_norm2(txt), txt_shift2, txt_scale2))
+        txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
         txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
     if img.dtype == torch.float16: # as stock
         img, txt = img.clip(-65504, 65504), txt.clip(-65504, 65504)
@@ -332,18 +339,17 @@ def ragged_block(block, img, txt, temb, image_rotary_emb, joint_attention_kwargs
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
-@contextmanager
-def first_blocks_checkpointed(model):
-    """Gradient checkpointing for the first model.gradient_checkpointing_blocks blocks only (None: for all)."""
-    checkpoint, n = model._gradient_checkpointing_func, model.gradient_checkpointing_blocks
-    if n is not None:
-        first = {id(block) for block in model.transformer_blocks[:n]}
-        model._gradient_checkpointing_func = lambda block, *args: (
-            checkpoint(block, *args) if id(block) in first else block(*args))
-    try:
-        yield
-    finally:
-        model._gradient_checkpointing_func = checkpoint
+def checkpoint_blocks(model, blocks=None, **options):
+    """Gradient checkpointing: the backward pass computes the first so many blocks again (None: all) -> how many.
+    options: torch.utils.checkpoint's."""
+    again = set(model.transformer_blocks[:blocks])
+
+    def run(block, *args):
+        if block in again:
+            return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False, **options)
+        return block(*args)
+    model.enable_gradient_checkpointing(run)
+    return len(again)
 
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
@@ -368,9 +374,10 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
     joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
-    padded_only = any(x is not None for x in (encoder_hidden_states_mask, joint_mask, controlnet_block_samples))
-    old_call = txt_lens is not None and len(txt_lens) == 1 and padded_only # a padded row that older diffusers describes
-    packed = txt_lens is not None and len(hidden_states) == 1 and not old_call
+    masked = encoder_hidden_states_mask is not None or joint_mask is not None
+    packed = txt_lens is not None and len(hidden_states) == 1
+    if packed and masked and len(txt_lens) == 1: # a padded row, whose text length older diffusers wanted too
+        packed = False
     batch = len(txt_lens) if packed else len(hidden_states)
 
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
@@ -384,28 +391,31 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     shapes = None if img_shapes is None else sample_shapes(img_shapes, batch, img_len)
 
     if packed:
-        if padded_only:
-            raise ValueError("packed: got a mask or controlnet_block_samples, want neither (packed rows have no pads)")
+        if masked:
+            raise ValueError("packed: got a mask, want none (packed rows have no pads)")
         rows = packed_rows(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
     else:
         txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
         encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
-        if image_rotary_emb is None and same_shapes_without_pads(shapes, hidden_states) and joint_mask is None:
+        own_positions = image_rotary_emb is not None or joint_mask is not None
+        if not own_positions and set(image_lens(shapes)) == {hidden_states.shape[1]} and (
+                not should_use_multi_resolution_mode(shapes)):
             sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device) # (its errors)
-            with first_blocks_checkpointed(self): # diffusers' own forward, bit for bit
-                return type(self).forward(
-                    self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
-                    attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
-                    additional_t_cond=additional_t_cond, return_dict=return_dict)
+            return type(self).forward( # diffusers' own, bit for bit
+                self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
+                attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
+                additional_t_cond=additional_t_cond, return_dict=return_dict)
         rows = padded_rows(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
                            image_rotary_emb)
-    if guidance is not None:
-        raise ValueError("guidance: got a tensor, want None: Qwen-Image-Edit has no guidance embedding")
-
-    outside = [m for name, m in self.named_children() if name != "transformer_blocks"] # blocks scale their own
-    with scaled_lora(outside, lora_scale), first_blocks_checkpointed(self):
-        output = ragged_forward(self, rows, shapes, timestep, additional_t_cond, kwargs, lora_scale,
-                                controlnet_block_samples)
+    if guidance is not None or controlnet_block_samples is not None:
+        raise ValueError("guidance, controlnet_block_samples: got one, want None in a batch of mixed sizes")
+    if lora_scale != 1 and self.gradient_checkpointing and torch.is_grad_enabled(): # the second pass would have none
+        raise ValueError(f"scale: got {lora_scale} beside gradient checkpointing, want 1, or no checkpointing")
+    scale_lora_layers(self, lora_scale)
+    try:
+        output = ragged_forward(self, rows, shapes, timestep, additional_t_cond, kwargs)
+    finally:
+        unscale_lora_layers(self, lora_scale)
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
 @dataclass
@@ -426,13 +436,6 @@ def blank(x_BNC, mask_BN):
 def image_lens(shapes):
     return [sum(map(prod, s)) for s in shapes]
 
-def same_shapes_without_pads(shapes, hidden_states):
-    """True if stock's own code computes this batch right. ValueError if the shapes need more tokens than there are."""
-    img_lens, img_len = image_lens(shapes), hidden_states.shape[1]
-    if max(img_lens) > img_len:
-        raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
-    return min(img_lens) == img_len and not should_use_multi_resolution_mode(shapes)
-
 def packed_rows(model, img, txt, txt_lens, shapes, freqs):
     """The packed mode's Rows."""
     img_lens = image_lens(shapes)
@@ -449,25 +452,29 @@ def padded_rows(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
     """The Rows of the padded and of the precomputed mode (freqs given). In precomputed rows the joint mask tells which
     tokens are pads; without one, img_shapes do."""
     (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
-    img_mask_BI = torch.ones(batch, img_len, dtype=torch.bool, device=device)
+    img_lens = [img_len] * batch
     if freqs is None or (joint_mask is None and shapes is not None):
-        img_mask_BI = torch.arange(img_len, device=device) < torch.tensor(image_lens(shapes), device=device)[:, None]
+        img_lens = image_lens(shapes)
+    if max(img_lens) > img_len:
+        raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
+    img_mask_BI = lens_mask(img_lens, img_len, device)
     if txt_mask_BT is None:
-        txt_mask_BT = torch.ones(batch, txt_len, dtype=torch.bool, device=device)
+        txt_mask_BT = lens_mask([txt_len] * batch, txt_len, device)
     mask_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
     if joint_mask is not None:
         mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
     txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
-    if freqs is not None:
-        img_freqs, txt_freqs = given_freqs(freqs[0], img_mask_BI), given_freqs(freqs[1], txt_mask_BT)
-        if freqs[0].ndim > freqs[1].ndim and (freqs[0] != freqs[0][:1]).any(): # text shared, pictures not
+    if freqs is None: # pads are rotated by 0: finite, and nobody looks at them
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
+        freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
+    else:
+        img_freqs, txt_freqs = freqs
+        if img_freqs.ndim > txt_freqs.ndim and (img_freqs != img_freqs[:1]).any(): # text shared, pictures not
             raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
                              f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
-    else: # pads are rotated by 0: finite, and nobody looks at them
-        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
-        img_freqs, txt_freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
-    return Rows(blank(img, img_mask_BI), blank(txt, txt_mask_BT), (img_freqs, txt_freqs), [img_len] * batch,
-                [txt_len] * batch, mask_BS, img_mask_BI)
+        freqs = blank_freqs(img_freqs, img_mask_BI), blank_freqs(txt_freqs, txt_mask_BT)
+    return Rows(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
+                img_mask_BI)
 
 def image_segments(rows, shapes, zero_cond_t):
     """Segments of rows.img: one a sample; for zero_cond_t two, as the target is at its timestep (row b of temb) and its
@@ -475,20 +482,22 @@ def image_segments(rows, shapes, zero_cond_t):
     batch, device = len(rows.img_lens), rows.img.device
     if not zero_cond_t:
         return make_segments(rows.img_lens, range(batch), device)
-    targets = [prod(s[0]) for s in shapes]
-    if max(targets) > rows.img.shape[1]:
-        raise ValueError(f"hidden_states: got {rows.img.shape[1]} image tokens, want at least the targets of {shapes}")
-    lens = [n for target, img_len in zip(targets, rows.img_lens) for n in (target, img_len - target)]
-    return make_segments(lens, [row for b in range(batch) for row in (b, batch + b)], device)
+    lens, temb_rows = [], []
+    for b, img_len in enumerate(rows.img_lens):
+        target = prod(shapes[b][0])
+        if target > img_len:
+            raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
+        lens += [target, img_len - target]
+        temb_rows += [b, batch + b]
+    return make_segments(lens, temb_rows, device)
 
-def ragged_forward(model, rows, shapes, timestep, additional_t_cond, kwargs, lora_scale, controlnet_block_samples):
+def ragged_forward(model, rows, shapes, timestep, additional_t_cond, kwargs):
     """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out) or (B, I, C_out)."""
-    batch = len(rows.img_lens)
-    ragged = Ragged(
-        img_segments=image_segments(rows, shapes, model.zero_cond_t),
-        txt_segments=make_segments(rows.txt_lens, range(batch), rows.txt.device),
-        packed=pack_layout(rows.txt_lens, rows.img_lens, rows.img) if rows.mask_BS is None else None,
-        lora_scale=lora_scale, last=False)
+    batch, packed = len(rows.img_lens), None
+    if rows.mask_BS is None:
+        packed = pack_layout(rows.txt_lens, rows.img_lens, rows.img)
+    ragged = Ragged(image_segments(rows, shapes, model.zero_cond_t),
+                    make_segments(rows.txt_lens, range(batch), rows.txt.device), packed)
     kwargs = {**kwargs, "attention_mask": rows.mask_BS}
 
     img = model.img_in(rows.img)
@@ -496,23 +505,20 @@ def ragged_forward(model, rows, shapes, timestep, additional_t_cond, kwargs, lor
     timestep = timestep.to(img.dtype).expand(batch)
     if model.zero_cond_t:
         timestep = torch.cat([timestep, timestep * 0])
-        additional_t_cond = None if additional_t_cond is None else additional_t_cond.expand(batch).repeat(2)
+        if additional_t_cond is not None:
+            additional_t_cond = additional_t_cond.expand(batch).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
     freqs = tuple(map(real_freqs, rows.freqs))
-    for i, block in enumerate(model.transformer_blocks):
-        last = i == len(model.transformer_blocks) - 1
-        args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=last)
+    for block in model.transformer_blocks:
+        args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=block is model.transformer_blocks[-1])
         if torch.is_grad_enabled() and model.gradient_checkpointing:
             txt, img = model._gradient_checkpointing_func(block, *args)
         else:
             txt, img = block(*args)
-        if controlnet_block_samples is not None:
-            every = ceil(len(model.transformer_blocks) / len(controlnet_block_samples))
-            img = img + blank(controlnet_block_samples[i // every], rows.img_mask_BI)
     # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
     segments = make_segments(rows.img_lens, range(batch), img.device)
     scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
-    img = by_segment(segments, lambda r, x: multiply_add(x, 1 + scale[r], shift[r]), model.norm_out.norm(img))
+    img = modulate(segments, model.norm_out.norm(img), shift, scale)
     return blank(model.proj_out(img), rows.img_mask_BI)
 
 def text_mask(mask, txt_lens, txt):
@@ -522,7 +528,7 @@ def text_mask(mask, txt_lens, txt):
     if txt_lens is not None:
         if len(txt_lens) != batch or max(txt_lens) > txt_len:
             raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths of at most {txt_len}")
-        lens_BT = torch.arange(txt_len, device=txt.device) < torch.tensor(txt_lens, device=txt.device)[:, None]
+        lens_BT = lens_mask(txt_lens, txt_len, txt.device)
         out_BT = lens_BT if out_BT is None else out_BT & lens_BT
     return out_BT
 
@@ -536,7 +542,6 @@ def patch_qwen_forward_for_multi_resolution(model):
         raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or hooks")
     model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
     model.multi_resolution = True
-    model.gradient_checkpointing_blocks = getattr(model, "gradient_checkpointing_blocks", None)
     for block in model.transformer_blocks:
         block.forward = MethodType(block_forward, block)
     return model
@@ -554,17 +559,29 @@ def patch_qwen_model_for_multi_resolution(model):
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 def sample_shapes(img_shapes, batch, img_len=None):
-    """img_shapes in any accepted form -> one list of (frames, h, w) per sample. A flat list holds one picture per
-    sample (or one for all), the longest of img_len tokens; one entry serves all samples. Entries without area (padding
-    of a (B, N, 3) tensor) are dropped. ValueError if the number of entries does not fit `batch`, or img_len."""
-    plain = lambda x: x.tolist() if torch.is_tensor(x) else list(x)
-    entries = [plain(e) for e in plain(img_shapes)]
-    flat = not any(isinstance(e[0], (list, tuple, torch.Tensor)) for e in entries)
-    entries = [e if isinstance(e[0], (list, tuple, torch.Tensor)) else [e] for e in entries]
-    shapes = [[tuple(map(int, picture)) for picture in e if prod(map(int, picture)) > 0] for e in entries]
+    """img_shapes in any accepted form -> one list of (frames, h, w) per sample, target first:
+
+        [[(1, h, w), (1, h, w)], [(1, h, w)]]   the pictures of each sample
+        [[(1, h, w), (1, h, w)]]                one entry serves all samples
+        [(1, h, w), (1, h, w)]                  flat: one picture a sample (or one for all), the longest of img_len
+        tensor (B, N, 3)                        as the first; pictures without area are padding, and dropped
+
+    ValueError if the number of entries does not fit `batch`, or img_len."""
+    def as_list(x):
+        return x.tolist() if torch.is_tensor(x) else list(x)
+
+    shapes, flat = [], True
+    for entry in map(as_list, as_list(img_shapes)):
+        if isinstance(entry[0], (list, tuple, torch.Tensor)):
+            flat = False
+        else:
+            entry = [entry]
+        pictures = [tuple(map(int, picture)) for picture in entry]
+        shapes.append([picture for picture in pictures if prod(picture) > 0])
     if len(shapes) not in (1, batch) or not all(shapes):
         raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one (1, h, w)")
-    if flat and img_len not in (None, longest := max(image_lens(shapes))):
+    longest = max(image_lens(shapes))
+    if flat and img_len not in (None, longest):
         raise ValueError(f"img_shapes: got one picture a sample, of at most {longest} tokens, want the {img_len} of "
                          "hidden_states; list a sample's pictures as [[(1, h, w), (1, h, w)], ...]")
     return shapes if len(shapes) == batch else shapes * batch
@@ -579,11 +596,9 @@ def extract_batch_field(embeddings, key, batch_idx):
     if key not in embeddings:
         raise KeyError(f"{key}: not in embeddings, which have {sorted(embeddings)}")
     value = embeddings[key]
-    if isinstance(value, (list, tuple)):
-        return value[batch_idx]
     if torch.is_tensor(value):
         return value.item() if value.numel() == 1 else value[batch_idx].item()
-    return value
+    return value[batch_idx] if isinstance(value, (list, tuple)) else value
 
 def get_image_shapes_multi_resolution(embeddings, batch_size):
     """Per sample [(1, h, w), ...] in tokens, target first, from `img_shapes`, or rebuilt from pixels (16 a token):
@@ -591,18 +606,19 @@ def get_image_shapes_multi_resolution(embeddings, batch_size):
     as many as there are keys). Each field may be per sample, so the number of pictures may differ; None: no picture."""
     if embeddings.get("img_shapes") is not None:
         return sample_shapes(embeddings["img_shapes"], batch_size)
+    n_keys = sum(key.startswith("height_control_") for key in embeddings)
     shapes = []
     for b in range(batch_size):
-        suffixes = ["", "_control"] if "height_control" in embeddings else [""]
-        further = 0
-        if "n_controls" in embeddings:
-            further = int(extract_batch_field(embeddings, "n_controls", b))
-        else:
-            while f"height_control_{further + 1}" in embeddings:
-                further += 1
-        suffixes += [f"_control_{i + 1}" for i in range(further)]
-        sizes = [[extract_batch_field(embeddings, side + s, b) for side in ("height", "width")] for s in suffixes]
-        shapes.append([(1, int(h) // 16, int(w) // 16) for h, w in sizes if h is not None])
+        further = int(extract_batch_field(embeddings, "n_controls", b)) if "n_controls" in embeddings else n_keys
+        names = [""] + [f"_control_{i + 1}" for i in range(further)]
+        if "height_control" in embeddings:
+            names.insert(1, "_control")
+        shapes.append([])
+        for name in names:
+            height = extract_batch_field(embeddings, "height" + name, b)
+            width = extract_batch_field(embeddings, "width" + name, b)
+            if height is not None:
+                shapes[b].append((1, int(height) // 16, int(width) // 16))
     return shapes
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -617,10 +633,9 @@ def pad_latents_for_multi_res(samples, max_len=None):
     if max(lens) > max_len:
         raise ValueError(f"samples: got {max(lens)} tokens, want at most max_len = {max_len}")
     padded = samples[0].new_zeros(len(samples), max_len, samples[0].shape[1])
-    mask = torch.zeros(len(samples), max_len, dtype=torch.bool, device=padded.device)
-    for row, row_mask, s in zip(padded, mask, samples):
-        row[:len(s)], row_mask[:len(s)] = s, True
-    return padded, mask
+    for row, s in zip(padded, samples):
+        row[:len(s)] = s
+    return padded, lens_mask(lens, max_len, padded.device)
 
 def run_packed(model, latents, prompt_embeds, timesteps, img_shapes):
     """One forward pass over samples of any sizes, without a pad. Lists of (I_b, C) and (T_b, C), (B,) timesteps,
@@ -643,7 +658,10 @@ def plan_packs(lengths, max_tokens, padded=False):
     packs = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         for pack in packs:
-            tokens = lengths[pack[0]] * (len(pack) + 1) if padded else sum(lengths[j] for j in [*pack, i])
+            if padded: # to the first one, which is the longest
+                tokens = lengths[pack[0]] * (len(pack) + 1)
+            else:
+                tokens = sum(lengths[j] for j in pack) + lengths[i]
             if tokens <= max_tokens:
                 pack.append(i)
                 break

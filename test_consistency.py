@@ -49,6 +49,7 @@ from PIL import Image
 from tqdm import tqdm
 
 import cache
+import common
 import predict
 import rope_patch
 from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
@@ -671,7 +672,7 @@ def test_gradients_equal_stock_one_at_a_time(tmp_path, loss_norm):
     loss = (losses / weights).mean() if loss_norm == "sample" else losses.sum() / weights.sum()
     loss.backward()
     assert log_of(tmp_path / "a")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    moments, _ = cache.read_tensors(tmp_path / "a" / "checkpoint-000001" / "optimizer.safetensors")
+    moments, _ = common.read_tensors(tmp_path / "a" / "checkpoint-000001" / "optimizer.safetensors")
     grads = {name: p.grad for name, p in stock.named_parameters() if p.requires_grad and p.grad is not None}
     errors = {name: rel(10 * moments["exp_avg." + name], grad) for name, grad in grads.items() if grad.any()}
     show("worst LoRA gradient", max(errors.values()), 1e-5)
@@ -748,7 +749,7 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
                         "--batch_size", 2, "--lr", 0, "--gradient_checkpointing", 0, "--device", "cpu", *EXACT)
     assert result.status == 0, result.err
     ns = result.globals
-    items = [ns["load_item"](*ns["pick"](p), ns["generator"]("noise", p)) for p in (0, 1)]
+    items = [ns["load_item"](*ns["draw"](p)) for p in (0, 1)]
     with torch.no_grad():
         ns["flow_loss"](ns["transformer"], items)
     pipe = stock_pipeline(model)
@@ -829,7 +830,7 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
 
 def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red border", **settings):
     """What predict.py makes of its flags: a sample, encoded into a cache, and read from it for denoise()."""
-    sample = cache.make_sample("--prompt", images[0], "a", None, images, [prompt])
+    sample = common.make_sample("--prompt", images[0], "a", None, images, [prompt])
     sample.settings = dict(predict.SAMPLING, num_inference_steps=3) | settings
     texts = [(prompt, True), (sample.settings["negative_prompt"], True)]
     cache.plan_sample(pipe, sample, texts, dict(target_pixels=[area], control_pixels=area, upscale=True),

@@ -4,15 +4,32 @@
 import contextlib
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 
 def problem(device, dtype):
-    """Why this card cannot train or sample in this dtype, or None."""
-    if torch.version.hip is None and dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+    """Why torch cannot train or sample on this device in this dtype (default: bfloat16 on a card), or None."""
+    try:
+        torch.empty(0, device=device).cpu() # (meta has no numbers)
+    except (RuntimeError, AssertionError) as e:
+        return f"{device!r} cannot be used ({str(e).strip().splitlines()[0][:90]})"
+    if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
+            and torch.cuda.get_device_capability(device) < (8, 0)):
         return (f"{torch.cuda.get_device_name(device)} has no bfloat16 attention; take an Ampere card (A100, RTX 30xx) "
                 "or a newer one, or --dtype float32")
+
+
+def too_large_for_cpu(args):
+    """Why a large model should not go to the CPU, in float32, only because no GPU can be used; or None."""
+    weights = [file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")]
+    small = args.model == "tiny" or (Path(args.model).exists() and sum(weights) < 4e9)
+    if small or args.device or getattr(args, "plan", False) or torch.cuda.is_available():
+        return None
+    return (f"no usable GPU (torch {torch.__version__} is built for CUDA {torch.version.cuda or '-'}; CUDA 13 needs "
+            "driver 580 or newer, see nvidia-smi); update the driver, install a torch that fits it, or give --device "
+            "cpu")
 
 
 def find_flash(capability):

@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def step_bytes(model, flow_loss, pack, checkpointed):
+def step_bytes(model, flow_loss, checkpoint_blocks, pack, checkpointed):
     """Peak bytes, beside the weights, of a forward and backward pass over `pack`, a list of (img_shapes, text tokens).
     Afterwards the model is of no other use: its parameters are fake tensors."""
     dtype, width = model.dtype, model.config.joint_attention_dim
@@ -54,8 +54,7 @@ def step_bytes(model, flow_loss, pack, checkpointed):
                 if p is not None:
                     fake = torch.empty(p.shape, dtype=p.dtype)
                     module._parameters[name] = torch.nn.Parameter(fake, p.requires_grad)
-        model.train().enable_gradient_checkpointing()
-        model.gradient_checkpointing_blocks = checkpointed
+        checkpoint_blocks(model.train(), checkpointed)
         with LiveBytes(model) as live:
             items = []
             for shapes, text in pack:
@@ -114,11 +113,14 @@ def free_bytes(device):
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
-def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal_packs, flow_loss, say):
+def print_plan(args, transformer, lora, folder, epoch, pick, count_tokens, deal_packs, flow_loss, checkpoint_blocks,
+               say):
     """args: train.py's flags; transformer, with its LoRA's parameters `lora`, on the meta device; folder: the model's;
-    epoch: samples in one; steps: the first ones, each [(sample, resolution, text), ...]; then train.py's functions."""
+    epoch: samples in one; then train.py's functions."""
     lengths, packs, padded, processes = [], [], 0, int(os.environ.get("WORLD_SIZE", 1))
-    for drawn in steps:
+    steps = range(min(args.max_steps, 50)) # so many tell enough
+    for step in steps:
+        drawn = [pick(step * args.batch_size + i) for i in range(args.batch_size)]
         tokens = [count_tokens(*d) for d in drawn]
         lengths += tokens
         packs += [[drawn[i] for i in pack] for dealt in deal_packs(tokens) for pack, counts in dealt if counts]
@@ -147,7 +149,7 @@ def print_plan(args, transformer, lora, folder, epoch, steps, count_tokens, deal
     bases = {row: transformer_bytes(transformer, *row[1:], processes if args.fsdp else 1) for row in [given, *others]}
     sizes = [([tuple(shape) for shape in resolution["img_shapes"]], sample.texts[text]["tokens"])
              for sample, resolution, text in heaviest]
-    peaks = {n: step_bytes(transformer, flow_loss, sizes, n) for n in {checkpointed, 0, blocks}}
+    peaks = {n: step_bytes(transformer, flow_loss, checkpoint_blocks, sizes, n) for n in {checkpointed, 0, blocks}}
     for row, (base, host) in bases.items():
         base += 0 if args.use_cache else sum(encoders)
         # weights and two moments; then activations and gradients

@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 
 import cache
+import common
 import predict
 from test_consistency import (DEVICE, DTYPE, EXACT, HERE, TINY, add_item, encoder_flags, log_of, lora_of, run_script,
                               tiny_v1)
@@ -35,7 +36,7 @@ def is_one_line(line, *named):
 
 @contextlib.contextmanager
 def refused(*named):
-    with pytest.raises(cache.InputError) as e:
+    with pytest.raises(common.InputError) as e:
         yield
     assert is_one_line(str(e.value), *named), e.value
 
@@ -54,12 +55,12 @@ def within(seconds):
 
 # ---- samples and caches ----------------------------------------------------------------------------------------------
 
-def samples_of(pipe, data, texts=None, reg_data=(), **geometry):
+def samples_of(pipe, data, texts=None, **geometry):
     """A dataset's planned samples by name, and what is wrong with it. Pictures keep their sizes."""
     problems, samples = [], []
     data = data if isinstance(data, list) else [data]
-    for root in [*data, *reg_data]:
-        found, wrong = cache.read_dataset(root, alone=root in reg_data)
+    for root in data:
+        found, wrong = common.read_dataset(root)
         samples, problems = samples + found, problems + wrong
     texts = texts or (lambda s: [(prompt, True) for prompt in s.prompts])
     geometry = dict(target_pixels=["native"], control_pixels="native", upscale=True) | geometry
@@ -84,7 +85,7 @@ def load(cache_dir, name=None):
     samples = index_of(cache_dir)
     sample = samples[name or next(iter(samples))]
     files = sample.resolutions[0]["file"], sample.texts[sample.prompts[0], True]["file"]
-    latents, text = [cache.read_tensors(file, key=file.stem)[0] for file in files]
+    latents, text = [common.read_tensors(file, key=file.stem)[0] for file in files]
     return latents | text, sample
 
 def assert_same(got, want):
@@ -229,7 +230,7 @@ def assert_same_run(out_dir, other):
 
 def assert_checkpoints_whole(out_dir):
     for path in out_dir.glob("checkpoint-*/*.safetensors"):
-        cache.read_tensors(path, "lora_adapter_metadata" if path.name == predict.LORA_FILE else "json")
+        common.read_tensors(path, "lora_adapter_metadata" if path.name == predict.LORA_FILE else "json")
 
 def steps_of(out_dir):
     return sorted(int(p.name[-6:]) for p in out_dir.glob("checkpoint-*"))

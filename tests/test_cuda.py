@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cache
+import common
 import predict
 from extras import cuda, low_bit
 from models import refused
@@ -24,11 +25,11 @@ def card(monkeypatch):
     return found
 
 def parse(monkeypatch, *flags):
-    """cache.parse_args of cache.py's flags."""
+    """common.parse_args of cache.py's flags."""
     parser = cache.argparse.ArgumentParser(allow_abbrev=False)
-    cache.add_model_flags(parser)
+    common.add_model_flags(parser)
     monkeypatch.setattr("sys.argv", ["cache.py", *map(str, flags)])
-    return cache.parse_args(parser, {})
+    return common.parse_args(parser, {})
 
 def test_every_device_has_a_number_and_each_process_its_own(card, monkeypatch):
     """NCCL, FSDP2 and torch.cuda.set_device refuse a device without one."""
@@ -53,7 +54,7 @@ def test_a_card_works_without_extras(card, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(1), "w")) # start_processes reconfigures it
     args = parse(monkeypatch)
     assert (args.device, args.dtype) == ("cuda:0", "bfloat16")
-    assert cache.start_processes(args) == (0, 2)
+    assert common.start_processes(args) == (0, 2)
     assert groups == [(("cpu:gloo,cuda:nccl",), dict(timeout=timedelta(hours=6)))]
     with pytest.raises(SystemExit): # a flag that needs a file still says so
         monkeypatch.setitem(sys.modules, "extras.low_bit", None)

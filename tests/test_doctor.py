@@ -14,6 +14,7 @@ from models import is_one_line
 from PIL import Image, ImageDraw, ImageFilter
 
 import cache
+import common
 from test_consistency import FULL, TINY, add_item, data, draw_picture, run_script, save, show
 from tools import doctor
 
@@ -102,7 +103,7 @@ def test_planted_faults_are_found_and_edits_raise_no_alarm(tmp_path):
     def examined(control, target):
         files = [save(image, tmp_path / f"{name}.jpg", quality=int(rng.integers(70, 96)))
                  for name, image in (("target", target), ("control", control))]
-        return doctor.examine_pair(*map(cache.read_image, files))
+        return doctor.examine_pair(*map(common.read_image, files))
 
     size = lambda: SHAPES[rng.integers(len(SHAPES))]
     for kind in EDITS * (5 if FULL else 2):
@@ -193,16 +194,16 @@ def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     """Sizes, controls and tokens are those of the index; prompts need --model; pictures without controls count too."""
     add_item(data, "wide", [(160, 64), (64, 64), (96, 64)], caption="one\ntwo words")
     Image.new("RGB", (96, 64), (12, 200, 77)).save(data / "control/wide_1.png")
-    save(draw_picture((64, 96)), tmp_path / "faces/face.png")
-    (tmp_path / "faces/face.txt").write_text("a face")
+    save(draw_picture((64, 96)), tmp_path / "faces/target/face.png")
+    (tmp_path / "faces/target/face.txt").write_text("a face")
     sizes = ["--target_pixels", "128*128", "native", "--control_pixels", "native"]
-    flags = [data, "--reg_data", tmp_path / "faces", *sizes]
+    flags = [data, tmp_path / "faces", *sizes]
     plain, _ = diagnose(*flags, out=tmp_path / "plain")
     result, rows = diagnose(*flags, "--model", "tiny", out=tmp_path / "out")
     assert "text tokens" in result.out and "text tokens" not in plain.out and "4 samples with 5 prompts" in plain.out
     assert re.search(r"\ncontrols +0 +1 +2\n", plain.out) and re.search(r"\ntarget width +64 +64 +160\n", plain.out)
     assert run_script("cache.py", "--data", *flags, "--val_data", "--cache_dir", tmp_path / "c").status == 0
-    samples = cache.read_index(tmp_path / "c/tiny-data.json")[0]
+    samples = cache.read_index(tmp_path / "c/tiny-data+faces.json")[0]
     assert len(rows) == len(samples) == 4
     sheet = np.asarray(Image.open(tmp_path / "out/sheet_overview_1.png"))
     assert (sheet == (12, 200, 77)).all(-1).sum() > 500 # further controls are drawn too

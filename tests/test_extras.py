@@ -18,6 +18,7 @@ from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 
 import cache
+import common
 import predict
 from extras import low_bit, plan
 from models import curve_of, error_of, is_one_line, lora_tensors, small, start, start_ranks, train
@@ -223,7 +224,7 @@ def test_predict_py_draws_from_a_low_bit_base_in_host_memory(tmp_path, photos):
     """The flags together, as a user gives them; the picture is near the plain one, and not the same. Offloaded blocks
     alone change nothing."""
     lora = tmp_path / "lora.safetensors"
-    cache.write_tensors(lora, {k: 0.05 * v for k, v in lora_tensors().items()}, {}, "lora_adapter_metadata")
+    common.write_tensors(lora, {k: 0.05 * v for k, v in lora_tensors().items()}, {}, "lora_adapter_metadata")
     flags = ["--image", photos[0], "--prompt", "make it blue", "--lora", lora, "--num_inference_steps", 2, *EXACT,
              "--target_pixels", "64*64", "--control_pixels", "64*64", "--device", "cpu", "--cache_dir", tmp_path / "c"]
     pictures = []

@@ -12,11 +12,13 @@ import sys
 import pytest
 
 import cache
+import common
+from extras import hints
 from models import is_one_line, lora_tensors
 from test_consistency import HERE, TINY, run_script
 from test_lora_files import lora_file
 
-CORE = ["rope_patch.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
+CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 EXTRAS = dict(low_bit=["--quantize", "int8"], offload=["--offload", "1"], shard=["--fsdp"],
               plan=["--plan"], motion=["--mask", "auto"], track=["--tracker", "tensorboard"])
 
@@ -56,7 +58,7 @@ AS_ON_WINDOWS = """
 import os, runpy, signal, sys
 sys.path.insert(0, "")
 import filelock, predict # the libraries may use what this system has; then the scripts begin anew, without it
-for name in ("rope_patch", "cache", "predict"):
+for name in ("rope_patch", "common", "cache", "predict"):
     del sys.modules[name]
 sys.modules.update(fcntl=None, resource=None, pwd=None)
 del os.uname, signal.SIGUSR1
@@ -75,8 +77,8 @@ def test_the_four_scripts_alone_cache_train_and_sample(tmp_path):
         result = python(folder, "-c", AS_ON_WINDOWS, *command)
         assert result.returncode == 0, result.stderr[-2000:]
     assert (folder / "out/tiny-data-001/DONE").exists()
-    assert (folder / "out/tiny-data-001/samples/step_000002_keep.png").exists()
-    assert len(list((folder / "out/predict").glob("*.png"))) == 5 # and their sheet
+    assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text()
+    assert len(list((folder / "out/predict").glob("*.png"))) == 4
 
 def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
     """Each extra by itself: the others stay, and are not missed."""
@@ -120,11 +122,11 @@ def test_a_flag_that_is_unknown_or_wrong_is_one_line_with_the_name_that_is_meant
 def test_other_trainers_names_are_none_of_ours():
     """Or they would never be looked up; and each stands for a flag that some script has."""
     helps = "".join(run_script(script, "-h").out for script in ("train.py", "predict.py"))
-    for ours, others in cache.OTHER_NAMES.items():
+    for ours, others in hints.OTHER_NAMES.items():
         assert f"  --{ours} " in helps and not any(f"  --{name} " in helps for name in others.split()), ours
 
 def test_files_have_the_mode_that_umask_gives(tmp_path):
-    cache.write_file(tmp_path / "a", b"")
+    common.write_file(tmp_path / "a", b"")
     for tool in ("import_data", "convert_lora"):
         out = tmp_path / tool
         flags = dict(import_data=[TINY / "known", out], convert_lora=[

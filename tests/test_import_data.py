@@ -15,6 +15,7 @@ import torch
 from models import assert_same, index_of, is_one_line, load, make_cache, refused, train
 
 import cache
+import common
 import predict
 from test_consistency import NATIVE, add_item, draw_picture, run_script, save
 
@@ -34,9 +35,9 @@ def import_data(source, out, *flags, status=0):
     assert result.status == status and out.exists() != bool(status), result.err
     assert all(map(is_one_line, result.errors)) and not list(out.parent.glob(".import-*"))
     no_dataset = status or list(out.glob("*.json")) # but a cache
-    found, problems = ([], []) if no_dataset else cache.read_dataset(out, alone="--alone" in flags)
+    found, problems = ([], []) if no_dataset else common.read_dataset(out)
     assert not problems and (result.errors or not status)
-    number = lambda path: path and [np.array_equal(cache.read_image(path), p) for p in PICTURES].index(True)
+    number = lambda path: path and [np.array_equal(common.read_image(path), p) for p in PICTURES].index(True)
     result.samples = {s.name: (s.prompts, [*map(number, [s.target, *s.controls])], number(s.mask)) for s in found}
     return result
 
@@ -93,7 +94,7 @@ def test_names_and_prompts_are_made_such_that_the_folders_mean_the_same(tmp_path
     assert [pictures for _, pictures, _ in got] == [[0, 1], [0, 2], [1, 0, 2], [2, 0]]
     assert [prompts for prompts, _, _ in got] == [["a b", "c"], ["d"], ["e f"], ["red " * 39_999 + "red"]]
 
-def test_pictures_without_controls_become_a_folder_for_reg_data(tmp_path):
+def test_pictures_without_controls_become_a_folder_without_controls(tmp_path):
     path = put(tmp_path / "source", "a.png b.png") / "faces.csv"
     write_rows(path, "image,text", "a.png,a face", "b.png,the face")
     assert len(import_data(path, tmp_path / "out", status=1).errors) == 2 # without the flag a control is missing
@@ -205,7 +206,7 @@ def as_version_1(tensors, padded):
 
 def tensors_of(cache_dir, name):
     tensors, sample = load(cache_dir, name)
-    return tensors | cache.read_tensors(sample.texts["", True]["file"])[0]
+    return tensors | common.read_tensors(sample.texts["", True]["file"])[0]
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory):
@@ -253,7 +254,7 @@ def test_no_pickle_is_ever_opened(tmp_path, write):
     for file in [tmp_path / f"a{suffix}" for suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")]:
         with open(file, "wb") as f:
             write(Bomb(), f)
-        for read in (cache.read_tensors, predict.read_lora):
+        for read in (common.read_tensors, predict.read_lora):
             with refused(file):
                 read(file)
     errors = import_data(tmp_path, tmp_path / "out", status=1).errors

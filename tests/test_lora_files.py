@@ -14,6 +14,7 @@ from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
 import cache
+import common
 import predict
 from models import DTYPE_NAME, ON_DEVICE, damage_tensors, is_one_line, lora_tensors, refused
 from test_consistency import (DEVICE, E, SMALL, TINY, assert_bitwise, curve, log_of, lora_of, rel, run_script, show,
@@ -86,23 +87,23 @@ def test_a_lora_of_any_tool_is_loaded_whole(tmp_path, kind):
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
 A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
 BAD_LORAS = { # what becomes of a good one's six layers, and what the error counts or names
-    "nothing in it": (lambda t: {}, "empty"),
-    "another model's layers": (renamed("to_q", "qkv"), "2 of 6"),
-    "more blocks than the model has": (renamed("blocks.1", "blocks.57"), "3 of 6"),
-    "A only": (lambda t: {k: v for k, v in t.items() if "lora_A" in k}, "lora_B"),
+    "nothing in it": (lambda t: {}, "no LoRA"),
+    "another model's layers": (renamed("to_q", "qkv"), "4 of 12"),
+    "more blocks than the model has": (renamed("blocks.1", "blocks.57"), "6 of 12"),
+    "A only": (lambda t: {k: v for k, v in t.items() if "lora_A" in k}, "does not fit"),
     "one B missing": (lambda t: {k: v for k, v in t.items() if k != B}, "to_q"),
-    "wrong width": (lambda t: t | {A: torch.ones(2, 96)}, "1 of 6", "to_q", "96"),
+    "wrong width": (lambda t: t | {A: torch.ones(2, 96)}, "to_q", "96"),
     "A and B of different rank": (lambda t: t | {B: torch.ones(128, 4)}, "to_q"),
     "a vector": (lambda t: t | {A: torch.ones(128)}, "to_q"),
     "NaN": (lambda t: t | {A: t[A].index_fill(1, torch.tensor(5), math.nan)}, "to_q"),
-    "a checkpoint": (lambda t: {f"{LAYER}.weight": torch.ones(128, 128)}, "to_q"),
-    "a text encoder's": (renamed("transformer.", "text_encoder."), "text_encoder"),
-    "of a layer that is not linear": (renamed("to_q", "norm_q"), "norm_q"),
+    "a checkpoint": (lambda t: {f"{LAYER}.weight": torch.ones(128, 128)}, "no LoRA"),
+    "a text encoder's": (renamed("transformer.", "text_encoder."), "does not fit"),
+    "of a layer that is not linear": (renamed("to_q", "norm_q"), "Norm"),
     "kohya of another model": (lambda t: as_kohya(renamed("attn.to_q", "self_attn.qkv")(t)),),
     "a LoKr": (lambda t: {"lycoris_unet_x.lokr_w1": torch.ones(2, 2)}, "LoKr"),
-    "of another model": (renamed("transformer_blocks", "pipe.dit.transformer_blocks"), "none of Qwen-Image's"),
+    "of another model": (renamed("transformer_blocks", "pipe.dit.transformer_blocks"), "does not fit"),
     "a DoRA of kohya": (lambda t: as_kohya(t) | {"lora_unet_x.dora_scale": torch.ones(128, 1)}, "DoRA"), # loads by half
-    "peft's": (renamed("transformer.", "base_model.model."), "tools/convert_lora.py"), # its scale is in another file
+    "peft's": (renamed("transformer.", "base_model.model."), "does not fit"), # its scale is in another file
 }
 
 @pytest.mark.parametrize("kind", BAD_LORAS)
@@ -111,15 +112,6 @@ def test_a_lora_that_does_not_fit_is_an_error_with_counts(tmp_path, kind):
     change, *named = BAD_LORAS[kind]
     with refused(tmp_path, *named):
         tiny_with(lora_file(tmp_path, change(lora_tensors())))
-
-@pytest.mark.parametrize("layers", [["to_q", "to_out.0", "net.2"], layers_of(lora_tensors())], ids=["ends", "names"])
-def test_a_lora_without_half_of_what_was_trained_is_an_error(tmp_path, layers):
-    whole = lora_tensors()
-    meta = {f"transformer.{k}": v for k, v in dict(r=2, lora_alpha=2, target_modules=layers).items()}
-    assert_effect(tiny_with(lora_file(tmp_path, whole, **meta)), whole, 1)
-    for part in ("to_q", "lora_A"):
-        with refused(tmp_path):
-            predict.read_lora(lora_file(tmp_path, {k: v for k, v in whole.items() if part in k}, **meta))
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5000000000\n"
 
@@ -157,7 +149,7 @@ def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):
     safetensors.torch.save_file(lora_tensors(), path, metadata=dict(lora_adapter_metadata=meta))
     try:
         tiny_with(path)
-    except cache.InputError as e:
+    except common.InputError as e:
         assert is_one_line(str(e), path)
 
 def test_a_hub_id_is_fetched_unless_a_folder_of_ours_has_its_name(tmp_path, monkeypatch):
@@ -178,7 +170,7 @@ def test_a_hub_id_is_fetched_unless_a_folder_of_ours_has_its_name(tmp_path, monk
 # ---- what train.py writes, and reads ---------------------------------------------------------------------------------
 
 def first_item(ns):
-    return ns["load_item"](*ns["pick"](0), ns["generator"]("noise", 0))
+    return ns["load_item"](*ns["draw"](0))
 
 def stock_loss(ns, *loras):
     """The stock model's loss, with LoRAs loaded by the stock pipeline, for the first sample of this training."""
@@ -208,7 +200,7 @@ def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog
     assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
     meta = predict.read_lora(tmp_path / "a")[1]
     assert meta["train.config"]["lora_args"] == [[kind.split("=")[0], True]] and meta["train.config"]["data"]
-    assert {"commit", "torch", "peft"} <= meta["train.versions"].keys()
+    assert {"torch", "peft"} <= meta["train.versions"].keys()
     log = train_log(tmp_path / "b", "--pretrained_lora", tmp_path / "a", *ONE, "--max_steps", 1)
     caplog.clear()
     want = stock_loss(whole.globals, tmp_path / "a")
@@ -244,8 +236,8 @@ def test_a_base_lora_is_part_of_the_frozen_base(tmp_path, two_loras):
 
 @pytest.mark.parametrize("flags, status, named", [
     ("--pretrained_lora GOOD --lora_rank 8", 2, "--lora_rank"), ("--pretrained_lora GOOD --lora_rank=8", 2, "rank"),
-    ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "2 of 6"),
-    ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--base_lora BAD", 1, "2 of 6"),
+    ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "4 of 12"),
+    ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--base_lora BAD", 1, "4 of 12"),
     ("--pretrained_lora GOOD --lora_args use_rslora=true", 2, "--lora_args"), ("--lora_args =3", 2, "--lora_args"),
     ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 1, "--lora_args"),
     ("--lora_args init_lora_weights=nonsense", 1, "--lora_args")])

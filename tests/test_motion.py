@@ -17,6 +17,7 @@ from models import is_one_line, toy_functions, train_and_measure
 from PIL import Image, ImageDraw
 
 import cache
+import common
 from extras import motion
 from test_consistency import FULL, TINY, add_item, draw_picture, run_script, save, show
 from test_doctor import edited_pair
@@ -95,7 +96,7 @@ def test_auto_masks_cover_the_borders_of_the_toy_dataset(shifted, jpeg):
     rng, good = np.random.default_rng(1), []
     names = [path.stem for path in sorted((TINY / "data/target").glob("*.txt")) if "border" in path.read_text()]
     for name in names[:None if FULL else 36]:
-        target, control = [cache.read_image(TINY / f"data/{role}/{name}.png") for role in ("target", "control")]
+        target, control = [common.read_image(TINY / f"data/{role}/{name}.png") for role in ("target", "control")]
         inside = np.ones(target.size[::-1], bool)
         inside[16:-16, 16:-16] = False
         if shifted:
@@ -215,23 +216,23 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
         name = path.relative_to(data)
         same = there[name] == content
         assert same or path.suffix == ".txt" or (path.stem == "moved"), path
-    samples, problems = cache.read_dataset(out)
+    samples, problems = common.read_dataset(out)
     assert not problems and [len(s.controls) for s in samples] == [2, 2] and samples[0].prompts == ["one", "two"]
     moved = [s for s in samples if s.name.endswith("moved")][0]
-    sizes = {cache.image_size(path) for path in (moved.target, moved.controls[0], moved.mask)}
+    sizes = {common.image_size(path) for path in (moved.target, moved.controls[0], moved.mask)}
     assert len(sizes) == 1 and sizes != {control.size}
-    assert "moved" not in doctor.examine_pair(cache.read_image(moved.target), cache.read_image(moved.controls[0]))
+    assert "moved" not in doctor.examine_pair(common.read_image(moved.target), common.read_image(moved.controls[0]))
     rows = [dict(target=f"{name}.png", control=controls, prompt="go") for name, controls in (
         ("cat", ["x.png", "y.jpg"]), ("cat_1", ["x.png"]))]
     for path in ("cat.png", "cat_1.png", "x.png", "y.jpg"):
         save(draw_picture((64, 64), seed=(len(path), 5)), tmp_path / "m" / path)
-    save(draw_picture(), tmp_path / "r/a.png")
-    (tmp_path / "r/a.txt").write_text("a face")
+    save(draw_picture(), tmp_path / "r/target/a.png")
+    (tmp_path / "r/target/a.txt").write_text("a face")
     (tmp_path / "m/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for flags, status, named in (
         ([tmp_path / "m", "--align", tmp_path / "no"], 1, "control/cat_1"),
         ([data, "--align", data / "target/no"], 1, "lies in a dataset"),
-        ([data, "--reg_data", tmp_path / "r", "--align", tmp_path / "no"], 1, "r/a has no control")):
+        ([data, tmp_path / "r", "--align", tmp_path / "no"], 1, "r/a has no control")):
         result = run_script("tools/doctor.py", *flags, "--out", tmp_path / "report")
         assert result.status == status and is_one_line(result.errors[0], named), result.err
         assert not [*tmp_path.rglob("no"), *tmp_path.glob(".align-*")]

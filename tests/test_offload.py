@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import predict
+import rope_patch
 from extras import plan
 from models import small
 from test_consistency import (FULL, TINY, assert_bitwise, hot_model, losses_of, log_of, make_batch, patched_copy, run,
@@ -64,8 +65,7 @@ def build(offload, quantize="none", checkpointed=None, blocks=5):
     lora = predict.add_lora(model, r=4, target_modules=["to_q", "add_q_proj", "net.2"], init_lora_weights=False)
     predict.place_transformer(model, "cpu", quantize, offload)
     if checkpointed != 0:
-        model.enable_gradient_checkpointing()
-        model.gradient_checkpointing_blocks = checkpointed
+        rope_patch.checkpoint_blocks(model, checkpointed)
     return model.train(), list(lora.values())
 
 def gradients(lora, outs):

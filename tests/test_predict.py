@@ -20,7 +20,9 @@ import torch
 from PIL import Image, ImageOps
 
 import cache
+import common
 import predict
+from extras import sheet
 from models import ON_DEVICE, cached_files, change_weight, is_one_line, kill, start, start_ranks, until
 from test_consistency import (EXACT, HERE, NATIVE, TINY, add_item, copy_model, draw_picture, encoder_flags, job_of,
                               photos, rel, run_script, save, show, stock_area, stock_pipeline)
@@ -51,13 +53,13 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
             dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),
             dict(image=[one, two], size_from=1, num_inference_steps=3),
             dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3])]
-    bad = {"missing.png": [dict(image=["missing.png"])], "'prompt'": [dict(prompt=None), dict(prompt=["a", "b"])],
-           "'heigth'": [dict(heigth=3)], "'image'": [dict(control=one)],
-           "seed": [dict(seed=x) for x in ("3", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
-           "'out'": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
-           "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[1], num_inference_steps=3)],
+    bad = {"missing.png": [dict(image=["missing.png"])], "iterable": [dict(prompt=None)],
+           "'heigth'": [dict(heigth=3)], "'control'": [dict(control=one)],
+           "seed": [dict(seed=x) for x in ("x", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
+           "out ": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
+           "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[0.5, 0.6])],
            "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
-           "give 2 to 1000": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
+           "num_inference_steps": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
            "give 32 to": [dict(height=0), dict(width=31)],
            "negative prompt": [dict(negative_prompt="<|im_end|>")]}
     rows, out = [*good, *sum(bad.values(), [])], tmp_path / "o"
@@ -74,7 +76,7 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
     assert apart(out / names[3], out / names[4]) <= 1 # the same sizes and steps
 
 @pytest.mark.parametrize("rows, more, named", [
-    ([], [], "no jobs"), ([dict(seed=3)], ["--seed", 1, 2], "own seed"), ([dict(out="a.png")] * 2, [], "a.png"),
+    ([], [], "nothing in it"), ([dict(seed=3)], ["--seed", 1, 2], "own seed"), ([dict(out="a.png")] * 2, [], "a.png"),
     ([dict(out="sheet.png"), {}], [], "sheet.png")], ids=str)
 def test_jobs_that_contradict_each_other_are_one_line(tmp_path, photos, rows, more, named):
     jobs = write_jobs(tmp_path, [dict(image=str(photos[0]), prompt="x") | row for row in rows])
@@ -310,7 +312,7 @@ def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, phot
     for n, (loras, more, area) in enumerate([(ours[:1], [], "native"), (ours, [], "native"), (ours[1:], [], 48 * 48),
                                              (ours[:1], ["--target_pixels", "32*32"], 32 * 32)]):
         result = draw(*flags, "--lora", *loras, "--out", tmp_path / f"{n}.png", *more)
-        assert Image.open(tmp_path / f"{n}.png").size == cache.fit_size(cache.image_size(photos[0]), area)
+        assert Image.open(tmp_path / f"{n}.png").size == common.fit_size(common.image_size(photos[0]), area)
         assert ("warning: " in result.out) == (len(loras) == 2)
 
 def test_the_shipped_base_copies_and_follows(tmp_path):
@@ -319,8 +321,8 @@ def test_the_shipped_base_copies_and_follows(tmp_path):
     draw("--jobs", tmp_path / "known", "--out_dir", tmp_path / "o", "--lora", "", steps=8)
     pipe, found = cache.load_pipeline(TINY), {}
     cache.load_encoder(pipe, "vae", encoder_flags())
-    for sample in cache.read_dataset(tmp_path / "known")[0]:
-        target = cache.read_image(sample.target)
+    for sample in common.read_dataset(tmp_path / "known")[0]:
+        target = common.read_image(sample.target)
         ceiling = predict.decode(pipe.vae, cache.encode_image(pipe, target),
                                  [(1, target.height // 16, target.width // 16)])
         drawn = Image.open(tmp_path / "o" / (sample.name.replace("/", "-") + ".png"))
@@ -336,8 +338,8 @@ def test_the_shipped_base_copies_and_follows(tmp_path):
     "--lora_scale nan", "--shift 0", "--sigmas 1.2", "--target_pixels 12.5", "--seed 99999999999999999999",
     "--device banana", "--transformer_device cuda:99", "--max_sequence_length 0", "--offload some", "--quantize int4",
     "--no_such_flag x", "--mod no/such-model", # --model would be understood, but too late for the defaults it brings
-    "--image IMAGE", "--prompt go", "EDIT --jobs b.jsonl", "EDIT --num_inference_steps 2 --sigmas 1", "EDIT --seed 1 1",
-    "EDIT --lora LORA --scales 1 1", "EDIT --scales 0 1", "EDIT --scales 0.5", "EDIT --lora_scale 0.5",
+    "--image IMAGE", "--prompt go", "EDIT --jobs b.jsonl", "EDIT --num_inference_steps 2 --sigmas 1",
+    "EDIT --scales 0 1", "EDIT --scales 0.5", "EDIT --lora_scale 0.5",
     "EDIT --lora LORA --lora_scale 1 2",
     "EDIT --out x.jpg", "EDIT --out IMAGE"])
 def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, photos, two_loras, monkeypatch, line):
@@ -410,13 +412,13 @@ def test_a_prompt_that_is_too_long_is_one_line_and_stops_no_other_job(tmp_path, 
     assert "indexing errors" not in warnings.getvalue() # the tokenizer's, which is wrong here
 
 def test_a_sheet_names_a_sample_whose_instruction_its_font_lacks():
-    sample = cache.Sample("flower", "d", [], ["\u83ca\u82b1"])
-    assert predict.shown_prompt(sample) == "flower"
+    sample = common.Sample("flower", "d", [], ["\u83ca\u82b1"])
+    assert sheet.shown_prompt(sample) == "flower"
     sample.prompts = ["add a red border, [1]!"]
-    assert predict.shown_prompt(sample) == sample.prompts[0]
+    assert sheet.shown_prompt(sample) == sample.prompts[0]
 
 @pytest.mark.parametrize("flags, named", [
-    ("EDIT --sigmas 0.5 0.7", "sigmas"), ("EDIT --num_inference_steps 1", "give 2 to 1000"),
+    ("EDIT --sigmas 0.5 0.7", "sigmas"), ("EDIT --num_inference_steps 1", "give 2 or more"),
     ("EDIT --prompt=", "empty"), ("EDIT --size_from 2", "size_from 2; give 1 to 1"),
     ("--prompt go --image no.png", "no.png"), ("EDIT --lora no/thing", "the hub"),
     ("EDIT --negative_prompt <|im_end|>", "negative prompt"), ("EDIT --out TMP/file/a.png", "TMP/file"),

@@ -19,6 +19,7 @@ from models import is_one_line, make_cache, samples_of, train
 from PIL import Image
 
 import cache
+import common
 import predict
 import rope_patch
 from test_consistency import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one,
@@ -118,9 +119,9 @@ def tensors_of(cache_dir):
     """The one sample of a cache, whole."""
     index, = cache_dir.glob("*.json")
     (sample, *_), *_ = cache.read_index(index)
-    tensors = cache.read_tensors(sample.resolutions[0]["file"])[0]
+    tensors = common.read_tensors(sample.resolutions[0]["file"])[0]
     for text in sample.texts.values():
-        tensors |= cache.read_tensors(text["file"])[0]
+        tensors |= common.read_tensors(text["file"])[0]
     return tensors
 
 @pytest.fixture(scope="module")
@@ -294,7 +295,7 @@ def test_predict_reports_time_and_memory(tmp_path, photo, monkeypatch):
     assert 0 < float(said[2]) < 100 and float(said[1]) < 60
     peaks = {"cuda:1": 3 * 2**30}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[device])
-    assert cache.memory_of("cuda:1") == 3 # that of the device which is asked for
+    assert common.memory_of("cuda:1") == 3 # that of the device which is asked for
 
 class Reached(Exception):
     """What a test waits for has been seen."""
@@ -331,7 +332,7 @@ def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypa
     """S1's predict.devices. The text encoder alone, the VAE alone, the transformer alone on another device."""
     assert predict_photo(photo, tmp_path).status == 0 # the encodings
     seen, real, empty = [], predict.decode, torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: # cache.parse_args asks whether a device can be used
+    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: # common.parse_args asks whether a device can be used
                         empty(0) if size == (0,) else empty(*size, **kwargs))
     def decode(vae, latents, shapes):
         seen.append((devices_of(vae), latents.device.type))

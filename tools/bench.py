@@ -31,8 +31,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cache
+import common
 import predict
-from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
+from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed, run_padded
 from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
                                 seconds, share, with_lora)
 
@@ -50,16 +51,17 @@ PRESETS = dict(
                 ([(24, 40), (24, 40)], 300)],
     single_1024=[([(64, 64), (64, 64)], 500)])
 
-parser = cache.Parser(__doc__)
+parser = common.Parser(__doc__)
 parser.add_argument("--size", choices=MODELS, default="small", help="full: the real shape, 41 GB of random bf16")
 parser.add_argument("--preset", nargs="+", choices=PRESETS, help="samples (default: mixed mild uniform; full: its own)")
-parser.add_argument("--rounds", type=cache.number(int, 1), default=9, help="timed ones; 9 or more for a quoted figure")
+parser.add_argument("--rounds", type=common.number(int, 1), default=9, help="timed ones; 9 or more for a quoted figure")
 parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
 parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model (default: float32; full: bfloat16)")
-parser.add_argument("--threads", type=cache.number(int, 1), default=1,
+parser.add_argument("--threads", type=common.number(int, 1), default=1,
                     help="CPU threads; 1: processor time is taken, more: wall time")
-parser.add_argument("--padded_batch", type=cache.number(int, 1), default=4, help="samples per padded batch")
-parser.add_argument("--checkpointing", type=cache.number(int, 0), metavar="BLOCKS", help="blocks computed again in the "
+parser.add_argument("--padded_batch", type=common.number(int, 1), default=4, help="samples per padded batch")
+parser.add_argument("--checkpointing", type=common.number(int, 0), metavar="BLOCKS",
+                    help="blocks computed again in the "
                     "backward pass; stock knows only all and none (default: none; full: all)")
 parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed and padded")
 parser.add_argument("--cost", action="store_true", help="time against tokens, and against the number of samples")
@@ -135,8 +137,7 @@ def make_ours():
     """The patched model, as train.py sets it up."""
     ours = patch_qwen_model_for_multi_resolution(with_lora(make_model(config, dtype, args.device)))
     if args.checkpointing:
-        ours.enable_gradient_checkpointing()
-        ours.gradient_checkpointing_blocks = args.checkpointing
+        checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
         for block in ours.transformer_blocks:
             block.compile(dynamic=True)
@@ -247,8 +248,8 @@ def bench_predict():
         for i, (width, height) in enumerate(sizes):
             file = f"{flags.cache_dir}/{i}.png"
             Image.fromarray(np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)).save(file)
-            jobs.append(cache.make_sample("--predict", file, i, None, [file], ["add a red border"], settings={
-                **predict.SAMPLING, "num_inference_steps": 4, "width": width, "height": height}))
+            jobs.append(common.make_sample("--predict", file, i, None, [file], ["add a red border"]))
+            jobs[-1].settings = predict.SAMPLING | dict(num_inference_steps=4, width=width, height=height)
 
         def batch():
             encoded = []
@@ -258,7 +259,7 @@ def bench_predict():
                 for file, (part, what) in cache.files_of(job).items():
                     tensors = (cache.encode_latents(pipe, job, what) if part == "vae" else
                                cache.encode_text(pipe, job, what))
-                    cache.write_tensors(file, tensors, dict(version=cache.VERSION, key=file.stem))
+                    common.write_tensors(file, tensors, dict(version=common.VERSION, key=file.stem))
                 encoded.append(predict.load_job(job, job.settings, seed, args.device))
             return predict.denoise(ours, pipe.scheduler.config, encoded, max_tokens=20_000)
 

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import cache
+import common
 import predict
 from extras import cuda
 
@@ -31,13 +32,11 @@ VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden
 def open_device(device, dtype):
     """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
     used."""
-    if problem := cache.device_problem(device):
-        raise cache.InputError(f"--device {device}: {problem}; give cpu or cuda")
+    if problem := cuda.problem(device, str(dtype).removeprefix("torch.")):
+        raise common.InputError(f"--device {device}: {problem}; give cpu or cuda")
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
-    if problem := cuda.problem(device, str(dtype).removeprefix("torch.")):
-        raise cache.InputError(f"--device {device}: {problem}")
     return cuda.prepare(device, "auto")
 
 # ---- models and samples ----------------------------------------------------------------------------------------------

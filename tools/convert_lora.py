@@ -25,8 +25,9 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 
 import cache
+import common
 import predict
-from cache import InputError, number
+from common import InputError, number
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LARGE = 2**26 # bytes of a file that is linked, not copied
@@ -44,7 +45,7 @@ def from_peft(folder, file):
         raise InputError(f"{folder}: no LoRA of peft ({type(e).__name__}: {e}); want {PEFT_FILE} and {PEFT_CONFIG}"
                          )
     ours = lambda d: {f"transformer.{k}": v for k, v in d.items()}
-    cache.write_tensors(file, ours(state), ours(meta), "lora_adapter_metadata")
+    common.write_tensors(file, ours(state), ours(meta), "lora_adapter_metadata")
 
 def convert(path, to, out):
     """A LoRA that predict.py reads -> a file for ComfyUI or diffusers."""
@@ -52,7 +53,7 @@ def convert(path, to, out):
     train = {k: v for k, v in meta.items() if k.startswith("train.")}
     if to == "diffusers":
         ours = {f"transformer.{k}": v for k, v in config.items()}
-        return cache.write_tensors(out, state, ours | train, "lora_adapter_metadata")
+        return common.write_tensors(out, state, ours | train, "lora_adapter_metadata")
     if config["use_dora"]:
         raise InputError(f"{path}: a DoRA, which is not known to work in ComfyUI; merge it: --to model")
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
@@ -64,7 +65,7 @@ def convert(path, to, out):
             alpha *= math.sqrt(rank)
         tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(float(alpha))
     # not under the other name, from where diffusers would apply rank and alpha once more
-    cache.write_tensors(out, tensors, train, "train")
+    common.write_tensors(out, tensors, train, "train")
 
 def merge(files, scales, model, dtype, out):
     """Writes a complete model folder: the LoRAs added to the transformer's weights, the other parts as they are. It
@@ -101,7 +102,7 @@ def copy_file(source, target):
     shutil.copyfile(source, target)
 
 def main():
-    parser = cache.Parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
     parser.add_argument("--to", choices=["comfyui", "diffusers", "model"], required=True, help="what to make of it")
     parser.add_argument("--out", type=Path, required=True, help="new .safetensors file; of --to model a new folder")

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
-from cache import InputError, Parser, write_file
+from common import InputError, Parser, write_file
 
 def read_log(folder):
     """-> (records of steps, of validations). The last line of a run that is at work, or was killed, may be cut."""

@@ -19,7 +19,7 @@ they share. All other pictures are copied byte for byte, also those of another s
 is listed and left out, and so is a sample with an error.
 
 $ python tools/doctor.py photos                          # -> out/doctor-photos
-$ python tools/doctor.py photos drawings --reg_data faces --out report
+$ python tools/doctor.py photos drawings --out report
 $ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 """
@@ -39,9 +39,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import cache
-from cache import CONDITION_IMAGE_SIZE, InputError, fit_size, is_plus, pixels, read_image
+import common
+from cache import CONDITION_IMAGE_SIZE, is_plus
+from common import InputError, fit_size, pixels, read_image
 from extras.motion import ASPECT, auto_mask, copy_size, find_cast, find_motion, fit_motion
-from predict import contact_sheet, save_png, shown_prompt, side_by_side
+from extras.sheet import contact_sheet, shown_prompt
+from predict import save_png
 from tools.import_data import picture_suffix, places_of, write_caption
 
 # identical, in levels of 0 to 255; JPEG of quality 70 makes up to 4.5 and 8
@@ -97,7 +100,7 @@ def find_twins(samples, thumbnails):
 
 def read_sample(sample, pipe, args):
     """-> (target, first control or None, row of report.json). Opens every picture. InputError for what is wrong."""
-    (w, h), *control_sizes = sizes = [cache.image_size(path) for path in [sample.target, *sample.controls]]
+    (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
     cache.check_mask(sample, (w, h))
     pictures = [read_image(path) for path in [sample.target, *sample.controls, *filter(None, [sample.mask])]]
     controls = [fit_size(size, args.control_pixels) for size in control_sizes]
@@ -117,7 +120,7 @@ def examine(samples, pipe, args):
         try:
             target, control, row = read_sample(sample, pipe, args)
         except InputError as e:
-            problems += cache.broken_pictures(sample) or [str(e)]
+            problems.append(str(e))
             continue
         wrong = examine_pair(target, control) if control else {}
         for kind, words in wrong.items():
@@ -132,8 +135,7 @@ def examine(samples, pipe, args):
 
 def cells_of(sample):
     """A sample on a sheet: its controls and its target."""
-    small = lambda paths: side_by_side(list(map(read_image, paths))) if paths else None
-    return [small(sample.controls), small([sample.target])]
+    return [list(map(read_image, sample.controls)), read_image(sample.target)]
 
 def masked_cells(sample, area):
     """... and what of the target --mask auto takes for edited, at the area that is trained; the rest is dark."""
@@ -142,7 +144,7 @@ def masked_cells(sample, area):
     mask = auto_mask(target, read_image(sample.controls[0]))
     dark = target.point(lambda level: level // 4)
     edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
-    return [*cells_of(sample), side_by_side([edit]) if mask else edit]
+    return [*cells_of(sample), edit]
 
 def difference_cells(sample):
     target = read_image(sample.target)
@@ -248,9 +250,8 @@ def write_aligned(out, samples, moved, sheets):
 def main():
     for stream in (sys.stdout, sys.stderr): # a file name may be no UTF-8
         stream.reconfigure(errors="backslashreplace")
-    parser = cache.Parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
-    parser.add_argument("--reg_data", nargs="+", default=[], metavar="DIR", help="folders of pictures without controls")
     parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
     parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
                         help="area of the target that tokens are counted at, as in cache.py; several: each")
@@ -264,24 +265,24 @@ def main():
     args = parser.parse_args()
     if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
         raise InputError(f"{args.align}: is there already; give --align another folder")
-    roots, parts = args.data + args.reg_data, ["tokenizer", "processor", "scheduler"]
+    roots, parts = args.data, ["tokenizer", "processor", "scheduler"]
     if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in roots):
         raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     out = args.out or Path("out", cache.run_name("doctor", roots))
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     samples, problems = [], []
-    for n, root in enumerate(roots):
-        found, wrong = cache.read_dataset(root, alone=n >= len(args.data))
+    for root in roots:
+        found, wrong = common.read_dataset(root)
         for sample in found if len(roots) > 1 else []:
             sample.name = f"{sample.root}/{sample.name}"
         samples, problems = samples + found, problems + wrong
-    cache.prepare_folder(out, "give another --out")
+    common.prepare_folder(out, "give another --out")
     samples, rows, found, wrong = examine(samples, pipe, args)
     problems += wrong
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
     if samples:
         lines = ",\n".join(map(json.dumps, rows))
-        cache.write_file(out / "report.json", f"[{lines}]\n".encode())
+        common.write_file(out / "report.json", f"[{lines}]\n".encode())
         overview = [(f"{sample.name}: {shown_prompt(sample)}", [i]) for i, sample in enumerate(samples)]
         write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples)
         print_table(rows)

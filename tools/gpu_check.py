@@ -47,9 +47,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))
 import cache
+import common
 import predict
 from extras import cuda, plan
-from rope_patch import patch_qwen_model_for_multi_resolution, run_packed, run_padded
+from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed, run_padded
 from tools.bench_common import (MODELS, flops, heat, loss_of, make_model, make_samples, make_text_encoder, matmul_rate,
                                 open_device, seconds, share, timed, used_gib, with_lora)
 
@@ -68,9 +69,9 @@ TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/t
                                                  "tests/test_cuda.py", "tests/test_extras.py"])
 STAGES = ["claims", "distance", "offload", "attention", "encoding", "speed"]
 
-parser = cache.Parser(__doc__)
+parser = common.Parser(__doc__)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to do, in this order")
-parser.add_argument("--minutes", type=cache.number(float, 0), default=10.0, help="after which nothing new is begun; "
+parser.add_argument("--minutes", type=common.number(float, 0), default=10.0, help="after which nothing new is begun; "
                     "claims get two fifths of them. what is begun may take two more, where it compiles")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
 parser.add_argument("--size", choices=MODELS, help="full: the real shape, 41 GB (default: full on a card, else small)")
@@ -79,7 +80,7 @@ parser.add_argument("--tests", choices=TESTS, default="quick", help="claims: tes
 parser.add_argument("-k", default="", metavar="EXPRESSION", help="claims: pytest's -k (default: all tests)")
 parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON")
 args = parser.parse_args()
-cache.prepare_folder(args.out.absolute().parent, "choose another --out")
+common.prepare_folder(args.out.absolute().parent, "choose another --out")
 if args.out.is_dir():
     parser.error(f"argument --out: {args.out} is a folder; give the name of a file")
 on_card = args.device.startswith("cuda")
@@ -164,7 +165,7 @@ def check_distance():
 def build(quantize="none", compiled=False):
     """The model as train.py sets it up, on the device, every block checkpointed."""
     model = patch_qwen_model_for_multi_resolution(make_model(config, dtype, args.device))
-    predict.place_transformer(with_lora(model), args.device, quantize).enable_gradient_checkpointing()
+    predict.place_transformer(with_lora(model), args.device, quantize)
     for block in model.transformer_blocks if compiled else []:
         block.compile(dynamic=True)
     return model
@@ -246,7 +247,7 @@ def plan_memory():
     steps = {}
     for name, blocks in itertools.product(sizes, (layers, 0)):
         tokens = sum(text + sum(h * w for h, w in pictures) for pictures, text in packs[name])
-        step = plan.step_bytes(model, losses, sizes[name], blocks)
+        step = plan.step_bytes(model, losses, checkpoint_blocks, sizes[name], blocks)
         for quantize in base:
             steps[name, blocks, quantize] = (step + plan.product_bytes(model, quantize, tokens)) / 2**30
     return base, lora, steps
@@ -272,12 +273,12 @@ def check_speed():
                     before = used_gib(args.device)
                     model = build(quantize, compiled)
                     base_gib = used_gib(args.device) - before - lora
-                model.gradient_checkpointing_blocks = blocks
+                checkpoint_blocks(model, blocks)
                 row |= measure(model, pack)
                 row["measured"] = [base_gib, lora, row.pop("added GiB")]
                 if quantize == "fp8" and not (on_card and torch.cuda.get_device_capability() >= (8, 9)):
                     row["remark"] = "unpacked: no fp8 products here"
-            except (Exception, cache.InputError) as e: # of the compiler, say: other cells may have figures
+            except (Exception, common.InputError) as e: # of the compiler, say: other cells may have figures
                 problem = reason(e)
                 row |= problem
                 failure = problem if model is None else None # the group's, which cannot be built
@@ -328,7 +329,7 @@ def rows_of(stage):
     try:
         late = time.monotonic() > deadline and stage != "speed" # whose cells say so one by one
         yield from [dict(note="not run")] if late else globals()[f"check_{stage}"]()
-    except (Exception, cache.InputError) as e: # (the latter is none of the former)
+    except (Exception, common.InputError) as e: # (the latter is none of the former)
         yield reason(e)
 
 for number in (signal.SIGINT, signal.SIGTERM): # so that check_claims ends its tests
@@ -345,7 +346,7 @@ for stage in [stage for stage in STAGES if stage in args.stages]:
     for row in rows_of(stage):
         rows.append(row)
         print(f"{stage}: " + ", ".join(f"{key} {text_of(value)}" for key, value in row.items()), flush=True)
-        cache.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
+        common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
     gc.collect()
     print(f"{stage}: {time.monotonic() - begin:.0f} s")
 print(f"\n{summary(found)}\n{args.out}")

@@ -11,7 +11,7 @@ space, but a program that changes one in place changes both. A cache becomes a c
 --data. What is wrong is listed, a line each; then nothing is written, unless --skip_bad leaves those samples out.
 
 $ python tools/import_data.py downloads/musubi photos     # next: python tools/doctor.py photos
-$ python tools/import_data.py faces.csv faces --alone     # pictures without controls: a folder for --reg_data
+$ python tools/import_data.py faces.csv faces --alone     # pictures without controls
 $ python tools/import_data.py old_cache cache/old         # next: python train.py --data cache/old/old_cache.json
 """
 import csv
@@ -32,7 +32,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import cache
-from cache import InputError, Sample, error_line
+import common
+from common import InputError, Sample, error_line
 from rope_patch import get_image_shapes_multi_resolution
 
 # what others call it: folders; and columns, with or without path_ before, _path or _file_name behind
@@ -68,7 +69,8 @@ def meanings(role, stem, kind, targets):
 
 def read_folders(source, folders):
     """-> (samples, problems)."""
-    files = {(role, *key): paths for role, folder in folders.items() for key, paths in cache.find_files(folder).items()}
+    files = {(role, *key): paths for role, folder in folders.items()
+             for key, paths in common.find_files(folder).items()}
     images = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
     masks = {s for s in images if s.endswith("_mask") and s[:-5] in images and ("target", s, "caption") not in files}
     targets, samples, problems = {name: {} for name in sorted(images - masks)}, [], []
@@ -100,10 +102,10 @@ def read_files(source, name, files, targets):
                          f"{Path('control', name)}.png, further ones numbered 1, 2, ...")
     if "caption" not in files:
         raise InputError(f"{target}: no caption; expected {target.with_suffix('.txt')}")
-    caption = cache.read_text(files["caption"][0]).strip() # one, of however many lines
+    caption = common.read_text(files["caption"][0]).strip() # one, of however many lines
     if "[trigger]" in caption:
         raise InputError(f"{files['caption'][0]}: holds [trigger]; write the word itself")
-    return cache.make_sample(files["caption"][0], source, name, target, [files[n][0] for n in numbers], [caption],
+    return common.make_sample(files["caption"][0], source, name, target, [files[n][0] for n in numbers], [caption],
                              *files.get("mask", []))
 
 # ---- rows of manifests and parquet files -----------------------------------------------------------------------------
@@ -112,7 +114,7 @@ def manifest_rows(path):
     """-> [(where, row)]. A row is an object, or a line that should be one."""
     if path.suffix not in (".jsonl", ".json", ".csv", ".tsv"):
         raise InputError(f"{path}: no manifest; give the folder, or the .jsonl, .json, .csv or .tsv, that it names")
-    text = cache.read_text(path)
+    text = common.read_text(path)
     if path.suffix == ".jsonl":
         return [(f"{path}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if path.suffix == ".json":
@@ -163,7 +165,7 @@ def read_row(root, n, where, row, place, alone):
     target, control, mask = [[place(where, cell) for cell in cells[role]] for role in ("target", "control", "mask")]
     if target[1:] or mask[1:] or (alone and control + mask):
         raise InputError(f"{where}: {'a control or mask' if alone else 'several targets or masks'}; leave it out")
-    return cache.make_sample(where, root, f"{n:06}-{target[0].stem}", target[0], control, cells["prompt"], *mask)
+    return common.make_sample(where, root, f"{n:06}-{target[0].stem}", target[0], control, cells["prompt"], *mask)
 
 def read_rows(root, rows, place, alone):
     """[(where, row)] -> (samples, problems)."""
@@ -208,7 +210,7 @@ def places_of(sample):
 def picture_suffix(file):
     """Its own, or .png where that names no picture: content counts."""
     suffix = Path(file).suffix
-    return suffix if cache.KINDS.get(suffix.lower()) == "picture" else ".png"
+    return suffix if common.KINDS.get(suffix.lower()) == "picture" else ".png"
 
 def write_caption(sample, folder):
     lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # a line is one more wording
@@ -272,10 +274,10 @@ def convert_cache(paths, folder):
             shapes = tensors["img_shapes"].tolist()
             sizes = [(16 * w, 16 * h) for _, h, w in shapes]
             for kind, first, *others in [part for part in PARTS if part[1] in tensors]:
-                key = cache.content_key(old=cache.file_hash(path), part=first)
+                key = common.content_key(old=common.file_hash(path), part=first)
                 files[first] = folder / kind / f"{key}.safetensors"
-                cache.write_tensors(files[first], {k: tensors[k] for k in [first, *others] if k in tensors},
-                                    dict(version=cache.VERSION, key=key, sizes=sizes, sources=[str(path)]))
+                common.write_tensors(files[first], {k: tensors[k] for k in [first, *others] if k in tensors},
+                                    dict(version=common.VERSION, key=key, sizes=sizes, sources=[str(path)]))
             texts = {(prompt, True): dict(tokens=len(tensors[part]), file=files[part])
                      for prompt, part in ((name, "prompt_embed"), ("", "empty_prompt_embed")) if part in files}
             resolutions = [dict(img_shapes=shapes, file=files["pixel_latent"])]
@@ -300,7 +302,7 @@ def convert_source(source, folder, alone):
         folder.with_name("rows").mkdir()
         samples, problems = read_parquet(source, folder.with_name("rows"), alone)
     elif len(manifests) == 1 and not {"target", "control"} <= folders.keys():
-        place = lambda where, name: cache.find_picture(manifests[0], where, name, None)
+        place = lambda where, name: common.find_picture(manifests[0], where, name, anywhere=False)
         samples, problems = read_rows(manifests[0], manifest_rows(manifests[0]), place, alone)
     elif "target" in folders and "control" not in folders and not alone and len(held := [
             path.name for path in below if path.is_dir()]) > 1:
@@ -317,10 +319,10 @@ def convert_source(source, folder, alone):
     return samples, problems or [error_line(f"{source}: no sample in it; --help tells the layouts")] * (not samples)
 
 def main():
-    parser = cache.Parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_argument("source", type=Path, help="a folder or a manifest, as above")
     parser.add_argument("out", type=Path, help="a folder that is not there yet")
-    parser.add_argument("--alone", action="store_true", help="rows have no controls: OUT is a folder for --reg_data")
+    parser.add_argument("--alone", action="store_true", help="rows have no controls, and OUT no control/")
     parser.add_argument("--skip_bad", action="store_true", help="go on without the samples that have an error")
     args = parser.parse_args()
     if args.out.exists():
@@ -332,7 +334,7 @@ def main():
             print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
             if not samples or (problems and not args.skip_bad):
                 sys.exit("nothing is written; correct these errors, or leave the samples out: --skip_bad")
-            os.replace(Path(tmp, "out", "target" if args.alone else ""), args.out)
+            os.replace(Path(tmp, "out"), args.out)
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
     print(f"{args.out}: {len(samples)} samples")

@@ -29,7 +29,8 @@ from PIL import Image, ImageFilter
 from tqdm import tqdm
 
 import cache
-from cache import InputError
+import common
+from common import InputError
 from extras.motion import auto_mask
 from predict import decode, psnr
 
@@ -56,17 +57,17 @@ def drift(image, reference, keep):
 
 def measure(picture, sample, pipe):
     """-> {measure: value} of this picture. pipe: with a VAE, or None."""
-    target = reference = cache.read_image(sample.target).resize(picture.size, Image.Resampling.LANCZOS)
+    target = reference = common.read_image(sample.target).resize(picture.size, Image.Resampling.LANCZOS)
     found = dict(drawn=psnr(picture, target))
     if pipe:
         latents = cache.encode_image(pipe, target)
         reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
         found["vae"] = psnr(reference, target)
     if sample.controls:
-        control = cache.read_image(sample.controls[0])
+        control = common.read_image(sample.controls[0])
         given = control.resize(picture.size, Image.Resampling.LANCZOS)
         found["input"] = psnr(given, target)
-        mask = cache.read_image(sample.mask).convert("L") if sample.mask else auto_mask(target, control)
+        mask = common.read_image(sample.mask).convert("L") if sample.mask else auto_mask(target, control)
         edited = np.asarray(mask.resize(picture.size, Image.Resampling.NEAREST)) >= 128 if mask else np.zeros(1, bool)
         for name, part in (("inside", edited), ("outside", ~edited)):
             if edited.any() and part.any():
@@ -88,14 +89,14 @@ def average(records):
 
 def main():
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    parser = cache.Parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_argument("pictures", type=Path, help="folder of PNGs: predict.py's --out_dir")
     parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
     parser.add_argument("--model", default="tiny", help="hub id or folder of the model whose VAE counts; none: no VAE")
     parser.add_argument("--device", choices=devices, default=devices[-1], help="of the VAE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too (default: nowhere)")
     args = parser.parse_args()
-    (samples, problems), pipe = cache.read_dataset(args.dataset), None
+    (samples, problems), pipe = common.read_dataset(args.dataset), None
     if args.model != "none":
         pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
         cache.load_encoder(pipe, "vae", SimpleNamespace(dtype="float32", vae_device=args.device))
@@ -104,7 +105,7 @@ def main():
     groups = {}
     for sample in tqdm(samples, desc="measuring", unit=" pictures", disable=None, leave=False):
         try:
-            picture = cache.read_image(args.pictures / (sample.name.replace("/", "-") + ".png"))
+            picture = common.read_image(args.pictures / (sample.name.replace("/", "-") + ".png"))
             name = "/".join([sample.root, *Path(sample.name).parent.parts])
             groups.setdefault(name, []).append(measure(picture, sample, pipe))
         except InputError as e:
@@ -120,7 +121,7 @@ def main():
         cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]
         print(f"{name:20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:])
     if args.json:
-        cache.write_file(args.json, json.dumps(groups, indent=1).encode())
+        common.write_file(args.json, json.dumps(groups, indent=1).encode())
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":

@@ -7,22 +7,26 @@ $ python tools/prune.py cache
 $ python tools/prune.py cache --delete
 """
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cache
+import common
 
 def main():
-    parser = cache.Parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
     parser.add_argument("--delete", action="store_true", help="delete them, too")
     args = parser.parse_args()
     if not (args.cache_dir / "latents").is_dir():
-        raise cache.InputError(f"{args.cache_dir}: no cache folder, it has no latents/; give cache.py's --cache_dir")
+        raise common.InputError(f"{args.cache_dir}: no cache folder, it has no latents/; give cache.py's --cache_dir")
     known = {file for index in args.cache_dir.glob("*.json") # an index that cannot be read ends the script here
              for sample in cache.read_index(index)[0] for file in cache.files_of(sample)}
     unknown = sorted(set(args.cache_dir.glob("latents/*.safetensors")) - known)
     unknown += sorted(set(args.cache_dir.glob("text/*.safetensors")) - known)
+    unknown += [tmp for tmp in args.cache_dir.glob("*/.tmp-*") # of killed processes; younger ones may be at work
+                if time.time() - tmp.stat().st_mtime > 3600]
     size = sum(file.stat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
         file.unlink()

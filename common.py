@@ -1,0 +1,658 @@
+"""
+What comes before a model: error lines, the flags that scripts share, devices and processes, files that are written
+whole and checked, datasets, pictures. To understand the training nobody has to read this; its one noun is `Sample`.
+"""
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import textwrap
+import unicodedata
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import psutil
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import transformers
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
+from PIL import Image
+from safetensors import SafetensorError
+
+VERSION = "2.0" # of the cache files
+TINY_DATA = Path(__file__).with_name("tiny") / "data"
+TINY_WIDTH = '"joint_attention_dim": 64,' # in its transformer's config; the real one's is 3584
+TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
+
+@dataclass
+class Sample:
+    """A training pair, a held-out pair, a line of jobs.jsonl, a photo to edit."""
+    name: str # its path in the dataset, without suffix
+    root: str # the dataset's name
+    controls: list # pictures given, in order; none: text-to-image
+    prompts: list # wordings of the instruction; an epoch draws one of them each time
+    target: str | None = None # the picture wanted; None: the sample is only drawn
+    mask: str | None = None # white = the edited region
+    repeats: int = 1 # how often an epoch has it
+    # flags of predict.py: those that its line of jobs.jsonl sets, and with them all that predict.py draws it with
+    own_settings: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    # cache.plan_sample adds what will be encoded:
+    # (width, height) in pixels: of the target, or of what the result takes its shape from, then of the controls
+    sizes: list = field(default_factory=list)
+    # the same of the controls' copies for the text encoder
+    prompt_sizes: list = field(default_factory=list)
+    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first,
+    # mask="auto" if it is to be made)
+    resolutions: list = field(default_factory=list)
+    # {(prompt, whether pictures come with it): dict(file, tokens)}
+    texts: dict = field(default_factory=dict)
+
+# ---- errors of the user ----------------------------------------------------------------------------------------------
+
+def error_line(message):
+    return "error: " + message.replace("\n", "\\n") # names may hold anything
+
+class InputError(SystemExit): # so that a script ends with this one line and status 1, without a traceback
+    """Something of the user's is wrong: InputError('<file or flag>: <what is wrong>; <what to do>')."""
+
+    def __init__(self, message):
+        super().__init__(error_line(message))
+
+def print_problems(lines):
+    for line in lines:
+        print(line, file=sys.stderr)
+
+def first_words(e, most=300):
+    """What an exception says, in one line."""
+    return textwrap.shorten(str(e).strip() or type(e).__name__, most)
+
+# ---- extras: files that one flag needs -------------------------------------------------------------------------------
+
+EXTRAS = dict(quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard", plan="plan",
+              tracker="track", mask="motion") # flag: the file in extras/ that it switches on
+PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
+
+def find_extra(name):
+    """The module extras/NAME.py, or None if it was deleted."""
+    try:
+        return importlib.import_module(f"extras.{name}")
+    except ModuleNotFoundError as e:
+        if not e.name.startswith("extras"):
+            raise
+
+def load_extra(flag):
+    """The module in extras/ that this flag switches on. InputError if it is not here."""
+    if module := find_extra(EXTRAS[flag]):
+        return module
+    raise InputError(f"--{flag}: needs extras/{EXTRAS[flag]}.py; copy it here, or leave the flag out")
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+def pixels(text):
+    """For argparse's type=: 'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
+    area = 0
+    if re.fullmatch(r"\d+[*x]\d+", text):
+        area = math.prod(map(int, re.split("[*x]", text)))
+    elif text.isdigit() and int(text) > 4096: # less would be a side, as other trainers give it
+        area = int(text)
+    if text != "native" and area < 32 * 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no area; give {text}x{text}, 1048576 or native")
+    return area or text
+
+def number(kind, low, high=math.inf):
+    """For argparse's type=: an int or a float from low to high; anything else ends the script with status 2."""
+    def parse(text):
+        value = kind(text)
+        if low <= value <= high: # False for nan too
+            return value
+        upper = "or more" if high == math.inf else f"to {high}"
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} {upper}")
+    parse.__name__ = kind.__name__ # argparse says "invalid int value"
+    return parse
+
+def key_value(text):
+    """For argparse's type=: 'use_dora=true' -> ('use_dora', True); the value is JSON, or else a string."""
+    key, _, value = text.partition("=")
+    if not key.isidentifier() or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+natural, positive, fraction = number(int, 0), number(int, 1), number(float, 0, 1)
+
+def add_model_flags(parser):
+    """The flags that all scripts share."""
+    flag = parser.group("model")
+    flag("--model", "tiny", "hub id (ID@REVISION pins it) or folder of Qwen-Image-Edit, -2509 or -2511")
+    flag("--dtype", None,
+         "of the frozen models and the cache (default: float32 on CPU, else bfloat16)",
+         choices=["float32", "bfloat16", "float16"])
+    flag("--device", None, "default: cuda if there is one, else cpu; under torchrun one per process")
+    flag("--flash_attention", "auto",
+         "auto: 3 on Hopper, 4 on data centre Blackwell, where its package is installed; else 2", choices=["auto", "2"])
+    flag("--cache_dir", "cache", "where encoded samples of all models and datasets are kept")
+    flag("--max_sequence_length", 1024,
+         "most tokens in a prompt; a longer prompt is an error, it is not cut", type=positive)
+    flag("--vae_device", None, "where pictures are encoded and decoded (default: --device)")
+    flag("--text_encoder_device", None, "default: --device; cpu if memory runs out while encoding")
+    add_quantize_flag(flag, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
+
+def add_quantize_flag(flag, name, what):
+    flag(name, "none", f"{what}: int8 or fp8 (half the memory) or nf4 (a quarter; pip install bitsandbytes)",
+         choices=["none", "int8", "fp8", "nf4"])
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action): # a default of None is explained in the help itself
+        explained = action.default in (None, []) or "default" in action.help
+        return action.help if explained else super()._get_help_string(action)
+
+class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
+    """-h shows all defaults; what is wrong is one line, with the flag that may be meant, and status 2."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def group(self, title):
+        """-> flag(name, default, help, **argparse's others) of a new group: nanoGPT's lines, name = default # help."""
+        group = self.add_argument_group(title)
+
+        def flag(name, default, help, **others):
+            group.add_argument(name, default=default, help=help, **others)
+        return flag
+
+    def error(self, message):
+        line, hints = message.removeprefix("argument "), find_extra("hints")
+        if hints and line.startswith("unrecognized arguments: "):
+            line = hints.explain(line, self._option_string_actions)
+        if ";" not in line: # argparse's own, which names no remedy
+            line += f"; see {self.prog} -h"
+        self.exit(2, error_line(line) + "\n")
+
+    def parse_args(self):
+        sys.excepthook = end_by_ctrl_c
+        for flag in ("--data", "--image", "--lora"): # argparse would take the last one alone
+            if sys.argv.count(flag) > 1:
+                self.error(f"argument {flag}: given twice; put all values behind one")
+        return super().parse_args()
+
+def from_hub(name, fetch):
+    """What fetch(), a download of huggingface_hub's, returns. InputError says that `name` is not there."""
+    try:
+        return Path(fetch())
+    except Exception as e: # a dozen kinds: no such name, no network, no login, ...
+        raise InputError(f"{name}: neither here nor on the hub ({type(e).__name__}: {first_words(e, 90)}); check the "
+                         "name and the network, or log in: hf auth login")
+
+def is_tiny(model):
+    """Whether this is tiny/ or a model of its size: a copy, a merged one."""
+    config = Path(model, "transformer", "config.json")
+    return model == "tiny" or (config.is_file() and TINY_WIDTH in config.read_text(errors="replace"))
+
+def parse_args(parser, tiny):
+    """parser.parse_args(), twice, as --model tiny brings the defaults in `tiny`. Fills in devices and dtype, and
+    refuses what cannot work: a device, a flag whose package or file in extras/ is missing."""
+    parser.epilog = f"With --model tiny these defaults apply: {tiny}"
+    args = parser.parse_args()
+    if is_tiny(args.model):
+        parser.set_defaults(**tiny)
+        args = parser.parse_args()
+    if not args.cache_dir:
+        parser.error("argument --cache_dir: empty; give a folder")
+    cards = find_extra("cuda") # without it a card works as torch sets it up
+    if cards and (problem := cards.too_large_for_cpu(args)):
+        raise InputError(f"--device: {problem}")
+    default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name in [name for name in vars(args) if name.endswith("device")]:
+        device = getattr(args, name) or default
+        if device == "cuda": # each process its own
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        elif device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
+        if cards and (problem := cards.problem(device, args.dtype)):
+            parser.error(f"argument --{name}: {problem}")
+        setattr(args, name, device)
+    args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
+    for name, value in vars(args).items():
+        if name in EXTRAS and value and value != "none":
+            load_extra(name)
+            if value in PACKAGES and not find_spec(PACKAGES[value]):
+                parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
+    return args
+
+# ---- processes and devices -------------------------------------------------------------------------------------------
+
+def start_processes(args):
+    """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
+    for library in (diffusers, transformers): # a bar for each small model would hide ours
+        library.utils.logging.disable_progress_bar()
+    for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
+        stream.reconfigure(errors="backslashreplace")
+    if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
+    rank, world_size, backend = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), "gloo"
+    if args.device.startswith("cuda"):
+        cards, backend = find_extra("cuda"), "cpu:gloo,cuda:nccl"
+        card = cards.prepare(args.device, args.flash_attention) if cards else "extras/cuda.py is missing: slower"
+        torch.cuda.set_device(args.device) # where NCCL works
+        if rank == 0:
+            print(card)
+    if world_size > 1: # some wait for hours while others encode or draw (with device_id they would wait in NCCL)
+        dist.init_process_group(backend, timeout=timedelta(hours=6))
+    return rank, world_size
+
+def gather_objects(value, world_size):
+    """-> [value of each process]. Waits for all of them."""
+    values = [value]
+    if world_size > 1:
+        values = [None] * world_size
+        dist.all_gather_object(values, value)
+    return values
+
+def on_first_process(make, rank, world_size):
+    """What make() returns on the first process, for all of them. Its InputError ends all, and is said once."""
+    result, error = None, None
+    if rank == 0:
+        try:
+            result = make()
+        except InputError as e:
+            error = str(e)
+    result, error = gather_objects((result, error), world_size)[0]
+    if error:
+        sys.exit(error if rank == 0 else 1)
+    return result
+
+def memory_of(device):
+    """GiB: on a GPU the most that torch has held since the encoders left, on a CPU what the process has now."""
+    used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
+    return used / 2**30
+
+@contextlib.contextmanager
+def signals_noted():
+    """with signals_noted() as stopped: signals only fill this list, so that what is begun can be finished."""
+    stopped, before, handle = [], {}, signal.signal # names of its own, as modules are gone when the interpreter ends
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        if number := getattr(signal, name, None): # Windows lacks one
+            before[number] = handle(number, lambda number, frame: stopped.append(number))
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            handle(number, handler)
+
+def end_by_ctrl_c(kind, error, trace):
+    """One line where no signals_noted is at work: files appear whole or not at all, so nothing is to be cleaned up."""
+    if kind is not KeyboardInterrupt:
+        return sys.__excepthook__(kind, error, trace)
+    print("\nstopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
+
+def read_ahead(read, items, threads=1, most=1):
+    """Yields a future of read(item) for each item, in order, while threads read the next ones, as many as `most`."""
+    pool, waiting = ThreadPoolExecutor(threads), deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > most:
+                yield waiting.popleft()
+        yield from waiting
+    finally: # also if the caller stops early
+        pool.shutdown(cancel_futures=True)
+
+# ---- files: written whole or not at all, checked when read -----------------------------------------------------------
+
+def write_file(path, data):
+    """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
+    there is the old file or the new one, never a part. InputError if the disk is full or may not be written."""
+    path = Path(path)
+    tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp, "xb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+        sync_folder(path.parent)
+    except OSError as e:
+        with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
+            tmp.unlink()
+        raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or fix the "
+                         "folder's permissions, and run again")
+
+def sync_folder(path):
+    """A rename is safe from power loss only when the folder is on the disk too (Windows cannot do that)."""
+    if os.name != "nt":
+        folder = os.open(path, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+def prepare_folder(path, remedy):
+    """Makes the folder. InputError if no file can be written there."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as e:
+        raise InputError(f"{path}: cannot be written ({e.strerror}); {remedy}")
+
+NO_DIGEST = "0" * 64
+
+def write_tensors(path, tensors, meta, meta_key="json"):
+    """A safetensors file that carries the sha256 of all its bytes: it is made with zeros where the digest will stand,
+    hashed, and the digest takes their place; reading does the same backwards. Metadata is one JSON string, because
+    safetensors orders several metadata keys at random. Tensors go to the CPU."""
+    tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    data = safetensors.torch.save(tensors, {meta_key: json.dumps({"digest": NO_DIGEST, **meta})})
+    digest = hashlib.sha256(data).hexdigest()
+    write_file(path, data.replace(NO_DIGEST.encode(), digest.encode(), 1))
+
+def read_tensors(path, meta_key="json", key=None):
+    """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of it has changed since
+    write_tensors, or if it holds other content than `key`. Never unpickles."""
+    fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
+    try:
+        data = Path(path).read_bytes()
+        tensors = safetensors.torch.load(data)
+        header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+        meta = json.loads(header["__metadata__"][meta_key])
+        digest = meta.pop("digest").encode()
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; {'run cache.py again' if key else 'take another copy'}")
+    except (OSError, SafetensorError, KeyError, ValueError, AttributeError, TypeError) as e:
+        raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
+    if hashlib.sha256(data.replace(digest, NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
+        raise InputError(f"{path}: content does not match its digest; {fix}")
+    if key is not None and (meta.get("key"), meta.get("version")) != (key, VERSION):
+        raise InputError(f"{path}: holds {meta.get('key')} of version {meta.get('version')}, want {VERSION}; {fix}")
+    return tensors, meta
+
+def file_hash(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+def content_key(**fields):
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+
+# ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------
+
+PICTURES = [".png", ".jpg", ".jpeg", ".webp", ".bmp"]
+NOT_READ = [".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"] # but named
+KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
+FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
+LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
+
+def root_name(data):
+    """A dataset's name: its folder's."""
+    data = Path(data).resolve()
+    return data.parent.name if data.is_file() else data.name
+
+def read_dataset(root, job_types=None):
+    """A folder or manifest -> (samples, problems): one line for everything that is wrong. No picture is opened yet.
+    InputError if there is no dataset at all. job_types: as for read_manifest."""
+    root = Path(root)
+    folders = find_folders(root) if root.is_dir() else {}
+    manifest = root if root.is_file() else root / "metadata.jsonl"
+    if folders and folders["target"].is_dir():
+        samples, problems = read_folder(root, folders)
+    elif manifest.is_file() and manifest.suffix == ".jsonl":
+        samples, problems = read_manifest(manifest, job_types)
+    else:
+        held = ", ".join(sorted(path.name for path in root.glob("*"))[:5])
+        raise InputError(f"{root}: no dataset (it holds {held or 'nothing'}); {LAYOUT}")
+    if not samples and not problems:
+        raise InputError(f"{root}: nothing in it; {LAYOUT}")
+    return samples, problems
+
+def find_folders(data):
+    """{"target": data/target, ...}, each under the name that it has here. InputError if a role has two."""
+    folders = {}
+    for role, names in FOLDERS.items():
+        here = [data / name for name in names if (data / name).is_dir()]
+        if len(here) > 1:
+            raise InputError(f"{here[1]}: means the same as {here[0].name}/; keep one of them")
+        folders[role] = here[0] if here else data / role
+    return folders
+
+def find_files(folder):
+    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or "link" for a link
+    to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
+    def unreadable(e):
+        if not isinstance(e, FileNotFoundError): # mask/ need not be there
+            raise InputError(f"{e.filename}: cannot be read ({e.strerror}); fix its permissions")
+    found = {}
+    for root, dirs, names in os.walk(folder, onerror=unreadable):
+        links = [name for name in dirs if Path(root, name).is_symlink()]
+        for name in sorted(names + links):
+            path = Path(root, name)
+            kind = "link" if name in links else KINDS.get(path.suffix.lower())
+            if kind and not name.startswith("."):
+                stem = path.relative_to(folder).with_suffix("").as_posix()
+                found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
+    return dict(sorted(found.items()))
+
+def read_folder(data, folders):
+    """What find_folders has found -> (samples, problems). Without a folder of controls they are pictures alone."""
+    for path in data.iterdir(): # a misspelt control/ must not make them so
+        if path.is_dir() and path not in folders.values() and not path.name.startswith("."):
+            raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
+                             "is one of these, or move it elsewhere")
+    left = {} # what no sample has taken yet
+    for role, folder in folders.items():
+        for (stem, kind), paths in find_files(folder).items():
+            left[role, stem, kind] = paths
+    samples, problems = [], []
+    for name in [stem for role, stem, kind in left if (role, kind) == ("target", "picture")]:
+        try:
+            samples.append(take_sample(data, folders, left, name))
+        except InputError as e:
+            problems.append(str(e))
+    strays = sum(left.values(), [])
+    if (data / "metadata.jsonl").exists():
+        strays.append(data / "metadata.jsonl")
+    for path in strays:
+        problems.append(error_line(f"{path}: not used: no target has this name (controls are NAME, NAME_1, NAME_2, ... "
+                                   "without gaps), or this kind of file is not read; rename, convert or delete it"))
+    return samples, problems
+
+def take_sample(data, folders, left, name):
+    """The Sample of target/NAME. Its files are taken out of `left`: {(role, stem, kind): paths}."""
+    target = left.pop(("target", name, "picture"))
+    caption = left.pop(("target", name, "caption"), [])
+    mask = left.pop(("mask", name, "picture"), [])
+    controls = [left.pop(("control", name, "picture"), [])]
+    further = "control", f"{name}_1", "picture"
+    while further in left and ("target", *further[1:]) not in left:
+        controls.append(left.pop(further))
+        further = "control", f"{name}_{len(controls)}", "picture"
+    for paths in (target, caption, mask, *controls):
+        if len(paths) > 1:
+            raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
+    if not controls[0] and folders["control"].is_dir():
+        raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png")
+    if further in left: # and a target has this name
+        raise InputError(f"{left[further][0]}: either the control of the target with its name, or one more control of "
+                         f"{name}; rename one of the two targets")
+    if not caption:
+        raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
+    lines = [line for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
+    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, *mask)
+
+def read_manifest(path, job_types=None):
+    """metadata.jsonl: lines of JSON with target, control, prompt and mask -> (samples, problems). With job_types,
+    {field: function that makes its value of a text}, it is jobs.jsonl: a line needs no target, may call its control
+    `image`, and may set these fields too."""
+    samples, problems = [], []
+    text = read_text(path)
+    if job_types is None and text.strip() and not re.search('"(target|prompt)"', text):
+        raise InputError(f"{path}: another trainer's manifest; python tools/import_data.py {path} NEW_FOLDER")
+    for n, line in enumerate(text.split("\n"), 1): # not splitlines, which takes U+2028 in a prompt for a line's end
+        if line.strip():
+            try:
+                samples.append(read_row(path, n, line, job_types))
+            except InputError as e:
+                problems.append(str(e))
+    return samples, problems
+
+def as_list(value):
+    if not isinstance(value, (str, list)):
+        raise TypeError(f"{value!r} is neither a text nor a list")
+    return [value] if isinstance(value, str) else value
+
+def take_value(key, value, kind):
+    """A value of JSON as argparse would take its text. ValueError names the key."""
+    try:
+        return kind(value if isinstance(value, list) else str(value))
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
+        raise ValueError(f"{key} {value!r}: {e}")
+
+def read_row(manifest, n, line, job_types):
+    """A line of a manifest -> Sample, named as its target; without one by the line's number and its first picture."""
+    where, is_job = f"{manifest}:{n}", job_types is not None
+    own_settings = {}
+    try:
+        row = json.loads(line)
+        if is_job and "image" in row:
+            row["control"] = row.pop("image")
+        if missing := {"control", "prompt"} - row.keys():
+            raise ValueError(f"no field {min(missing)!r}")
+        prompts, controls = as_list(row.pop("prompt")), as_list(row.pop("control"))
+        target, mask = row.pop("target", None), row.pop("mask", None)
+        if not target and not is_job:
+            raise ValueError("no field 'target'")
+        for key, value in row.items():
+            if key not in (job_types or {}):
+                raise ValueError(f"unknown field {key!r}")
+            own_settings[key] = take_value(key, value, job_types[key])
+    except (ValueError, RecursionError, AttributeError, TypeError) as e:
+        raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, with target, control ([] for none), "
+                         "prompt and maybe mask")
+    target, mask, *controls = [path if path is None else find_picture(manifest, where, path, is_job)
+                               for path in (target, mask, *controls)]
+    if target:
+        name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
+    else:
+        name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
+    return make_sample(where, manifest, name, target, controls, prompts, mask, own_settings)
+
+def find_picture(manifest, where, name, anywhere):
+    """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
+    links; your own jobs.jsonl may name any file."""
+    folder = manifest.parent
+    try:
+        file = Path(os.path.normpath(folder / name))
+        if file.is_file() and (anywhere or file.resolve().is_relative_to(folder.resolve())):
+            return file
+    except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character in it, links in a circle
+        pass
+    inside = "" if anywhere else f" inside {folder}"
+    raise InputError(f"{where}: {name!r} is no file{inside}; paths begin at {folder}")
+
+def make_sample(where, root, name, target, controls, prompts, mask=None, own_settings=None):
+    """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
+    for prompt in prompts or [""]:
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
+        check_text(where, prompt)
+    return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(p.strip() for p in prompts)),
+                  target and str(target), mask and str(mask), own_settings=own_settings or {})
+
+def check_text(where, prompt):
+    if "<|" in prompt or re.search("[\ud800-\udfff]", prompt):
+        raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
+
+def read_text(path):
+    """A text file in UTF-8 (editors on Windows write a mark before it). InputError names the file."""
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; check the name")
+    try:
+        text = path.read_bytes().decode("utf-8-sig") if path.is_file() else "\0" # a FIFO would hang
+        if "\0" not in text: # UTF-16 can pass for UTF-8
+            return text
+    except (OSError, ValueError):
+        pass
+    raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
+Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
+
+def open_image(path):
+    """Header only: a PIL image whose size is known and allowed. InputError names the file."""
+    if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
+        raise InputError(f"{path}: no file of that name; add it")
+    try:
+        image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
+    except PermissionError:
+        raise InputError(f"{path}: may not be read; mend its permissions")
+    except (OSError, ValueError, SyntaxError):
+        what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
+        raise InputError(f"{path}: {what}; replace it")
+    if image.width * image.height > MAX_PIXELS:
+        raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
+    if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
+        raise InputError(f"{path}: animated; export one frame")
+    return image
+
+TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
+        6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
+
+def orientation(image):
+    """EXIF orientation, 1 to 8, from the header alone: PngImageFile.getexif would decode each picture of a dataset, and
+    ImageOps.exif_transpose trips over damaged EXIF, which must not matter."""
+    try:
+        value = Image.Image.getexif(image).get(0x0112)
+    except Exception: # whatever a damaged block makes PIL do
+        value = None
+    return value if value in TURN else 1
+
+def image_size(path):
+    """(width, height) as it will be seen, i.e. after the EXIF rotation. InputError for sizes that make no sense."""
+    with open_image(path) as image:
+        w, h = image.size
+        if orientation(image) >= 5: # lies on its side
+            w, h = h, w
+    if min(w, h) < 32 or max(w, h) > 10 * min(w, h):
+        raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
+    return w, h
+
+def read_image(path):
+    """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips it)."""
+    with open_image(path) as image:
+        turn = TURN.get(orientation(image))
+        try:
+            image.load()
+        except (OSError, ValueError, SyntaxError) as e:
+            raise InputError(f"{path}: broken picture ({e}); replace it")
+        image = image.transpose(turn) if turn is not None else image
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
+
+def fit_size(size, area, upscale=True):
+    """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;
+    with area = 'native', or where upscale is off and the picture is smaller, its own sides rounded to 32."""
+    w, h = size
+    if area == "native" or (not upscale and w * h < area):
+        w, h = round(w / 32) * 32, round(h / 32) * 32
+    else:
+        w, h = calculate_dimensions(area, w / h)
+    return max(w, 32), max(h, 32) # calculate_dimensions can give 0 for long thin pictures
