@@ -524,7 +524,7 @@ def is_index(root):
 
 def run_name(model, roots):
     """<model>-<data>+<more data>, for indexes and run folders."""
-    model = Path(model).name if Path(model).is_dir() else model.split("/", 1)[-1].replace("/", "-") # (ID@refs/pr/3)
+    model = Path(model.partition("@")[0]).name
     names = [Path(root).stem if is_index(root) else common.root_name(root) for root in roots]
     return f"{model}-{'+'.join(names).removeprefix(model + '-')}"
 

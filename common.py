@@ -86,7 +86,6 @@ def first_words(e, most=300):
 
 EXTRAS = dict(quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard", plan="plan",
               tracker="track", mask="motion") # flag: the file in extras/ that it switches on
-PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # a flag's value: what it needs
 
 def find_extra(name):
     """The module extras/NAME.py, or None if it was deleted."""
@@ -136,7 +135,8 @@ def key_value(text):
     except ValueError:
         return key, value
 
-natural, positive, fraction = number(int, 0), number(int, 1), number(float, 0, 1)
+natural, positive = number(int, 0), number(int, 1)
+not_negative, fraction = number(float, 0), number(float, 0, 1)
 
 def add_model_flags(parser):
     """The flags that all scripts share."""
@@ -232,9 +232,9 @@ def parse_args(parser, tiny):
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     for name, value in vars(args).items():
         if name in EXTRAS and value and value != "none":
-            load_extra(name)
-            if value in PACKAGES and not find_spec(PACKAGES[value]):
-                parser.error(f"argument --{name}: {value} needs a missing package; pip install {PACKAGES[value]}")
+            package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
+            if package and not find_spec(package):
+                parser.error(f"argument --{name}: {value} needs a missing package; pip install {package}")
     return args
 
 # ---- processes and devices -------------------------------------------------------------------------------------------
@@ -358,7 +358,8 @@ def write_tensors(path, tensors, meta, meta_key="json"):
     hashed, and the digest takes their place; reading does the same backwards. Metadata is one JSON string, because
     safetensors orders several metadata keys at random. Tensors go to the CPU."""
     tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-    data = safetensors.torch.save(tensors, {meta_key: json.dumps({"digest": NO_DIGEST, **meta})})
+    text = json.dumps({"digest": NO_DIGEST, **meta}, default=sorted) # sets become lists
+    data = safetensors.torch.save(tensors, {meta_key: text})
     digest = hashlib.sha256(data).hexdigest()
     write_file(path, data.replace(NO_DIGEST.encode(), digest.encode(), 1))
 
@@ -413,7 +414,7 @@ def read_dataset(root, job_types=None):
         samples, problems = read_manifest(manifest, job_types)
     else:
         held = ", ".join(sorted(path.name for path in root.glob("*"))[:5])
-        raise InputError(f"{root}: no dataset (it holds {held or 'nothing'}); {LAYOUT}")
+        raise InputError(f"{root}: does not exist, or is no dataset, and holds {held or 'nothing'}; {LAYOUT}")
     if not samples and not problems:
         raise InputError(f"{root}: nothing in it; {LAYOUT}")
     return samples, problems
@@ -513,34 +514,27 @@ def as_list(value):
         raise TypeError(f"{value!r} is neither a text nor a list")
     return [value] if isinstance(value, str) else value
 
-def take_value(key, value, kind):
-    """A value of JSON as argparse would take its text. ValueError names the key."""
-    try:
-        return kind(value if isinstance(value, list) else str(value))
-    except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
-        raise ValueError(f"{key} {value!r}: {e}")
-
 def read_row(manifest, n, line, job_types):
     """A line of a manifest -> Sample, named as its target; without one by the line's number and its first picture."""
     where, is_job = f"{manifest}:{n}", job_types is not None
-    own_settings = {}
     try:
         row = json.loads(line)
-        if is_job and "image" in row:
-            row["control"] = row.pop("image")
-        if missing := {"control", "prompt"} - row.keys():
-            raise ValueError(f"no field {min(missing)!r}")
-        prompts, controls = as_list(row.pop("prompt")), as_list(row.pop("control"))
-        target, mask = row.pop("target", None), row.pop("mask", None)
+        controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
+        prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
         if not target and not is_job:
-            raise ValueError("no field 'target'")
-        for key, value in row.items():
-            if key not in (job_types or {}):
-                raise ValueError(f"unknown field {key!r}")
-            own_settings[key] = take_value(key, value, job_types[key])
+            raise KeyError("target")
+    except KeyError as e:
+        raise InputError(f"{where}: no field {e}; want target, control ([] for none), prompt and maybe mask")
     except (ValueError, RecursionError, AttributeError, TypeError) as e:
-        raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, with target, control ([] for none), "
-                         "prompt and maybe mask")
+        raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, no comma behind its last field")
+    own_settings = {}
+    for key, value in row.items():
+        if key not in (job_types or {}):
+            raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
+        try:
+            own_settings[key] = job_types[key](value if isinstance(value, list) else str(value))
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
+            raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
     target, mask, *controls = [path if path is None else find_picture(manifest, where, path, is_job)
                                for path in (target, mask, *controls)]
     if target:

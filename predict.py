@@ -199,7 +199,7 @@ def read_lora(path):
     file = find_lora(path)
     try:
         with safetensors.safe_open(file, "pt") as f:
-            notes, raw = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
+            notes, raw = f.metadata() or {}, safetensors.torch.load_file(file)
         kind = "lora_adapter_metadata" if "lora_adapter_metadata" in notes else "train" # (the latter for ComfyUI)
         meta = dict(json.loads(notes.get(kind, "{}")))
         if "digest" in meta: # one of ours
@@ -267,8 +267,7 @@ def save_lora(path, transformer, train):
     """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
     our own entries there."""
     state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
-    meta = {f"transformer.{k}": sorted(v) if isinstance(v, set) else v
-            for k, v in transformer.peft_config["default"].to_dict().items()}
+    meta = {f"transformer.{k}": v for k, v in transformer.peft_config["default"].to_dict().items()}
     # the layers that have one, by their full names: peft warns when names are more, or exclude_modules finds nothing
     layers = sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state})
     meta.update({"transformer.target_modules": layers, "transformer.exclude_modules": None})
@@ -481,6 +480,8 @@ def read_flags():
     else:
         args.out = Path(args.out)
         args.out_dir = args.out.parent
+        if args.out.resolve() in [path.resolve() for path in args.image]:
+            parser.error(f"argument --out: {args.out} is one of the --image files; give another name")
     return args
 
 def find_geometry(args):
@@ -499,11 +500,11 @@ def read_samples(args):
     if args.jobs:
         return common.read_dataset(args.jobs, JOB_TYPES)
     folder = args.image[0]
+    if args.image[1:] and any(map(Path.is_dir, args.image)):
+        raise InputError("--image: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
         own_settings = dict(out=args.out.name) if args.out else {}
         return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt], None, own_settings)], []
-    if args.image[1:]:
-        raise InputError(f"--image {folder}: a folder stands alone; give one folder, or files")
     samples = []
     for (stem, kind), paths in common.find_files(folder).items():
         if kind not in ("picture", "other"): # other: TIFF and the like, each an error by its name
@@ -574,8 +575,8 @@ def plan_pictures(samples, args, sheet, model_fingerprint):
     return pictures
 
 def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
-    """Draws these pictures, many at once, and saves each when it is done."""
-    transformer = load_transformer(transformer_folder, args.dtype)
+    """Draws these pictures, many at once, saves each when it is done -> problems: one that fails stops no others."""
+    transformer, problems = load_transformer(transformer_folder, args.dtype), []
     names = load_loras(transformer, args.lora, args.lora_scale)
     if not quiet:
         print(f"LoRA: {', '.join(args.lora) or 'none, the base model draws'}")
@@ -591,12 +592,17 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
         items = [(p.sample, p.sample.settings, p.seed) for p in some]
         for i, image in draw_samples(transformer, vae, scheduler_config, items, args.max_tokens,
                                      args.transformer_device, bar=bar):
-            save_png(image, some[i].path, some[i].key)
-            tqdm.write(f"{some[i].path}: {image.width}x{image.height} | {some[i].sample.prompts[0]}")
+            try:
+                save_png(image, some[i].path, some[i].key)
+                tqdm.write(f"{some[i].path}: {image.width}x{image.height} | {some[i].sample.prompts[0]}")
+            except InputError as e: # a full disk
+                problems.append(str(e))
+                tqdm.write(str(e), file=sys.stderr)
     bar.close()
     if not quiet:
         gib = common.memory_of(args.transformer_device)
         print(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
+    return problems
 
 def write_sheet(path, pictures):
     """The first rows of all pictures, those of earlier calls too, where there are several."""
@@ -647,7 +653,7 @@ def main():
     mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # dealt first: all deal the same list
     try:
         if mine:
-            draw(args, folder, transformer_folder, pipe.scheduler.config, mine, quiet=rank > 0)
+            problems += draw(args, folder, transformer_folder, pipe.scheduler.config, mine, quiet=rank > 0)
     except torch.OutOfMemoryError:
         raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
                          "where it decodes, --vae_device cpu. the same command goes on with what is missing")

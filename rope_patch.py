@@ -142,8 +142,9 @@ def make_lens(each, x):
 def pack_layout(txt_lens, img_lens, x):
     """-> Packed, for rows of x's device and dtype."""
     joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
-    samples = torch.arange(len(joint_lens))
-    owners = torch.cat([samples.repeat_interleave(torch.tensor(lens)) for lens in (txt_lens, img_lens)])
+    samples = [*range(len(txt_lens))] * 2
+    lens = torch.tensor([*txt_lens, *img_lens])
+    owners = torch.tensor(samples).repeat_interleave(lens, output_size=sum(joint_lens))
     order = owners.argsort(stable=True) # sample by sample, and of each its text before its image
     return Packed(make_lens(joint_lens, x), make_lens(img_lens, x), order.to(x.device, non_blocking=True),
                   order.argsort().to(x.device, non_blocking=True))
@@ -175,7 +176,7 @@ def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     else:
         q, q_lens = join(txt_q, img_q), packed.joint
     if lens.begins is None or backend is not None or parallel_config is not None:
-        out = attention_by_sample(q, k, v, q_lens.each, lens.each, backend, parallel_config)
+        out = attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config)
     else:
         out = varlen_attn(q[0], k[0], v[0], q_lens.begins, lens.begins, q_lens.longest, lens.longest)[None]
     if txt_q is None:
@@ -183,9 +184,9 @@ def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
     return Reorder.apply(out, packed.inverse, packed.order).split([txt_q.shape[1], img_q.shape[1]], dim=1)
 
 @torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(q, k, v, q_lens, kv_lens, backend, parallel_config):
+def attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config):
     outs = []
-    for qkv in zip(q.split(q_lens, 1), k.split(kv_lens, 1), v.split(kv_lens, 1)):
+    for qkv in zip(q.split(q_lens.each, 1), k.split(lens.each, 1), v.split(lens.each, 1)):
         outs.append(dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config))
     return torch.cat(outs, dim=1)
 

@@ -47,13 +47,13 @@ from tqdm import tqdm
 import cache
 import common
 import predict
-from common import InputError, first_words, key_value, natural, number, positive
+from common import (InputError, file_hash, first_words, key_value, load_extra, natural, not_negative, number, positive,
+                    read_tensors, write_file)
 from predict import LORA_FILE, checkpoints, step_of, without_lora
 from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
-not_negative = number(float, 0)
 parser = common.Parser(__doc__)
 common.add_model_flags(parser)
 cache.add_data_flags(parser)
@@ -141,8 +141,8 @@ config = {name: getattr(args, name) for name in (
 config["preserve"] = args.preserve or None
 config["preserve_prompts"] = args.preserve_prompts if args.preserve else None
 config["max_steps"] = None if args.lr_scheduler == "constant" else args.max_steps # a constant rate can go on for ever
-config["pretrained_lora"] = pretrained_lora and common.file_hash(pretrained_lora) # by content, wherever they lie
-config["base_lora"] = base_lora and common.file_hash(base_lora)
+config["pretrained_lora"] = pretrained_lora and file_hash(pretrained_lora) # by content, wherever they lie
+config["base_lora"] = base_lora and file_hash(base_lora)
 
 # ---- processes: no DDP wrapper, as a step's only traffic is one all-reduce of the LoRA's gradients -------------------
 
@@ -165,8 +165,8 @@ if not (args.resume or args.plan) and any(not path.name.startswith(".") for path
 
 def read_checkpoint(path):
     """-> LoRA, optimizer state, and a dict of step and config. InputError if any bit of it is not as it was saved."""
-    weights, meta = common.read_tensors(path / LORA_FILE, "lora_adapter_metadata")
-    moments, state = common.read_tensors(path / "optimizer.safetensors")
+    weights, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
+    moments, state = read_tensors(path / "optimizer.safetensors")
     if "config" not in state or not meta.get("train.step") == state.get("step") == step_of(path):
         raise InputError(f"{path}: its files do not belong together; it is damaged")
     return weights, moments, state
@@ -188,10 +188,8 @@ for path in reversed(saved):
 if checkpoint:
     refuse_changes(checkpoint[2]["config"]) # before anything slow
     step = checkpoint[2]["step"]
-elif args.resume: # perhaps it was killed before its first checkpoint
-    here = {path.name for path in out_dir.glob("*")}
-    if saved or here & {"DONE", LORA_FILE} or not here & {".lock", "log.jsonl"}:
-        raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
+elif args.resume and (saved or not log.exists() or (out_dir / LORA_FILE).exists()): # (a log alone: it was killed early)
+    raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
@@ -395,7 +393,7 @@ def deal_packs(lengths):
     return dealt
 
 if args.plan: # needs the LoRA's shapes, not its values
-    common.load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), pick, count_tokens, deal_packs,
+    load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), pick, count_tokens, deal_packs,
                                          flow_loss, checkpoint_blocks, say)
     sys.exit(0)
 
@@ -492,7 +490,7 @@ def begin_log():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-    common.write_file(log, ("\n".join(kept) + "\n").encode())
+    write_file(log, ("\n".join(kept) + "\n").encode())
 
 def write_log(sync=False, **record):
     try:
@@ -516,7 +514,7 @@ if rank == 0:
 track = None # function of --tracker
 if args.tracker != "none" and rank == 0:
     try:
-        track = common.load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
+        track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
     except ConnectionError as e:
         raise InputError(f"--tracker {args.tracker}: {e}")
 
@@ -734,10 +732,10 @@ else:
     if val_items:
         validate()
     if rank == 0:
-        common.write_file(out_dir / "DONE", f"{step} steps\n".encode())
+        write_file(out_dir / "DONE", f"{step} steps\n".encode())
     flags = ["--model", args.model, "--lora", str(out_dir)]
-    if args.base_lora:
-        flags.append(args.base_lora)
+    if base_lora:
+        flags.append(str(base_lora))
     if args.transformer:
         flags += ["--transformer", args.transformer]
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"

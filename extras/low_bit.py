@@ -15,6 +15,7 @@ import math
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+PACKAGES = dict(nf4="bitsandbytes") # what a value of the flag needs
 TOP = dict(int8=127, fp8=448) # greatest value of a format
 
 

@@ -3,6 +3,7 @@ import hashlib
 
 import numpy as np
 
+PACKAGES = dict(tensorboard="tensorboard", wandb="wandb") # what each value of the flag needs
 
 def open_tracker(kind, out_dir, step, config):
     """-> track(step, values, pictures={}), with PIL images. A resumed run, which is at `step`, goes on with its curves.

@@ -150,7 +150,7 @@ def test_pictures_are_read_while_the_encoder_works_but_not_far_ahead(tmp_path, m
         leads.append(len(begun) - len(written))
         write(path, *args)
     monkeypatch.setattr(cache, "read_pictures", lambda *args: begun.append(1) or read(*args))
-    monkeypatch.setattr(cache, "write_tensors", write_tensors)
+    monkeypatch.setattr(common, "write_tensors", write_tensors)
     result = make_cache(tmp_path / "data", tmp_path / "c")
     assert result.status == 0 and len(begun) == 24 and max(leads) == 8, result.err
     assert [path.parent.name for path in written] == ["latents"] * 12 + ["text"] * 12
@@ -171,7 +171,7 @@ def test_a_signal_leaves_alone_what_is_not_being_read_yet(tmp_path, monkeypatch)
         stopping.set()
         shutdown(pool)
     monkeypatch.setattr(cache, "read_pictures", read_pictures)
-    monkeypatch.setattr(cache, "write_tensors", lambda *args: write(*args) or os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(common, "write_tensors", lambda *args: write(*args) or os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", cancel)
     result = make_cache(tmp_path / "data", tmp_path / "c")
     assert result.status == 128 + signal.SIGTERM and "stopped by a signal" in result.out, result.err
@@ -203,7 +203,7 @@ def test_a_large_picture_is_no_warning(tmp_path):
 
 def test_a_model_may_be_pinned_to_a_revision(monkeypatch):
     calls = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: calls.append(
+    monkeypatch.setattr("cache.snapshot_download", lambda *args, **kwargs: calls.append(
         (*args, kwargs["revision"])) or TINY)
     for model in ("Qwen/Edit@v1.0", "Qwen/Edit"):
         assert cache.find_model(model, cache.ENCODERS) == TINY

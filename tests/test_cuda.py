@@ -26,7 +26,7 @@ def card(monkeypatch):
 
 def parse(monkeypatch, *flags):
     """common.parse_args of cache.py's flags."""
-    parser = cache.argparse.ArgumentParser(allow_abbrev=False)
+    parser = common.Parser("")
     common.add_model_flags(parser)
     monkeypatch.setattr("sys.argv", ["cache.py", *map(str, flags)])
     return common.parse_args(parser, {})

@@ -238,7 +238,7 @@ BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line numbe
     "no prompt": (ROW % '"prompt": []', "prompt"),
     "unknown column": (ROW % '"caption": "go"', "caption"),
     "number among controls": (ROW % '"control": ["control/cat.png", 5]', "5"),
-    "NaN": (ROW % '"prompt": NaN', "float"),
+    "NaN": (ROW % '"prompt": NaN', "nan"),
     "blank prompt": (ROW % '"prompt": ["go", " "]', "prompt"),
     "half a character": (ROW % r'"prompt": "add a \ud83d"', r"\ud83d"),
     "missing picture": (ROW % '"control": ["control/tom.png"]', "control/tom.png"),

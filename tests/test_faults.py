@@ -168,7 +168,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, small, sta
 def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
     files = lambda: {p: p.stat().st_mtime_ns for p in tmp_path.glob("c/*/*.safetensors")}
     process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c",
-                    prelude=functools.partial(slow, "cache", "write_tensors", 0.2))
+                    prelude=functools.partial(slow, "common", "write_tensors", 0.2))
     until(files)
     before = len(files())
     for number in (signal.SIGINT, signal.SIGTERM):

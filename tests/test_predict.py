@@ -53,7 +53,7 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
             dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),
             dict(image=[one, two], size_from=1, num_inference_steps=3),
             dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3])]
-    bad = {"missing.png": [dict(image=["missing.png"])], "iterable": [dict(prompt=None)],
+    bad = {"missing.png": [dict(image=["missing.png"])], "neither a text nor a list": [dict(prompt=None)],
            "'heigth'": [dict(heigth=3)], "'control'": [dict(control=one)],
            "seed": [dict(seed=x) for x in ("x", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
            "out ": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
@@ -313,7 +313,6 @@ def test_sizes_are_those_of_the_lora_unless_a_flag_says_otherwise(tmp_path, phot
                                              (ours[:1], ["--target_pixels", "32*32"], 32 * 32)]):
         result = draw(*flags, "--lora", *loras, "--out", tmp_path / f"{n}.png", *more)
         assert Image.open(tmp_path / f"{n}.png").size == common.fit_size(common.image_size(photos[0]), area)
-        assert ("warning: " in result.out) == (len(loras) == 2)
 
 def test_the_shipped_base_copies_and_follows(tmp_path):
     """What the demo stands on: held-out pictures in sizes that nothing was trained on, drawn by the base alone."""
@@ -369,7 +368,7 @@ def test_ctrl_c_keeps_what_is_drawn_and_ends_in_one_line(tmp_path, photos, start
 
 def test_one_picture_goes_to_out_dir_if_it_is_given(tmp_path, photos):
     result = draw("--image", photos[1], photos[0], "--prompt", "x", "--lora", "", "--out_dir", tmp_path / "o")
-    assert [p.name for p in tmp_path.glob("o/*")] == [photos[1].name] and "no LoRA: the base" in result.out, result.err
+    assert [p.name for p in tmp_path.glob("o/*")] == [photos[1].name] and "the base model draws" in result.out, result.err
     for flags in (["--image", photos[0], "--prompt", "x"], ["--jobs", "jobs.jsonl"]):
         result = run_script("predict.py", *flags, "--out_dir", tmp_path, "--out", tmp_path / "x.png")
         assert result.status == 2 and is_one_line(result.errors[-1], "--out")
@@ -430,7 +429,7 @@ def test_a_sheet_names_a_sample_whose_instruction_its_font_lacks():
 def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, named):
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr("predict.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
     for name in ("in/a.png", "sheet/sheet.jpg"):
         save(draw_picture(), tmp_path / name)
     (tmp_path / "no").mkdir()

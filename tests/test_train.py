@@ -326,7 +326,7 @@ def test_a_bad_flag_is_one_line_before_anything_slow(small, tmp_path, monkeypatc
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name not in (
         "prodigyopt", "wandb", "bitsandbytes") and find_spec(name) or None)
-    monkeypatch.setattr(cache, "find_spec", importlib.util.find_spec)
+    monkeypatch.setattr(common, "find_spec", importlib.util.find_spec)
     if status == 2:
         monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
     result = run_script("train.py", *small.flags, *flags, "--out_dir", tmp_path / "a")
@@ -423,7 +423,9 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
     for _ in range(2): # and once more, from the end
         (cut / "DONE").unlink(missing_ok=True)
         assert train(data, tmp_path, *flags, "--out_dir", cut, "--resume").status == 0
-        assert [r["step"] for r in validations_of(cut)] == [2, 4] and validations_of(cut) == validations_of(whole)
+        # the one that was interrupted has been taken again; one that was not may stand twice
+        assert {r["step"]: r for r in validations_of(cut)} == {r["step"]: r for r in validations_of(whole)}
+        assert [r["step"] for r in validations_of(whole)] == [2, 4]
         assert curve(log_of(cut)) == curve(log_of(whole))
     assert sorted(p.name for p in cut.glob("samples/*")) == sorted(p.name for p in whole.glob("samples/*"))
 
@@ -463,7 +465,8 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
     assert len({*first, *second}) == 1 and len(learned) == 5 and learned[-1] < 0.98 * first[0]
     assert abs(masked[0] / first[0] - 1) > 1e-3
     levels, ns, real = [], result.globals, result.globals["load_item"]
-    monkeypatch.setitem(ns["validation_loss"].__globals__, "load_item", lambda *a: levels.append(a[3].item()) or real(*a))
+    monkeypatch.setitem(ns["validation_loss"].__globals__, "load_item",
+                        lambda *a: levels.append(a[3].item()) or real(*a))
     with torch.no_grad():
         assert ns["validation_loss"]() == pytest.approx(masked[-1])
     assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_items"])) and len(levels) >= 8

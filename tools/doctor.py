@@ -101,7 +101,8 @@ def find_twins(samples, thumbnails):
 def read_sample(sample, pipe, args):
     """-> (target, first control or None, row of report.json). Opens every picture. InputError for what is wrong."""
     (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
-    cache.check_mask(sample, (w, h))
+    if sample.mask:
+        cache.check_mask(sample.mask, (w, h))
     pictures = [read_image(path) for path in [sample.target, *sample.controls, *filter(None, [sample.mask])]]
     controls = [fit_size(size, args.control_pixels) for size in control_sizes]
     targets = [fit_size((w, h), area) for area in args.target_pixels]
