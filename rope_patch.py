@@ -83,8 +83,8 @@ def blank_freqs(freqs, mask_BN):
         raise ValueError(f"image_rotary_emb: got shape {tuple(freqs.shape)}, want ({n}, R) or ({batch}, {n}, R)")
     return freqs.expand(batch, *freqs.shape[-2:]).masked_fill(~mask_BN[..., None], 0)
 
-def fuses(x):
-    """Whether ragged rows use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
+def use_fused(x):
+    """Whether mixed batches use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
     On a CPU stock's bits are kept."""
     return x.is_cuda
 
@@ -116,12 +116,12 @@ class Lens:
     begins: torch.Tensor | None # (B + 1,) int32, where each sample begins, and the end; None: varlen_attn cannot run
 
 @dataclass
-class Packed:
+class Layout:
     """Where the samples stand in a joint row [text 0, image 0, text 1, image 1, ...], made once per forward pass. A
-    compiled block reads no list: lists of lengths would be compiled anew for every number of samples."""
+    compiled block reads tensors only: a list of another length would trigger a recompilation."""
     joint: Lens # of text + image
     img: Lens # of the image tokens alone
-    order: torch.Tensor # (S,) place in [all text, all image] of each token of the joint row
+    order: torch.Tensor # (S,) for each token of the joint row its place in [all text, all image]
     inverse: torch.Tensor # (S,) the way back
 
 def has_varlen(x):
@@ -139,14 +139,14 @@ def make_lens(each, x):
         begins = torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(x.device, non_blocking=True)
     return Lens(each, max(each), begins)
 
-def pack_layout(txt_lens, img_lens, x):
-    """-> Packed, for rows of x's device and dtype."""
+def make_layout(txt_lens, img_lens, x):
+    """-> Layout, for rows of x's device and dtype."""
     joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
-    samples = [*range(len(txt_lens))] * 2
-    lens = torch.tensor([*txt_lens, *img_lens])
-    owners = torch.tensor(samples).repeat_interleave(lens, output_size=sum(joint_lens))
-    order = owners.argsort(stable=True) # sample by sample, and of each its text before its image
-    return Packed(make_lens(joint_lens, x), make_lens(img_lens, x), order.to(x.device, non_blocking=True),
+    # to whom the tokens of [all text, all image] belong; sorted by that, each sample's text stands before its image
+    owners = torch.tensor([*range(len(txt_lens))] * 2).repeat_interleave(
+        torch.tensor([*txt_lens, *img_lens]), output_size=sum(joint_lens))
+    order = owners.argsort(stable=True)
+    return Layout(make_lens(joint_lens, x), make_lens(img_lens, x), order.to(x.device, non_blocking=True),
                   order.argsort().to(x.device, non_blocking=True))
 
 class Reorder(torch.autograd.Function): # a class because autograd wants one
@@ -162,26 +162,26 @@ class Reorder(torch.autograd.Function): # a class because autograd wants one
         order, inverse = ctx.saved_tensors
         return Reorder.apply(grad, inverse, order), None, None
 
-def packed_attention(txt_qkv, img_qkv, packed, backend, parallel_config):
-    """Attention within each sample's [text, image]. txt_qkv: three (1, sum T, H, D), or None for the query; img_qkv:
-    three (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where torch has it, else one unmasked
-    call a sample."""
+def packed_attention(txt_qkv, img_qkv, layout, backend, parallel_config):
+    """Attention within each sample's [text, image]. txt_qkv: query, key, value, each (1, sum T, H, D); the query is None
+    in the last block. img_qkv: the same, (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where
+    torch has it, else one unmasked call a sample."""
     def join(txt, img):
-        return Reorder.apply(torch.cat([txt, img], dim=1), packed.order, packed.inverse)
+        return Reorder.apply(torch.cat([txt, img], dim=1), layout.order, layout.inverse)
 
     (txt_q, txt_k, txt_v), (img_q, img_k, img_v) = txt_qkv, img_qkv
-    k, v, lens = join(txt_k, img_k), join(txt_v, img_v), packed.joint
+    k, v, lens = join(txt_k, img_k), join(txt_v, img_v), layout.joint
     if txt_q is None:
-        q, q_lens = img_q, packed.img
+        q, q_lens = img_q, layout.img
     else:
-        q, q_lens = join(txt_q, img_q), packed.joint
+        q, q_lens = join(txt_q, img_q), layout.joint
     if lens.begins is None or backend is not None or parallel_config is not None:
         out = attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config)
     else:
         out = varlen_attn(q[0], k[0], v[0], q_lens.begins, lens.begins, q_lens.longest, lens.longest)[None]
     if txt_q is None:
         return None, out
-    return Reorder.apply(out, packed.inverse, packed.order).split([txt_q.shape[1], img_q.shape[1]], dim=1)
+    return Reorder.apply(out, layout.inverse, layout.order).split([txt_q.shape[1], img_q.shape[1]], dim=1)
 
 @torch.compiler.disable # eager between two compiled halves of the block
 def attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config):
@@ -197,7 +197,7 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
     last block, whose text nobody reads. Inherits the backend that model.set_attention_backend() writes on it."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None,
-                 attention_mask=None, image_rotary_emb=None, packed=None, text_out=True):
+                 attention_mask=None, image_rotary_emb=None, layout=None, text_out=True):
         """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention; text may be None."""
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
@@ -217,7 +217,7 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
 
         def normed(norm, x, freqs):
             x = heads(x)
-            if packed is not None and fuses(x): # diffusers' takes eight kernels in fp32
+            if layout is not None and use_fused(x): # diffusers' takes eight kernels in fp32
                 x = F.rms_norm(x, (head_dim,), norm.weight, norm.eps)
             else:
                 x = norm(x)
@@ -229,12 +229,12 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
                    heads(attn.to_v(img))]
         txt_q = normed(attn.norm_added_q, attn.add_q_proj(txt), txt_freqs) if text_out else None
         txt_qkv = [txt_q, normed(attn.norm_added_k, attn.add_k_proj(txt), txt_freqs), heads(attn.add_v_proj(txt))]
-        if packed is not None:
-            txt_out, img_out = packed_attention(txt_qkv, img_qkv, packed, self._attention_backend,
+        if layout is not None:
+            txt_out, img_out = packed_attention(txt_qkv, img_qkv, layout, self._attention_backend,
                                                 self._parallel_config)
         else:
-            joint = [i if t is None else torch.cat([t, i], dim=1) for t, i in zip(txt_qkv, img_qkv)]
-            out = dispatch_attention_fn(*joint, attn_mask=None if mask_BS is None else mask_BS[:, None, None],
+            q, k, v = [i if t is None else torch.cat([t, i], dim=1) for t, i in zip(txt_qkv, img_qkv)]
+            out = dispatch_attention_fn(q, k, v, attn_mask=None if mask_BS is None else mask_BS[:, None, None],
                                         backend=self._attention_backend, parallel_config=self._parallel_config)
             txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
 
@@ -253,24 +253,25 @@ class Segments:
     """Segments are consecutive tokens that share one modulation vector, i.e. one row of `temb`: a sample's, or in
     zero_cond_t models its target's and its controls'."""
     lens: list # tokens of each segment
-    rows: list # its row of temb
+    temb_rows: list # its row of temb
     index: torch.Tensor # (tokens,) the row of every token
 
-def make_segments(lens, rows, device):
-    index = torch.repeat_interleave(torch.tensor(list(rows)), torch.tensor(lens), output_size=sum(lens))
-    return Segments(lens, list(rows), index.to(device, non_blocking=True))
+def make_segments(lens, temb_rows, device):
+    index = torch.repeat_interleave(torch.tensor(list(temb_rows)), torch.tensor(lens), output_size=sum(lens))
+    return Segments(lens, list(temb_rows), index.to(device, non_blocking=True))
 
 @dataclass
 class Ragged:
-    """What a ragged batch tells a block, in the argument where stock passes modulate_index."""
+    """What a batch of mixed sizes tells a block, in place of modulate_index: stock's blocks have no other free
+    argument."""
     img_segments: Segments
     txt_segments: Segments
-    packed: Packed | None # None when padded
-    last: bool = False # block: nobody reads its text
+    layout: Layout | None # None when padded
+    last: bool = False # the last block: its text output is not used
 
 class RowsByIndex(torch.autograd.Function): # a class because autograd wants one
     """rows[index]. Its gradient adds thousands of tokens into each row. Autograd would add them one by one in the rows'
-    dtype, and a sum in bf16 stops growing at 256 times its terms. This one product adds them up in fp32."""
+    dtype, and a bf16 sum no longer changes once it is 256 times a term. This one product adds them up in fp32."""
 
     @staticmethod
     def forward(ctx, rows, index):
@@ -285,20 +286,20 @@ class RowsByIndex(torch.autograd.Function): # a class because autograd wants one
         return is_mine.to(grad.dtype) @ grad, None
 
 def by_segment(f, segments, modulations, *xs):
-    """f(*rows, *tokens) for all segments -> (B, N, C). modulations: (rows of temb, C) tensors, of which a segment gets
-    its row; xs: (B, N, C), read as B * N tokens, of which it gets its own."""
+    """f(*vectors, *tokens) for all segments -> (B, N, C). modulations: (rows of temb, C) tensors; vectors: their rows
+    that modulate these tokens, (C,) for a segment's, (tokens, C) when compiled. xs: (B, N, C), as B * N tokens."""
     tokens = [x.flatten(0, 1) for x in xs]
     if torch.compiler.is_compiling(): # a gather, which the compiler fuses; eager it would cost memory and a kernel more
         return f(*[RowsByIndex.apply(m, segments.index) for m in modulations], *tokens).view_as(xs[0])
-    if len(segments.rows) == 1: # nothing to put together
-        return f(*[m[segments.rows[0]] for m in modulations], *xs)
+    if len(segments.temb_rows) == 1: # nothing to put together
+        return f(*[m[segments.temb_rows[0]] for m in modulations], *xs)
     parts = []
-    for row, *own_tokens in zip(segments.rows, *[x.split(segments.lens) for x in tokens]):
+    for row, *own_tokens in zip(segments.temb_rows, *[x.split(segments.lens) for x in tokens]):
         parts.append(f(*[m[row] for m in modulations], *own_tokens))
     return torch.cat(parts).view_as(xs[0])
 
 def multiply_add(x, y, z):
-    return torch.addcmul(z, x, y) if fuses(x) else x * y + z
+    return torch.addcmul(z, x, y) if use_fused(x) else x * y + z
 
 def modulate(segments, x, shift, scale):
     return by_segment(lambda shift, scale, x: multiply_add(x, 1 + scale, shift), segments, [shift, scale], x)
@@ -326,7 +327,7 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
     img_attn, txt_attn = self.attn(
         hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
         encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
-        image_rotary_emb=image_rotary_emb, packed=ragged.packed, text_out=not ragged.last, **joint_attention_kwargs)
+        image_rotary_emb=image_rotary_emb, layout=ragged.layout, text_out=not ragged.last, **joint_attention_kwargs)
     img = add_gated(img_segments, img, img_gate1, img_attn)
     img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
     img = add_gated(img_segments, img, img_gate2, img_mlp)
@@ -341,7 +342,7 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
 # ---- model -----------------------------------------------------------------------------------------------------------
 
 def checkpoint_blocks(model, blocks=None, **options):
-    """Gradient checkpointing: the backward pass computes the first so many blocks again (None: all) -> how many.
+    """Gradient checkpointing: the backward pass recomputes the first `blocks` blocks (None: all) -> their number.
     options: torch.utils.checkpoint's."""
     again = set(model.transformer_blocks[:blocks])
 
@@ -351,6 +352,120 @@ def checkpoint_blocks(model, blocks=None, **options):
         return block(*args)
     model.enable_gradient_checkpointing(run)
     return len(again)
+
+@dataclass
+class Batch:
+    """A mixed batch as the blocks get it: packed into one row, or padded to one row a sample."""
+    img: torch.Tensor # (1, sum I, C) or (B, I, C)
+    txt: torch.Tensor # (1, sum T, C) or (B, T, C)
+    freqs: tuple # (img, txt) rotary frequencies, (sum N, R) or (B, N, R)
+    img_lens: list # image tokens of each sample, its pads included
+    txt_lens: list # text tokens likewise
+    mask_BS: torch.Tensor | None # joint attention mask; None: packed
+    img_mask_BI: torch.Tensor | None # its image half: False at pads
+
+def blank(x_BNC, mask_BN):
+    """x with 0 at the pads. They may hold NaN, and 0 * NaN would be NaN in the attention too."""
+    return x_BNC if mask_BN is None else x_BNC.masked_fill(~mask_BN[..., None], 0)
+
+def image_lens(shapes):
+    return [sum(map(prod, s)) for s in shapes]
+
+def packed_batch(model, img, txt, txt_lens, shapes, freqs):
+    """The packed mode's Batch."""
+    img_lens = image_lens(shapes)
+    if (sum(txt_lens), sum(img_lens)) != (txt.shape[1], img.shape[1]):
+        raise ValueError(f"packed: got {txt.shape[1]} text and {img.shape[1]} image tokens, want {sum(txt_lens)} and "
+                         f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
+    if freqs is None:
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, n, img.device)
+                                     for s, n in zip(shapes, txt_lens)])
+        freqs = torch.cat(img_freqs), torch.cat(txt_freqs)
+    return Batch(img, txt, freqs, img_lens, txt_lens, None, None)
+
+def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
+    """The Batch of the padded and of the precomputed mode (with freqs). Which image tokens are pads, img_shapes tell if
+    padded; if precomputed the joint mask, without one img_shapes, without these no token is."""
+    (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
+    img_lens = [img_len] * batch
+    if freqs is None or (joint_mask is None and shapes is not None):
+        img_lens = image_lens(shapes)
+    if max(img_lens) > img_len:
+        raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
+    img_mask_BI = lens_mask(img_lens, img_len, device)
+    if txt_mask_BT is None:
+        txt_mask_BT = lens_mask([txt_len] * batch, txt_len, device)
+    mask_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
+    if joint_mask is not None:
+        mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
+    txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
+    if freqs is None: # pads are rotated by 0: finite, and nobody looks at them
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
+        freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
+    else:
+        img_freqs, txt_freqs = freqs
+        if img_freqs.ndim > txt_freqs.ndim and (img_freqs != img_freqs[:1]).any(): # one text for different pictures
+            raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
+                             f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
+        freqs = blank_freqs(img_freqs, img_mask_BI), blank_freqs(txt_freqs, txt_mask_BT)
+    return Batch(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
+                img_mask_BI)
+
+def text_mask(mask, txt_lens, txt):
+    """encoder_hidden_states_mask and older diffusers' txt_seq_lens -> bool (B, T), or None when neither is given."""
+    batch, txt_len = txt.shape[:2]
+    out_BT = None if mask is None else as_bool_mask(mask, "encoder_hidden_states_mask", (batch, txt_len))
+    if txt_lens is not None:
+        if len(txt_lens) != batch or max(txt_lens) > txt_len:
+            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths of at most {txt_len}")
+        lens_BT = lens_mask(txt_lens, txt_len, txt.device)
+        out_BT = lens_BT if out_BT is None else out_BT & lens_BT
+    return out_BT
+
+def image_segments(batch, shapes, zero_cond_t):
+    """Segments of batch.img: one a sample; for zero_cond_t two, as the target is at its timestep (row b of temb) and
+    its controls are at t = 0 (row B + b)."""
+    B, device = len(batch.img_lens), batch.img.device
+    if not zero_cond_t:
+        return make_segments(batch.img_lens, range(B), device)
+    lens, temb_rows = [], []
+    for b, img_len in enumerate(batch.img_lens):
+        target = prod(shapes[b][0])
+        if target > img_len:
+            raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
+        lens += [target, img_len - target]
+        temb_rows += [b, B + b]
+    return make_segments(lens, temb_rows, device)
+
+def mixed_forward(model, batch, shapes, timestep, additional_t_cond, kwargs):
+    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out) or (B, I, C_out)."""
+    B, layout = len(batch.img_lens), None
+    if batch.mask_BS is None:
+        layout = make_layout(batch.txt_lens, batch.img_lens, batch.img)
+    ragged = Ragged(image_segments(batch, shapes, model.zero_cond_t),
+                    make_segments(batch.txt_lens, range(B), batch.txt.device), layout)
+    kwargs = {**kwargs, "attention_mask": batch.mask_BS}
+
+    img = model.img_in(batch.img)
+    txt = model.txt_in(model.txt_norm(batch.txt))
+    timestep = timestep.to(img.dtype).expand(B)
+    if model.zero_cond_t:
+        timestep = torch.cat([timestep, timestep * 0])
+        if additional_t_cond is not None:
+            additional_t_cond = additional_t_cond.expand(B).repeat(2)
+    temb = model.time_text_embed(timestep, img, additional_t_cond)
+    freqs = tuple(map(real_freqs, batch.freqs))
+    for block in model.transformer_blocks:
+        args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=block is model.transformer_blocks[-1])
+        if torch.is_grad_enabled() and model.gradient_checkpointing:
+            txt, img = model._gradient_checkpointing_func(block, *args)
+        else:
+            txt, img = block(*args)
+    # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
+    segments = make_segments(batch.img_lens, range(B), img.device)
+    scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
+    img = modulate(segments, model.norm_out.norm(img), shift, scale)
+    return blank(model.proj_out(img), batch.img_mask_BI)
 
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
@@ -376,162 +491,50 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
     joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
     masked = encoder_hidden_states_mask is not None or joint_mask is not None
-    packed = txt_lens is not None and len(hidden_states) == 1
-    if packed and masked and len(txt_lens) == 1: # a padded row, whose text length older diffusers wanted too
-        packed = False
-    batch = len(txt_lens) if packed else len(hidden_states)
+    is_packed = txt_lens is not None and len(hidden_states) == 1
+    if is_packed and masked and len(txt_lens) == 1: # a padded row, whose text length older diffusers wanted too
+        is_packed = False
+    B = len(txt_lens) if is_packed else len(hidden_states)
 
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
-    if len(encoder_hidden_states) != len(hidden_states) or any(n != batch and (n != 1 or packed) for n in per_sample):
+    if len(encoder_hidden_states) != len(hidden_states) or any(n != B and (n != 1 or is_packed) for n in per_sample):
         raise ValueError(f"batch: got {len(encoder_hidden_states)} rows of text and {per_sample} timesteps and "
-                         f"additional_t_cond, want {len(hidden_states)} and {batch} each")
-    if img_shapes is None and (image_rotary_emb is None or packed or self.zero_cond_t):
+                         f"additional_t_cond, want {len(hidden_states)} and {B} each")
+    if img_shapes is None and (image_rotary_emb is None or is_packed or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
     # what flat img_shapes must add up to, unless a joint mask says where the pads are
-    img_len = hidden_states.shape[1] if not packed and (image_rotary_emb is None or joint_mask is None) else None
-    shapes = None if img_shapes is None else sample_shapes(img_shapes, batch, img_len)
+    img_len = hidden_states.shape[1]
+    if is_packed or (image_rotary_emb is not None and joint_mask is not None):
+        img_len = None
+    shapes = None if img_shapes is None else sample_shapes(img_shapes, B, img_len)
 
-    if packed:
+    if is_packed:
         if masked:
             raise ValueError("packed: got a mask, want none (packed rows have no pads)")
-        rows = packed_rows(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
+        batch = packed_batch(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
     else:
         txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
         encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
-        own_positions = image_rotary_emb is not None or joint_mask is not None
-        if not own_positions and set(image_lens(shapes)) == {hidden_states.shape[1]} and (
-                not should_use_multi_resolution_mode(shapes)):
-            sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device) # (its errors)
-            return type(self).forward( # diffusers' own, bit for bit
+        is_stock = image_rotary_emb is None and joint_mask is None and not should_use_multi_resolution_mode(shapes)
+        if is_stock and image_lens(shapes)[0] == hidden_states.shape[1]: # diffusers' own code, bit for bit
+            # which is silent where the table of positions ends: sample_freqs raises
+            sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device)
+            return type(self).forward(
                 self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
                 attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
                 additional_t_cond=additional_t_cond, return_dict=return_dict)
-        rows = padded_rows(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
-                           image_rotary_emb)
+        batch = padded_batch(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
+                             image_rotary_emb)
     if guidance is not None or controlnet_block_samples is not None:
         raise ValueError("guidance, controlnet_block_samples: got one, want None in a batch of mixed sizes")
     if lora_scale != 1 and self.gradient_checkpointing and torch.is_grad_enabled(): # the second pass would have none
         raise ValueError(f"scale: got {lora_scale} beside gradient checkpointing, want 1, or no checkpointing")
     scale_lora_layers(self, lora_scale)
     try:
-        output = ragged_forward(self, rows, shapes, timestep, additional_t_cond, kwargs)
+        output = mixed_forward(self, batch, shapes, timestep, additional_t_cond, kwargs)
     finally:
         unscale_lora_layers(self, lora_scale)
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
-
-@dataclass
-class Rows:
-    """A batch as the blocks get it: packed into one row, or padded to one row a sample."""
-    img: torch.Tensor # (1, sum I, C) or (B, I, C)
-    txt: torch.Tensor # (1, sum T, C) or (B, T, C)
-    freqs: tuple # (img, txt) rotary frequencies, (sum N, R) or (B, N, R)
-    img_lens: list # image tokens of each sample, its pads included
-    txt_lens: list # text tokens likewise
-    mask_BS: torch.Tensor | None # joint attention mask; None: packed
-    img_mask_BI: torch.Tensor | None # its image half: False at pads
-
-def blank(x_BNC, mask_BN):
-    """x with 0 at the pads. They may hold NaN, and 0 * NaN would be NaN in the attention too."""
-    return x_BNC if mask_BN is None else x_BNC.masked_fill(~mask_BN[..., None], 0)
-
-def image_lens(shapes):
-    return [sum(map(prod, s)) for s in shapes]
-
-def packed_rows(model, img, txt, txt_lens, shapes, freqs):
-    """The packed mode's Rows."""
-    img_lens = image_lens(shapes)
-    if (sum(txt_lens), sum(img_lens)) != (txt.shape[1], img.shape[1]):
-        raise ValueError(f"packed: got {txt.shape[1]} text and {img.shape[1]} image tokens, want {sum(txt_lens)} and "
-                         f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
-    if freqs is None:
-        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, n, img.device)
-                                     for s, n in zip(shapes, txt_lens)])
-        freqs = torch.cat(img_freqs), torch.cat(txt_freqs)
-    return Rows(img, txt, freqs, img_lens, txt_lens, None, None)
-
-def padded_rows(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
-    """The Rows of the padded and of the precomputed mode (freqs given). In precomputed rows the joint mask tells which
-    tokens are pads; without one, img_shapes do."""
-    (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
-    img_lens = [img_len] * batch
-    if freqs is None or (joint_mask is None and shapes is not None):
-        img_lens = image_lens(shapes)
-    if max(img_lens) > img_len:
-        raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
-    img_mask_BI = lens_mask(img_lens, img_len, device)
-    if txt_mask_BT is None:
-        txt_mask_BT = lens_mask([txt_len] * batch, txt_len, device)
-    mask_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
-    if joint_mask is not None:
-        mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
-    txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
-    if freqs is None: # pads are rotated by 0: finite, and nobody looks at them
-        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
-        freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
-    else:
-        img_freqs, txt_freqs = freqs
-        if img_freqs.ndim > txt_freqs.ndim and (img_freqs != img_freqs[:1]).any(): # text shared, pictures not
-            raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
-                             f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
-        freqs = blank_freqs(img_freqs, img_mask_BI), blank_freqs(txt_freqs, txt_mask_BT)
-    return Rows(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
-                img_mask_BI)
-
-def image_segments(rows, shapes, zero_cond_t):
-    """Segments of rows.img: one a sample; for zero_cond_t two, as the target is at its timestep (row b of temb) and its
-    controls are at t = 0 (row batch + b)."""
-    batch, device = len(rows.img_lens), rows.img.device
-    if not zero_cond_t:
-        return make_segments(rows.img_lens, range(batch), device)
-    lens, temb_rows = [], []
-    for b, img_len in enumerate(rows.img_lens):
-        target = prod(shapes[b][0])
-        if target > img_len:
-            raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
-        lens += [target, img_len - target]
-        temb_rows += [b, batch + b]
-    return make_segments(lens, temb_rows, device)
-
-def ragged_forward(model, rows, shapes, timestep, additional_t_cond, kwargs):
-    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out) or (B, I, C_out)."""
-    batch, packed = len(rows.img_lens), None
-    if rows.mask_BS is None:
-        packed = pack_layout(rows.txt_lens, rows.img_lens, rows.img)
-    ragged = Ragged(image_segments(rows, shapes, model.zero_cond_t),
-                    make_segments(rows.txt_lens, range(batch), rows.txt.device), packed)
-    kwargs = {**kwargs, "attention_mask": rows.mask_BS}
-
-    img = model.img_in(rows.img)
-    txt = model.txt_in(model.txt_norm(rows.txt))
-    timestep = timestep.to(img.dtype).expand(batch)
-    if model.zero_cond_t:
-        timestep = torch.cat([timestep, timestep * 0])
-        if additional_t_cond is not None:
-            additional_t_cond = additional_t_cond.expand(batch).repeat(2)
-    temb = model.time_text_embed(timestep, img, additional_t_cond)
-    freqs = tuple(map(real_freqs, rows.freqs))
-    for block in model.transformer_blocks:
-        args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=block is model.transformer_blocks[-1])
-        if torch.is_grad_enabled() and model.gradient_checkpointing:
-            txt, img = model._gradient_checkpointing_func(block, *args)
-        else:
-            txt, img = block(*args)
-    # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
-    segments = make_segments(rows.img_lens, range(batch), img.device)
-    scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
-    img = modulate(segments, model.norm_out.norm(img), shift, scale)
-    return blank(model.proj_out(img), rows.img_mask_BI)
-
-def text_mask(mask, txt_lens, txt):
-    """encoder_hidden_states_mask and older diffusers' txt_seq_lens -> bool (B, T), or None when neither is given."""
-    batch, txt_len = txt.shape[:2]
-    out_BT = None if mask is None else as_bool_mask(mask, "encoder_hidden_states_mask", (batch, txt_len))
-    if txt_lens is not None:
-        if len(txt_lens) != batch or max(txt_lens) > txt_len:
-            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths of at most {txt_len}")
-        lens_BT = lens_mask(txt_lens, txt_len, txt.device)
-        out_BT = lens_BT if out_BT is None else out_BT & lens_BT
-    return out_BT
 
 def patch_qwen_forward_for_multi_resolution(model):
     """Give this QwenImageTransformer2DModel (not its class, not other models) the forward() above, and its blocks
@@ -564,10 +567,10 @@ def sample_shapes(img_shapes, batch, img_len=None):
 
         [[(1, h, w), (1, h, w)], [(1, h, w)]]   the pictures of each sample
         [[(1, h, w), (1, h, w)]]                one entry serves all samples
-        [(1, h, w), (1, h, w)]                  flat: one picture a sample (or one for all), the longest of img_len
+        [(1, h, w), (1, h, w)]                  flat: one picture a sample, or one for all samples
         tensor (B, N, 3)                        as the first; pictures without area are padding, and dropped
 
-    ValueError if the number of entries does not fit `batch`, or img_len."""
+    ValueError if the number of entries is not `batch`, or if the longest of a flat list has not img_len tokens."""
     def as_list(x):
         return x.tolist() if torch.is_tensor(x) else list(x)
 

@@ -393,10 +393,10 @@ def varlen_backward(grad, q, k, v, out, lse, cu_q, cu_k, *_, **__):
 @pytest.mark.parametrize("variant", ["v1", "2511"])
 def test_packed_attention_in_one_kernel_call(variant, monkeypatch):
     """What CUDA gets, with the kernel written out: one call a block, its bounds made once per forward pass."""
-    calls, layouts, real = [], [], rope_patch.pack_layout
+    calls, layouts, real = [], [], rope_patch.make_layout
     monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
     monkeypatch.setattr(rope_patch, "varlen_attn", lambda *a: calls.append(a) or torch_varlen.varlen_attn(*a))
-    monkeypatch.setattr(rope_patch, "pack_layout", lambda *a: layouts.append(a) or real(*a))
+    monkeypatch.setattr(rope_patch, "make_layout", lambda *a: layouts.append(a) or real(*a))
     model, samples = patched_model(variant, torch.float32, lora=True), BATCHES["one to six pictures"]
     got = with_gradients(model, samples, run(model, "packed", samples))
     assert len(calls) == 2 and len(layouts) == 1
@@ -407,7 +407,7 @@ def test_packed_attention_in_one_kernel_call(variant, monkeypatch):
 def test_fewer_roundings_on_a_card_keep_the_claim(variant, dtype, monkeypatch):
     """There packed rows take fused kernels where stock takes several. 2e-7 from it in float32; in bfloat16 as far from
     the truth as stock."""
-    monkeypatch.setattr(rope_patch, "fuses", lambda x: True)
+    monkeypatch.setattr(rope_patch, "use_fused", lambda x: True)
     model, samples = patched_model(variant, dtype, lora=True), BATCHES["one to six pictures"]
     got = with_gradients(model, samples, run(model, "packed", samples))
     answers = [stock_answer("one to six pictures", variant, d) for d in (dtype, torch.float32)]
@@ -415,7 +415,7 @@ def test_fewer_roundings_on_a_card_keep_the_claim(variant, dtype, monkeypatch):
     assert_equals_stock(got, answers[0], answers[1] if dtype == torch.bfloat16 else None)
 
 def test_stock_calls_keep_stocks_bits_on_a_card_too(monkeypatch):
-    monkeypatch.setattr(rope_patch, "fuses", lambda x: True)
+    monkeypatch.setattr(rope_patch, "use_fused", lambda x: True)
     stock = copy.deepcopy(hot_model(dtype=torch.bfloat16))
     for block in stock.transformer_blocks: # by which to multiply is to round
         block.attn.norm_q.weight.data.fill_(1.7)
