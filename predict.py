@@ -169,14 +169,14 @@ def without_lora(transformer):
     finally:
         transformer.enable_adapters()
 
-def step_of(path):
-    """200 of checkpoint-000200."""
+def number_of(path):
+    """200 of checkpoint-000200, 1 of tiny-data-001."""
     return int(path.name.split("-")[-1])
 
 def checkpoints(run):
     """The checkpoints in a run's folder, oldest first. A person's copies (checkpoint-000200.bak) are none."""
     found = [path for path in Path(run).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=step_of)
+    return sorted(found, key=number_of)
 
 def find_lora(path):
     """A LoRA file; the one in this folder, or in its newest checkpoint if it is that of an unfinished run; or
@@ -282,13 +282,13 @@ def prompts_of(sample, settings):
         prompts.append(settings["negative_prompt"])
     return prompts
 
-def load_job(sample, settings, seed, device, pipe=None):
-    """What denoise needs to draw a sample, from the cache (or with `pipe` encoded now): noise (I_0, 64), as stock draws
+def load_job(sample, settings, seed, device, live=None):
+    """What denoise needs to draw a sample, from the cache (or encoded now by the pipeline `live`): noise (I_0, 64), as stock draws
     it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and the settings of
     SAMPLING."""
     resolution = sample.resolutions[0]
-    controls = cache.load_latents(sample, resolution, pipe)["control_latent"]
-    embeds = [cache.load_text(sample, (prompt, True), pipe).to(device) for prompt in prompts_of(sample, settings)]
+    controls = cache.load_latents(sample, resolution, live)["control_latent"]
+    embeds = [cache.load_text(sample, (prompt, True), live).to(device) for prompt in prompts_of(sample, settings)]
     _, h, w = resolution["img_shapes"][0]
     shape = 1, controls.shape[1] // 4, 2 * h, 2 * w # a token is 2x2 of the latent's pixels
     noise = randn_tensor((1, *shape), torch.Generator().manual_seed(seed), torch.device(device), embeds[0].dtype)
@@ -361,7 +361,7 @@ def decode(vae, latents, img_shapes):
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
     return VaeImageProcessor(16).postprocess(vae.decode(z, return_dict=False)[0][:, :, 0])[0]
 
-def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, pipe=None, share=slice(None), bar=None):
+def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, live=None, share=slice(None), bar=None):
     """[(sample, settings, seed)] -> yields (place in the list, PIL image), many drawn at once. share: which of the
     packs this process draws. Without a VAE nothing is decoded, nor yielded."""
     lengths = []
@@ -370,7 +370,7 @@ def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, 
         texts = [sample.texts[prompt, True]["tokens"] for prompt in prompts_of(sample, settings)]
         lengths.append(sum(images + text for text in texts))
     for pack in plan_packs(lengths, max_tokens)[share]: # so much is under way at once; denoise packs each step's runs
-        jobs = [load_job(*items[i], device, pipe) for i in pack]
+        jobs = [load_job(*items[i], device, live) for i in pack]
         for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
             if vae is not None:
                 yield i, decode(vae, latents, job.img_shapes)

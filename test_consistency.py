@@ -658,9 +658,9 @@ def test_gradients_equal_stock_one_at_a_time(tmp_path, loss_norm):
     set_peft_model_state_dict(stock, {k.removeprefix("transformer."): v for k, v in lora_of(tmp_path / "a").items()})
     losses, weights = [], []
     for position in range(4):
-        sample, resolution, text = ns["pick"](position)
+        sample, resolution, text = ns["pick_sample"](position)
         t, g = cache.load_latents(sample, resolution), ns["generator"]("noise", position)
-        s = ns["draw_timestep"](g, len(t["pixel_latent"]))
+        s = ns["pick_timestep"](g, len(t["pixel_latent"]))
         noise = torch.randn(t["pixel_latent"].shape, generator=g)
         x = torch.cat([(1 - s) * t["pixel_latent"] + s * noise, t["control_latent"]])
         v = stock(hidden_states=x[None], encoder_hidden_states=cache.load_text(sample, text)[None], timestep=s[None],
@@ -749,13 +749,13 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
                         "--batch_size", 2, "--lr", 0, "--gradient_checkpointing", 0, "--device", "cpu", *EXACT)
     assert result.status == 0, result.err
     ns = result.globals
-    items = [ns["load_item"](*ns["draw"](p)) for p in (0, 1)]
+    items = [ns["load_item"](ns["pick"](p)) for p in (0, 1)]
     with torch.no_grad():
         ns["flow_loss"](ns["transformer"], items)
     pipe = stock_pipeline(model)
     pipe.scheduler = type(pipe.scheduler)(shift=1.0) # its only noise level is the one that it is given
     for position, (got, item) in enumerate(zip(preds[-1], items)):
-        sample = ns["pick"](position)[0]
+        sample = ns["pick_sample"](position)[0]
         target, *images = [Image.open(path) for path in [sample.target, *sample.controls]]
         width, height = plus_code.calculate_dimensions(area, target.width / target.height)
         size = dict(height=height, width=width)

@@ -49,7 +49,7 @@ import common
 import predict
 from common import (InputError, file_hash, first_words, key_value, load_extra, natural, not_negative, number, positive,
                     read_tensors, write_file)
-from predict import LORA_FILE, checkpoints, step_of, without_lora
+from predict import LORA_FILE, checkpoints, number_of, without_lora
 from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ flag("--batch_size", 4, "samples per optimizer step, over all processes", type=p
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
 flag("--batching", "packed", "padded is the slow reference", choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
-     "learning rate itself: --lr 1), ...: any class whose package is installed")
+     "learning rate itself: --lr 1), or another class that takes lr and weight_decay")
 flag("--optimizer_args", [], "other arguments of that class, as betas=[0.9,0.99] (default: none)",
      nargs="+", type=key_value, metavar="KEY=VALUE")
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
@@ -106,7 +106,7 @@ flag("--tracker", "none", "log numbers and pictures there too (tensorboard --log
      "needs no network)", choices=["none", "tensorboard", "wandb"])
 flag("--plan", False, "only print the tokens and memory this would take; needs no weights", action="store_true")
 flag("--resume", False, "continue the run of these flags: --out_dir, or the newest of its name", action="store_true")
-args = cache.parse_data_args(parser, dict( # --model tiny brings native sizes, and a minute on a CPU
+args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native sizes, a minute on a CPU
     **common.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
     gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
                                             "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
@@ -156,8 +156,8 @@ def say(line):
 
 run_name = cache.run_name(args.model, args.data)
 runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(run_name) + r"-\d+", p.parent.name)]
-newest = max(runs, default=None, key=step_of) # (a folder without a log is that of a run that never began)
-next_run = f"out/{run_name}-{step_of(newest) + 1 if newest else 1:03d}"
+newest = max(runs, default=None, key=number_of) # (a folder without a log is that of a run that never began)
+next_run = f"out/{run_name}-{number_of(newest) + 1 if newest else 1:03d}"
 out_dir = Path(args.out_dir or (args.resume and newest) or next_run)
 log = out_dir / "log.jsonl"
 if not (args.resume or args.plan) and any(not path.name.startswith(".") for path in out_dir.glob("*")):
@@ -167,7 +167,7 @@ def read_checkpoint(path):
     """-> LoRA, optimizer state, and a dict of step and config. InputError if any bit of it is not as it was saved."""
     weights, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     moments, state = read_tensors(path / "optimizer.safetensors")
-    if "config" not in state or not meta.get("train.step") == state.get("step") == step_of(path):
+    if "config" not in state or {meta.get("train.step"), state.get("step")} != {number_of(path)}:
         raise InputError(f"{path}: its files do not belong together; it is damaged")
     return weights, moments, state
 
@@ -188,8 +188,10 @@ for path in reversed(saved):
 if checkpoint:
     refuse_changes(checkpoint[2]["config"]) # before anything slow
     step = checkpoint[2]["step"]
-elif args.resume and (saved or not log.exists() or (out_dir / LORA_FILE).exists()): # (a log alone: it was killed early)
-    raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
+elif args.resume:
+    killed_early = log.exists() and not (out_dir / LORA_FILE).exists() # before its first checkpoint: begin again
+    if saved or not killed_early:
+        raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
@@ -236,31 +238,34 @@ def chance(g):
 def choose(g, options):
     return options[torch.randint(len(options), (), generator=g)]
 
-def pick(position):
-    """-> (sample, resolution, text) at this position: one of sample.resolutions, one of the keys of sample.texts.
+def pick_sample(position):
+    """-> (sample, resolution, text key) at this position: one of sample.resolutions, one of the keys of sample.texts.
     Caption dropout picks the empty prompt; picture dropout drops the controls, from the prompt too; --preserve picks an
-    instruction that is not the sample's, which the base answers (set_velocities)."""
+    instruction that is not the sample's, and marks the resolution: the base answers it (set_velocities)."""
     n, i = divmod(position, len(epoch))
     sample = epoch[shuffled(n)[i]]
-    # all numbers first, from several generators, so that the flags of one do not change what the others draw
-    g, of_preserve = generator("draw", position), generator("preserve", position)
-    resolution, caption_dropped = choose(g, sample.resolutions), chance(g) < args.caption_dropout_rate
-    preserved, other = chance(of_preserve) < args.preserve, choose(of_preserve, args.preserve_prompts)
+    # all numbers first. a generator for each feature, so that its flag never shifts what the others get
+    g = generator("draw", position)
+    resolution = choose(g, sample.resolutions)
+    drop_caption = chance(g) < args.caption_dropout_rate
+    g = generator("preserve", position)
+    preserve = chance(g) < args.preserve
+    other_prompt = choose(g, args.preserve_prompts)
     prompt = choose(generator("wording", position), sample.prompts)
     with_pictures = chance(generator("pictures", position)) >= args.prompt_image_dropout_rate
 
-    if preserved and sample.controls:
-        return sample, resolution | dict(preserved=True), (other, True)
+    if preserve and sample.controls:
+        return sample, resolution | dict(preserved=True), (other_prompt, True)
     if not with_pictures:
         resolution = resolution | dict(img_shapes=resolution["img_shapes"][:1]) # of the target alone
-    return sample, resolution, ("" if caption_dropped else prompt, with_pictures)
+    return sample, resolution, ("" if drop_caption else prompt, with_pictures)
 
-def count_tokens(sample, resolution, text):
-    return sum(h * w for _, h, w in resolution["img_shapes"]) + sample.texts[text]["tokens"]
+def count_tokens(sample, resolution, text_key):
+    return sum(h * w for _, h, w in resolution["img_shapes"]) + sample.texts[text_key]["tokens"]
 
 scheduler_config = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler").config
 
-def draw_timestep(g, img_len):
+def pick_timestep(g, img_len):
     """-> s in (0, 1) for a target of img_len tokens, fp32."""
     s = torch.rand((), generator=g) if args.timestep_sampling == "uniform" else torch.randn((), generator=g).sigmoid()
     if args.timestep_sampling == "qwen_shift":
@@ -268,31 +273,33 @@ def draw_timestep(g, img_len):
         s = math.exp(mu) / (math.exp(mu) + 1 / s - 1)
     return s
 
-def draw(position):
-    """-> what load_item takes: of pick, the timestep, and the generator whose next numbers are the noise."""
-    sample, resolution, text = pick(position)
+def pick(position):
+    """What is trained at this position -> SimpleNamespace(sample, resolution, text_key, s: the timestep, noise: the
+    generator whose next numbers are its noise)."""
+    sample, resolution, text_key = pick_sample(position)
     g = generator("noise", position)
-    return sample, resolution, text, draw_timestep(g, math.prod(resolution["img_shapes"][0])), g
+    s = pick_timestep(g, math.prod(resolution["img_shapes"][0]))
+    return SimpleNamespace(sample=sample, resolution=resolution, text_key=text_key, s=s, noise=g)
 
 # ---- loss: flow matching ---------------------------------------------------------------------------------------------
 
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
-def load_item(sample, resolution, text, s, g):
-    """What the loss needs of a sample at timestep s, on the device: x0 (I_0, C), noise (I_0, C) from g, velocity (I_0,
-    C) or None for the base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,)."""
-    t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
+def load_item(picked):
+    """What the loss needs of what pick has picked, on the device: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or
+    None for the base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,)."""
+    t, shapes = cache.load_latents(picked.sample, picked.resolution, live), picked.resolution["img_shapes"]
     x0 = t["pixel_latent"].to(args.device, torch.float32)
-    noise = torch.randn(x0.shape, generator=g).to(args.device)
+    noise = torch.randn(x0.shape, generator=picked.noise).to(args.device)
     velocity, weight = noise - x0, torch.ones(len(x0), device=args.device)
-    if "preserved" in resolution:
+    if "preserved" in picked.resolution:
         velocity = None
     elif "edit_mask" in t:
         mask = t["edit_mask"].to(args.device)
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to(args.device, dtype) # none if dropped
-    prompt = cache.load_text(sample, text, live).to(args.device, dtype)
-    return SimpleNamespace(x0=x0, noise=noise, velocity=velocity, s=s, controls=controls, prompt=prompt,
+    prompt = cache.load_text(picked.sample, picked.text_key, live).to(args.device, dtype)
+    return SimpleNamespace(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls, prompt=prompt,
                            img_shapes=shapes, weight=weight)
 
 def predict_velocity(model, items):
@@ -358,7 +365,7 @@ else:
     lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
 lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
 warnings.filterwarnings("ignore", "You have passed exclude_modules") # where there is nothing to exclude
-torch.manual_seed(args.seed) # the same LoRA on every process, without a word between them
+torch.manual_seed(args.seed) # every process makes the same LoRA; nothing has to be sent
 try:
     lora = predict.add_lora(transformer, **lora_config) # {name: parameter}: all that learns
 except (TypeError, ValueError) as e:
@@ -373,8 +380,8 @@ def deal_packs(lengths):
     """Samples of these lengths -> for each process [(pack, factor)]: the samples' places in `lengths`, at most
     --max_tokens in a pack. Each process computes the same answer, so nothing has to be sent.
 
-    With --fsdp every process must run as many forward passes as any other, as blocks are gathered from all of them.
-    Who has fewer repeats the shortest sample, with a factor of 0 to its loss; all others have 1."""
+    With --fsdp every process must run as many forward passes as any other, as blocks are gathered from all of them. A
+    process with fewer packs repeats the shortest sample at a factor of 0 to its loss; all other factors are 1."""
     # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
     shares, work, dealt = [[] for _ in range(world_size)], [0] * world_size, []
@@ -393,7 +400,7 @@ def deal_packs(lengths):
     return dealt
 
 if args.plan: # needs the LoRA's shapes, not its values
-    load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), pick, count_tokens, deal_packs,
+    load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), pick_sample, count_tokens, deal_packs,
                                          flow_loss, checkpoint_blocks, say)
     sys.exit(0)
 
@@ -419,11 +426,11 @@ except (AttributeError, TypeError, ValueError) as e:
 say(f"{args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} base on {args.device}, "
     f"{world_size} process(es)")
 
-def learning_rate(step):
-    """Of the step that takes the run from `step` to `step` + 1."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+def learning_rate(n):
+    """Of the step that takes the run from n to n + 1."""
+    if n < args.warmup_steps:
+        return args.lr * (n + 1) / args.warmup_steps
+    done = (n - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
     shape = dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))
     return args.lr * shape[args.lr_scheduler]
 
@@ -460,7 +467,7 @@ def save_checkpoint():
     shutil.rmtree(path, ignore_errors=True) # a damaged one
     os.replace(tmp, path)
     common.sync_folder(out_dir)
-    done = [old for old in checkpoints(out_dir) if step_of(old) <= step] # later ones are damaged: see above
+    done = [old for old in checkpoints(out_dir) if number_of(old) <= step] # (--resume found later ones damaged)
     for old in done[:-args.keep]:
         shutil.rmtree(old)
 
@@ -476,14 +483,14 @@ def load_checkpoint(weights, tensors, state):
     # torch's optimizers number their parameters
     optimizer.load_state_dict(dict(state=dict(enumerate(by_name.values())), param_groups=[group]))
 
-def due(step):
-    """Whether this many steps are followed by a validation; after the last one it comes in any case."""
+def due(n):
+    """Whether a validation follows n steps; after the last one it comes in any case."""
     every = args.sample_every or args.max_steps
-    return bool(val_samples) and step > 0 and (step % every == 0 or step >= args.max_steps)
+    return bool(val_samples) and n > 0 and (n % every == 0 or n >= args.max_steps)
 
 def begin_log():
-    """Writes the first line, which tells how the run was begun, and keeps the lines up to the checkpoint of a killed
-    run: what comes after it is taken again, and its last line may be half a line."""
+    """Writes the first line, which tells how the run was begun. Of a resumed run it keeps the lines up to the checkpoint:
+    later steps run again, and a kill may have left half a line."""
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
     kept = lines[:1] or [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
     for line in lines[1:]:
@@ -508,8 +515,12 @@ if checkpoint:
     load_checkpoint(*checkpoint)
     checkpoint = None # its tensors would stay in memory
 if rank == 0:
-    for left in [*out_dir.glob(".tmp-*"), *out_dir.glob("DONE")]: # a dead process's, as we hold the lock; and the run
-        shutil.rmtree(left) if left.is_dir() else left.unlink()    # is not done: it continues
+    for left in out_dir.glob(".tmp-*"): # of a dead process, as we hold the lock
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+    (out_dir / "DONE").unlink(missing_ok=True) # the run goes on
     begin_log()
 track = None # function of --tracker
 if args.tracker != "none" and rank == 0:
@@ -518,22 +529,24 @@ if args.tracker != "none" and rank == 0:
     except ConnectionError as e:
         raise InputError(f"--tracker {args.tracker}: {e}")
 
-# ---- validation: samples like any other, computed and drawn ----------------------------------------------------------
+# ---- validation: the loss and the pictures of held-out samples --------------------------------------------------------
 
-val_items = [(s, s.resolutions[0], (s.prompts[0], True)) for s in val_samples]
 sampling = predict.SAMPLING | (predict.TINY_SAMPLING if common.is_tiny(args.model) else {})
 
 def validation_loss():
     """The training's loss over --val_data, at four noise levels each. The noise depends on a sample's place in
     --val_data and not on --seed, so that runs with the same flags of loss and sizes compare."""
-    runs, lengths = [], []
-    for i, item in enumerate(val_items):
+    picked, lengths = [], []
+    for i, sample in enumerate(val_samples):
+        resolution, text_key = sample.resolutions[0], (sample.prompts[0], True)
         for s in (0.125, 0.375, 0.625, 0.875):
-            runs.append((*item, torch.tensor(s), generator("validation", i, s, seed=0)))
-            lengths.append(count_tokens(*item))
+            g = generator("validation", i, s, seed=0)
+            picked.append(SimpleNamespace(sample=sample, resolution=resolution, text_key=text_key, s=torch.tensor(s),
+                                          noise=g))
+            lengths.append(count_tokens(sample, resolution, text_key))
     sums = torch.zeros(2, device=args.device)
     for pack, factor in deal_packs(lengths)[rank]:
-        for loss, weight in flow_loss(transformer, [load_item(*runs[r]) for r in pack]):
+        for loss, weight in flow_loss(transformer, [load_item(picked[i]) for i in pack]):
             sums += factor * torch.tensor([loss, weight], device=args.device)
     if world_size > 1:
         dist.all_reduce(sums)
@@ -546,14 +559,15 @@ def load_vae():
 def draw_pictures():
     """{place in val_samples: PIL image}, drawn by all processes together."""
     share, vae = slice(rank, None, world_size), load_vae()
-    if args.fsdp: # no forward pass is possible alone, so that all draw everything, and the first one decodes it
-        share, vae = slice(None), vae if rank == 0 else None
+    if args.fsdp: # every process has to join every forward pass, so all draw everything, and the first one decodes it
+        share = slice(None)
+        vae = vae if rank == 0 else None
     items = [(s, sampling, args.seed) for s in val_samples]
-    drawn = predict.draw_samples(transformer, vae, scheduler_config, items, args.max_tokens, args.device, live, share)
-    own = dict(tqdm(drawn, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False))
+    images = predict.draw_samples(transformer, vae, scheduler_config, items, args.max_tokens, args.device, live, share)
+    own = dict(tqdm(images, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False))
     pictures = {}
-    for share in common.gather_objects(own, world_size):
-        pictures |= share
+    for some in common.gather_objects(own, world_size):
+        pictures |= some
     return pictures
 
 @lru_cache
@@ -564,13 +578,13 @@ def draw_base_pictures():
 def compare(i, base, picture):
     """-> (controls, target, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone). Where the
     sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
-    sample, resolution, _ = val_items[i]
+    sample, resolution = val_samples[i], val_samples[i].resolutions[0]
     t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
     rows = torch.cat([t["pixel_latent"], t["control_latent"]]).to(args.device)
 
     def by_vae(n):
         latents = rows.split([h * w for _, h, w in shapes])[n]
-        return predict.decode(load_vae(), latents, shapes[n:])
+        return predict.decode(load_vae(), latents, [shapes[n]])
 
     target, *controls = [common.read_image(path) if Path(path).is_file() else by_vae(n)
                          for n, path in enumerate([sample.target, *sample.controls])]
@@ -601,7 +615,7 @@ def report(val_loss, base_pictures, pictures):
 
 def validate():
     """Loss, pictures and PSNRs of --val_data, which all processes compute and the first one reports."""
-    say(f"step {step}: validation on {len(val_items)} held-out pictures")
+    say(f"step {step}: validation on {len(val_samples)} held-out pictures")
     vae = load_vae().to(args.vae_device)
     transformer.eval()
     try:
@@ -615,7 +629,7 @@ def validate():
         say(f"warning: no memory for the validation after step {step}; the training goes on (--max_tokens)")
     finally:
         transformer.train()
-        (vae.decoder if live else vae).to("cpu")
+        (vae.decoder if live else vae).to("cpu") # live training needs the encoder
         if args.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
 
@@ -634,25 +648,25 @@ def sum_over_processes(numbers):
     flat = torch.cat([parameters_to_vector(grads), torch.tensor(numbers, device=args.device)])
     if world_size > 1:
         dist.all_reduce(flat)
-    vector_to_parameters(flat, grads)
+    vector_to_parameters(flat, grads) # each gradient is a part of `flat` now
     return flat[-len(numbers):].tolist()
 
 @lru_cache(maxsize=2) # packs_from is one step ahead of the loop
-def plan_step(step):
-    """-> what draw draws for the step's samples, their lengths, and this process's [(pack, factor)]."""
-    drawn = [draw(position) for position in range(step * args.batch_size, (step + 1) * args.batch_size)]
-    lengths = [count_tokens(*what) for *what, _, _ in drawn]
-    return drawn, lengths, deal_packs(lengths)[rank]
+def plan_step(n):
+    """-> what pick picks for step n's samples, their lengths, and this process's [(pack, factor)]."""
+    picked = [pick(position) for position in range(n * args.batch_size, (n + 1) * args.batch_size)]
+    lengths = [count_tokens(p.sample, p.resolution, p.text_key) for p in picked]
+    return picked, lengths, deal_packs(lengths)[rank]
 
-def packs_from(step):
-    """Yields what draw has drawn for each pack of this process, from this step to the last."""
-    for n in range(step, args.max_steps):
-        drawn, _, packs = plan_step(n)
+def packs_from(first):
+    """Yields what pick has picked for each pack of this process, in the order in which the loop below asks for them."""
+    for n in range(first, args.max_steps):
+        picked, _, packs = plan_step(n)
         for pack, _ in packs:
-            yield [drawn[i] for i in pack]
+            yield [picked[i] for i in pack]
 
-def load_pack(pack):
-    return [load_item(*what) for what in pack]
+def load_pack(picked):
+    return list(map(load_item, picked))
 
 signals = contextlib.ExitStack() # (`with` would indent all that follows)
 stopped, stopping = signals.enter_context(common.signals_noted()), False # a signal ends the run after the step at hand
@@ -660,13 +674,13 @@ bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", d
 # while a pack computes, a thread reads and checks the files of the next. (live encoders need the device themselves)
 loaded = common.read_ahead(load_pack, packs_from(step), most=0 if live else 1)
 while step < args.max_steps and not stopping:
-    if due(step): # here and not after the step, so that a resumed run takes what an interruption has cut off
+    if due(step): # before the next step: a run that was killed in a validation begins with it when it is resumed
         validate()
     t0 = clock()
 
     # forward and backward, pack by pack: the gradients of sums add up
-    drawn, lengths, packs = plan_step(step)
-    loss_sum, weight_sum, sample_losses = 0.0, 0.0, [0.0] * len(drawn)
+    picked, lengths, packs = plan_step(step)
+    loss_sum, weight_sum, sample_losses = 0.0, 0.0, [0.0] * len(picked)
     for pack, factor in packs:
         torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed()) # of LoRA dropout, nothing else
         try:
@@ -676,7 +690,7 @@ while step < args.max_steps and not stopping:
             pack_loss = factor * sum(loss for loss, _ in losses)
             pack_loss.backward()
         except torch.OutOfMemoryError:
-            names = ", ".join(f"{drawn[i][0].name}: {lengths[i]:,}" for i in pack)
+            names = ", ".join(f"{picked[i].sample.name}: {lengths[i]:,}" for i in pack)
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); "
                              "lower it, or raise --gradient_checkpointing, then --resume")
         for i, (loss, weight) in zip(pack, losses):
@@ -693,7 +707,7 @@ while step < args.max_steps and not stopping:
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken
         raise InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} "
-                         f"({', '.join(sample.name for sample, *_ in drawn)}); check these samples, and start a new "
+                         f"({', '.join(p.sample.name for p in picked)}); check these samples, and start a new "
                          "run with a lower --lr (--pretrained_lora takes a checkpoint from before the loss rose)")
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -706,8 +720,8 @@ while step < args.max_steps and not stopping:
     saving = step == args.max_steps or due(step) or stopping or step % args.save_every == 0
     if rank == 0:
         tokens, memory = sum(lengths), common.memory_of(args.device)
-        names = [f"{sample.root}/{sample.name}" for sample, *_ in drawn]
-        timesteps = [round(s.item(), 4) for *_, s, _ in drawn]
+        names = [f"{p.sample.root}/{p.sample.name}" for p in picked]
+        timesteps = [round(p.s.item(), 4) for p in picked]
         sample_losses = [round(x, 5) for x in sample_losses]
         write_log(saving, step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4), tokens=tokens,
                   memory=round(memory, 3), samples=names, timesteps=timesteps, losses=sample_losses)
@@ -729,7 +743,7 @@ if stopping:
 else:
     if rank == 0:
         save_lora(out_dir / LORA_FILE)
-    if val_items:
+    if val_samples:
         validate()
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())

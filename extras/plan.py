@@ -113,14 +113,14 @@ def free_bytes(device):
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
-def print_plan(args, transformer, lora, folder, epoch, pick, count_tokens, deal_packs, flow_loss, checkpoint_blocks,
+def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs, flow_loss, checkpoint_blocks,
                say):
     """args: train.py's flags; transformer, with its LoRA's parameters `lora`, on the meta device; folder: the model's;
     epoch: samples in one; then train.py's functions."""
     lengths, packs, padded, processes = [], [], 0, int(os.environ.get("WORLD_SIZE", 1))
     steps = range(min(args.max_steps, 50)) # so many tell enough
     for step in steps:
-        drawn = [pick(step * args.batch_size + i) for i in range(args.batch_size)]
+        drawn = [pick_sample(step * args.batch_size + i) for i in range(args.batch_size)]
         tokens = [count_tokens(*d) for d in drawn]
         lengths += tokens
         packs += [[drawn[i] for i in pack] for dealt in deal_packs(tokens) for pack, counts in dealt if counts]

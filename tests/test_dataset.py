@@ -175,10 +175,10 @@ def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_pa
         assert sample.texts[prompt, True]["tokens"] == len(encode(plus, sample, prompt)["prompt_embed"])
     run = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--caption_dropout_rate", 0.3, *NATIVE)
     assert run.status == 0 and len(list((tmp_path / "c/text").iterdir())) == 4, run.err
-    drawn = [run.globals["pick"](p)[2] for p in range(600)]
+    drawn = [run.globals["pick_sample"](p)[2] for p in range(600)]
     counts = [drawn.count((prompt, True)) for prompt in ["", *wordings]]
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
-    assert drawn == [run.globals["pick"](p)[2] for p in range(600)]
+    assert drawn == [run.globals["pick_sample"](p)[2] for p in range(600)]
 
 def test_a_broken_picture_is_listed_and_left_out(tmp_path, data):
     broken = add_item(data, "bad", [(64, 64)] * 3) / "control/bad_1.png"
@@ -298,7 +298,7 @@ def test_several_roots_are_one_dataset_and_repeats_are_the_stream(tmp_path):
     for out_dir, roots in (("r", [*data, "--repeats", 1, 3]), ("n", [tmp_path / "c/tiny-a+b.json"])):
         run = run_script("train.py", *flags, "--out_dir", tmp_path / out_dir, "--data", *roots)
         assert run.status == 0 and run.globals["run_name"] == "tiny-a+b", run.err
-        drawn = [run.globals["pick"](p)[0] for p in range(5)]
+        drawn = [run.globals["pick_sample"](p)[0] for p in range(5)]
         epochs.append([f"{s.root}/{s.name}" for s in drawn])
     assert epochs[0] == epochs[1] and sorted(epochs[0]) == ["a/x", "a/y", "b/x", "b/x", "b/x"]
     other = run_script("train.py", *flags, "--data", *data, "--resume", "--out_dir", tmp_path / "r", "--max_steps", 2)
@@ -317,7 +317,7 @@ def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_tr
     assert torch.equal(got["prompt_embed"], stock[0]) and sample.texts["a face", True]["tokens"] == len(stock[0])
     flags = ["--data", data, tmp_path / "faces", "--repeats", 2, 1, "--batch_size", 3, *NATIVE, *ON_DEVICE]
     run = run_script("train.py", *flags, "--val_data", "--cache_dir", tmp_path / "c", "--max_steps", 2)
-    drawn = [run.globals["pick"](p)[0].name for p in range(6)]
+    drawn = [run.globals["pick_sample"](p)[0].name for p in range(6)]
     assert run.status == 0 and sorted(drawn) == ["cat", "cat", "face", "good", "good", "more/face"], run.err
 
 def test_a_manifest_says_that_a_picture_has_no_control(data, plus):

@@ -170,7 +170,7 @@ def test_a_hub_id_is_fetched_unless_a_folder_of_ours_has_its_name(tmp_path, monk
 # ---- what train.py writes, and reads ---------------------------------------------------------------------------------
 
 def first_item(ns):
-    return ns["load_item"](*ns["draw"](0))
+    return ns["load_item"](ns["pick"](0))
 
 def stock_loss(ns, *loras):
     """The stock model's loss, with LoRAs loaded by the stock pipeline, for the first sample of this training."""

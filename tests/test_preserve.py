@@ -35,7 +35,7 @@ def test_a_share_of_the_positions_gets_one_of_the_lines_and_the_others_feel_noth
     more = ["--max_steps", 1, "--caption_dropout_rate", 0.3, "--prompt_image_dropout_rate", 0.3]
     ns = trained(flags, tmp_path / "a", *more).globals
     plain = trained(flags[:flags.index("--preserve")], tmp_path / "b", *more).globals
-    draws = [(ns["pick"](p), plain["pick"](p)) for p in range(900)]
+    draws = [(ns["pick_sample"](p), plain["pick_sample"](p)) for p in range(900)]
     drawn = Counter(prompt for (_, _, (prompt, _)), _ in draws if prompt in LINES)
     assert len(drawn) == 3 and all(115 < n < 185 for n in drawn.values()), drawn
     for (sample, resolution, (prompt, shown)), without in draws:
@@ -50,7 +50,7 @@ def test_such_a_sample_learns_the_velocity_of_stock_without_the_lora(tmp_path, f
     ns = trained(flags, tmp_path / "a", "--max_steps", 3, "--lr", 0.02, "--lora_dropout", 0.5).globals
     stock = cache.load_part(QwenImageTransformer2DModel, TINY / "transformer", "float32")
     model = ns["transformer"].eval()
-    items = [ns["load_item"](*ns["draw"](p)) for p in range(12)]
+    items = [ns["load_item"](ns["pick"](p)) for p in range(12)]
     asked = [i.velocity is None for i in items]
     ns["set_velocities"](model, items)
     losses = ns["flow_loss"](model, items)
@@ -74,7 +74,7 @@ def test_the_first_step_has_nothing_to_learn_of_them(tmp_path, flags):
     ns = trained(flags, tmp_path / "a", "--max_steps", 1, "--preserve", 1).globals
     record, = log_of(tmp_path / "a")
     assert record["loss"] == record["grad_norm"] == 0 and set(record["losses"]) == {0.0}
-    assert all(ns["pick"](p)[2][0] in LINES for p in range(99))
+    assert all(ns["pick_sample"](p)[2][0] in LINES for p in range(99))
 
 def test_it_is_the_same_however_it_is_computed(tmp_path, flags, start):
     """Resumed: to the bit, with dropout. Padded, one at a time, without a cache, by two processes, with --fsdp (where
@@ -113,7 +113,7 @@ def test_a_flag_that_would_do_nothing_is_told_and_runs_without_it_go_on(tmp_path
 def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp_path, flags, data):
     blank = flags[:flags.index("--preserve_prompts")] + ["--max_steps", 1]
     ns = trained(blank, tmp_path / "a").globals
-    assert {ns["pick"](p)[2][0] for p in range(50)} == {cache.NEGATIVE_PROMPT, "add a red border"}
+    assert {ns["pick_sample"](p)[2][0] for p in range(50)} == {cache.NEGATIVE_PROMPT, "add a red border"}
     index = [tmp_path / "c/tiny-data.json", "--max_steps", 1, *flags[2:]]
     result = run_script("train.py", "--data", *index, "--out_dir", tmp_path / "b")
     assert result.status == 1 and is_one_line(result.errors[0], "keep the image", "--preserve*"), result.err

@@ -57,7 +57,7 @@ def test_only_the_lora_trains_and_is_float32(tmp_path):
 
 def noise_at(ns, position, img_len=24):
     g = ns["generator"]("noise", position)
-    return ns["draw_timestep"](g, img_len), torch.randn(img_len, 64, generator=g)
+    return ns["pick_timestep"](g, img_len), torch.randn(img_len, 64, generator=g)
 
 def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     """The stream does not know of batch size, ranks or time: epochs are permutations, noise belongs to a position."""
@@ -66,26 +66,26 @@ def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     b = globals_of_train(tmp_path / "b", *dropout, "--batch_size", 7, "--max_tokens", 100)
     c = globals_of_train(tmp_path / "c", *dropout, "--seed", 1)
     n = len(a["samples"])
-    names = lambda ns, start: [ns["pick"](p)[0].name for p in range(start, start + n)]
+    names = lambda ns, start: [ns["pick_sample"](p)[0].name for p in range(start, start + n)]
     assert names(a, 0) == names(b, 0) != names(c, 0) and names(a, 0) != names(a, n)
     assert sorted(names(a, 0)) == sorted(names(a, n)) == sorted(s.name for s in a["samples"])
     for p in (0, 1, 12345):
         (s1, n1), (s2, n2), (s3, n3) = [noise_at(ns, p) for ns in (a, b, c)]
         assert s1 == s2 != s3 and torch.equal(n1, n2) and not torch.equal(n1, n3)
-    assert abs(np.mean([a["pick"](p)[2][0] == "" for p in range(2000)]) - 0.25) < 0.04
+    assert abs(np.mean([a["pick_sample"](p)[2][0] == "" for p in range(2000)]) - 0.25) < 0.04
     noise = torch.cat([noise_at(a, p)[1].flatten() for p in range(100)])
     assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
     for p in range(50): # wording and picture dropout have streams of their own: the others do not feel them
         g = a["generator"]("draw", p)
         torch.randint(1, (), generator=g)
-        assert (a["pick"](p)[2][0] == "") == (torch.rand((), generator=g).item() < 0.25)
+        assert (a["pick_sample"](p)[2][0] == "") == (torch.rand((), generator=g).item() < 0.25)
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "qwen_shift"])
 def test_timestep_distribution(tmp_path, sampling):
     """Quartiles of 2,000 draws. qwen_shift moves the median to e^mu / (e^mu + 1), mu from the sample's own size:
     2.001 / 3.001 for 1024*1024 pixels (the shift that the scheduler uses at inference)."""
     ns = globals_of_train(tmp_path / "a", "--timestep_sampling", sampling)
-    s = torch.stack([ns["draw_timestep"](ns["generator"]("noise", p), 4096) for p in range(2000)])
+    s = torch.stack([ns["pick_timestep"](ns["generator"]("noise", p), 4096) for p in range(2000)])
     quartiles = dict(uniform=[0.25, 0.5, 0.75], logit_normal=[0.3375, 0.5, 0.6625])
     shift = lambda u: 2.0007 * u / (1 + 1.0007 * u)
     want = quartiles.get(sampling) or [shift(u) for u in quartiles["logit_normal"]]
@@ -101,7 +101,7 @@ def test_repeats_and_several_roots_make_the_epoch(tmp_path):
     flags += ["--lr_scheduler", "constant", "--lora_rank", 2, "--val_data"]
     run = run_script("train.py", "--data", *roots, "--repeats", 1, 3, "--out_dir", tmp_path / "r", *flags)
     assert run.status == 0 and "trained for 1 steps on 3 samples" in run.out, run.err
-    names = lambda ns: [f"{s.root}/{s.name}" for s in [ns["pick"](p)[0] for p in range(5)]]
+    names = lambda ns: [f"{s.root}/{s.name}" for s in [ns["pick_sample"](p)[0] for p in range(5)]]
     epoch = names(run.globals)
     assert sorted(epoch) == ["a/x", "a/y", "b/x", "b/x", "b/x"] and run.globals["run_name"] == "tiny-a+b"
     again = run_script("train.py", "--data", tmp_path / "c/tiny-a+b.json", "--out_dir", tmp_path / "n", *flags)
@@ -115,7 +115,7 @@ def test_each_position_draws_one_of_the_wordings(tmp_path):
     item = add_item(tmp_path / "data", "cat", caption="one\r\n\n two two \nthree\none\n")
     run = train(item, tmp_path, "--cache_dir", tmp_path / "c", "--caption_dropout_rate", 0.3, *NATIVE)
     assert run.status == 0 and len(list((tmp_path / "c/text").iterdir())) == 4, run.err
-    drawn = [run.globals["pick"](p)[2][0] for p in range(600)]
+    drawn = [run.globals["pick_sample"](p)[2][0] for p in range(600)]
     counts = [drawn.count(p) for p in ("", "one", "two two", "three")]
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
 
@@ -128,16 +128,16 @@ def test_dropped_pictures_leave_latents_and_prompt(tmp_path, data, plus):
     result = train(data, tmp_path, *rates, "--prompt_image_dropout_rate", 0.5)
     assert result.status == 0, result.err
     ns, before = result.globals, without.globals
-    draws = [ns["pick"](p) for p in range(400)]
+    draws = [ns["pick_sample"](p) for p in range(400)]
     for p, (sample, resolution, (prompt, shown)) in enumerate(draws):
-        want = before["pick"](p)
+        want = before["pick_sample"](p)
         assert (sample.name, prompt) == (want[0].name, want[2][0])
         assert resolution["img_shapes"] == want[1]["img_shapes"][:None if shown else 1]
     kinds = Counter((shown, prompt == "") for _, _, (prompt, shown) in draws)
     assert len(kinds) == 4 and all(75 < n < 125 for n in kinds.values()), kinds
     for prompt in ("add a red border", ""):
         p = next(p for p, (_, _, text) in enumerate(draws) if text == (prompt, False))
-        item, full = [names["load_item"](*names["draw"](p)) for names in (ns, before)]
+        item, full = [names["load_item"](names["pick"](p)) for names in (ns, before)]
         want = cache.encode_prompt(plus, prompt, [])
         assert len(want) == draws[p][0].texts[prompt, False]["tokens"] and rel(item.prompt, want) < 1e-6
         assert item.controls.shape == (0, 64) and len(item.img_shapes) == 1 and torch.equal(item.x0, full.x0)
@@ -160,7 +160,7 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
     """A mask that is all white or all black changes nothing; a half one weighs 2 : 1; sample and token means differ as
     they should when sizes do."""
     runs = {norm: globals_of_train(tmp_path / norm, "--loss_norm", norm) for norm in ("sample", "token")}
-    items = [runs["sample"]["load_item"](*runs["sample"]["draw"](p)) for p in (0, 1)]
+    items = [runs["sample"]["load_item"](runs["sample"]["pick"](p)) for p in (0, 1)]
     for item in items: # the prediction will be 0, the velocity 1 and 3: squares 1 and 9
         item.x0 = torch.zeros_like(item.x0)
         item.noise = torch.ones_like(item.x0)
@@ -224,7 +224,7 @@ def test_nan_stops_before_the_step_is_taken(tmp_path, data):
     """A poisoned sample: no step, its name on the last line, the earlier checkpoint intact."""
     flags = ["--cache_dir", tmp_path / "c", "--save_every", 1, *NATIVE, *EXACT]
     first = train(data, tmp_path, *flags, "--max_steps", 1, "--batch_size", 1)
-    sample, resolution, _ = first.globals["pick"](1)
+    sample, resolution, _ = first.globals["pick_sample"](1)
     tensors, meta = common.read_tensors(resolution["file"])
     common.write_tensors(resolution["file"], {**tensors, "pixel_latent": tensors["pixel_latent"] * math.nan}, meta)
     result = train(data, tmp_path, *flags, "--batch_size", 1)
@@ -466,10 +466,10 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
     assert abs(masked[0] / first[0] - 1) > 1e-3
     levels, ns, real = [], result.globals, result.globals["load_item"]
     monkeypatch.setitem(ns["validation_loss"].__globals__, "load_item",
-                        lambda *a: levels.append(a[3].item()) or real(*a))
+                        lambda picked: levels.append(picked.s.item()) or real(picked))
     with torch.no_grad():
         assert ns["validation_loss"]() == pytest.approx(masked[-1])
-    assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_items"])) and len(levels) >= 8
+    assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_samples"])) and len(levels) >= 8
 
 def test_two_processes_share_a_validation(tmp_path, start, data):
     """The same validation loss, PSNRs and sheet as one process."""
