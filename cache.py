@@ -4,7 +4,7 @@ Encode samples once, so that training and sampling need only the transformer.
 A sample is one or more control (input) pictures and an instruction; for training also a target, and maybe a mask. A
 dataset is a folder of samples, or a manifest (metadata.jsonl) with paths inside its folder:
     data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it;
-                                                        several lines are several wordings: one is drawn per use
+                                                        several lines are several wordings: each use picks one
     data/control/cat.png    data/control/cat_1.png ...  the picture given; further ones, any number, any sizes
     data/mask/cat.png                                   optional: white = the edited region
     data/metadata.jsonl     {"target": "a.png", "control": ["b.png"], "prompt": "make it snow", "mask": "c.png"}
@@ -90,9 +90,9 @@ def add_data_flags(parser):
 def parse_data_args(parser, tiny):
     """common.parse_args, with the flags of add_data_flags."""
     args = common.parse_args(parser, tiny)
-    if args.val_data is None: # not given
-        on_toys = args.data == TINY["data"]
-        args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known")] if on_toys else []
+    if args.val_data is None:
+        is_demo = args.data == TINY["data"]
+        args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known")] if is_demo else []
     if not args.data or not all(args.data):
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
     if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
@@ -108,7 +108,7 @@ def parse_data_args(parser, tiny):
 
 ENCODERS = ["vae", "text_encoder", "tokenizer", "processor", "scheduler"] # folders of a model
 CONFIG_FILES = dict(tokenizer="tokenizer_config.json", processor="preprocessor_config.json",
-                    scheduler="scheduler_config.json") # the others': config.json
+                    scheduler="scheduler_config.json") # the other parts have config.json
 
 class Processor: # a class because the pipeline keeps and calls it as pipe.processor
     """Qwen2VLProcessor without its video half, which cannot be loaded without torchvision: transformers' PIL image
@@ -134,8 +134,8 @@ def expand_image_pads(texts, counts):
     return [re.sub(re.escape("<|image_pad|>"), repeat, text) for text in texts]
 
 def find_model(model, parts, weights=True, flag="--model"):
-    """--model or --transformer -> a local folder that holds the folders in `parts` (downloaded where missing), with or
-    without their weights, and for --model model_index.json. All of it is checked before any is loaded."""
+    """--model or --transformer (flag) -> a local folder, downloaded if need be, that holds these parts. Their files are
+    checked before any is loaded, without weights all but the weights."""
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
     if folder.is_file():
         raise InputError(f"{flag} {model}: one file; give a diffusers folder, or Qwen/Qwen-Image-Edit-2509")
@@ -146,12 +146,12 @@ def find_model(model, parts, weights=True, flag="--model"):
             repo, revision=revision or None, allow_patterns=wanted,
             ignore_patterns=None if weights else "*.safetensors"))
     if flag == "--model":
-        check_files(folder, "model_index.json", weights, flag)
+        check_files(folder, "model_index.json", weights)
     for part in parts:
-        check_files(folder / part, CONFIG_FILES.get(part, "config.json"), weights, flag)
+        check_files(folder / part, CONFIG_FILES.get(part, "config.json"), weights)
     return folder
 
-def check_files(folder, config, weights, flag):
+def check_files(folder, config, weights):
     """InputError names a file that is missing or broken: `config` and the other JSON files of this folder, and if
     `weights` all weight files that are here or that an index of shards names, by their headers."""
     shards = set(folder.glob("*.safetensors"))
@@ -167,7 +167,7 @@ def check_files(folder, config, weights, flag):
             safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
     except (OSError, ValueError, LookupError, AttributeError, TypeError, safetensors.SafetensorError) as e:
         raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git clone: git lfs "
-                         f"pull), as {flag} wants a complete diffusers folder")
+                         "pull); it is part of a complete diffusers folder")
 
 def load_pipeline(folder):
     """The stock pipeline of model_index.json (v1 or Plus) without weights: tokenizer, processor and scheduler only. Its
@@ -182,11 +182,11 @@ def load_pipeline(folder):
     except (OSError, KeyError, ValueError) as e:
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder" / "config.json" # (tools/doctor.py does without)
-    known = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # another one where the vocabulary is missing
-    if config.is_file() and json.loads(config.read_text())["image_token_id"] != known:
+    pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # another one if the vocabulary is missing
+    if config.is_file() and json.loads(config.read_text())["image_token_id"] != pad_id:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
     pipe.processor = Processor(pipe.tokenizer, image_processor)
-    pipe.tokenizer.model_max_length = 10**9 # its warning of indexing errors is wrong here: plan_sample counts
+    pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
     return pipe
 
 def load_part(cls, folder, dtype):
@@ -196,7 +196,7 @@ def load_part(cls, folder, dtype):
                                           output_loading_info=True)
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as e:
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); download it again")
-    if missing := sorted(info["missing_keys"]): # they would be random numbers
+    if missing := sorted(info["missing_keys"]): # these weights would be random numbers
         raise InputError(f"{folder}: {len(missing)} tensors are missing, for instance {missing[0]}; download it again")
     return model.requires_grad_(False).eval()
 
@@ -260,7 +260,8 @@ def fingerprint(folder):
     return h.hexdigest()[:16]
 
 def encoder_fingerprints(folder):
-    """What decides latents, what decides prompt embeddings (where the weights are here), and how both see pictures."""
+    """What decides encoded files, of a model -> dict(pipeline: its class, vae: a hash, text: a hash). An encoder whose
+    weights are not here is left out."""
     fingerprints = dict(pipeline=json.loads((folder / "model_index.json").read_text())["_class_name"])
     for encoder, parts in dict(vae=["vae"], text=["text_encoder", "tokenizer", "processor"]).items():
         if any((folder / parts[0]).glob("*.safetensors")):
@@ -287,37 +288,39 @@ def encode_prompt(pipe, prompt, images):
 
 def prompt_length(pipe, prompt, sizes):
     """T of encode_prompt, from the tokenizer alone."""
-    processor = pipe.processor.image_processor
-    counts = [processor.get_number_of_image_patches(h, w, {}) // processor.merge_size**2 for w, h in sizes]
+    images = pipe.processor.image_processor
+    counts = [images.get_number_of_image_patches(h, w, {}) // images.merge_size**2 for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
     text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
     return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
 
 def read_pictures(pipe, sample, encoder, what):
-    """Reads and resizes what encode_text or encode_latents takes; threads can do it ahead, as PIL releases the GIL. For
-    "text": the controls, or []. For "vae": [*controls, target or None, mask or None], a pixel of the mask a token."""
+    """Reads and resizes what encode_text or encode_latents takes; threads can do it ahead, as PIL releases the GIL.
+    For "text" what is a text key -> the controls, or []. For "vae" what is one of sample.resolutions -> [*controls,
+    target or None, mask or None]; the mask has one pixel a token."""
     def read(path, size):
         return pipe.image_processor.resize(read_image(path), size[1], size[0])
 
     if encoder == "text":
         _, with_pictures = what
         return list(map(read, sample.controls, sample.prompt_sizes)) if with_pictures else []
-    (_, h, w), *control_shapes = what["img_shapes"]
+    (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
     target, mask = None, None
     if sample.target:
-        target = read(sample.target, (16 * w, 16 * h))
-    if "mask" in what: # (--prompt_image_dropout_rate may have left out the controls)
+        target = read(sample.target, (width, height))
+    if "mask" in what: # read_image, as img_shapes has no controls if --prompt_image_dropout_rate dropped them
         mask = load_extra("mask").auto_mask(target, read_image(sample.controls[0]))
     elif sample.mask:
-        mask = read_image(sample.mask).convert("L").resize((w, h), Image.BOX)
-    controls = [read(path, (16 * w, 16 * h)) for path, (_, h, w) in zip(sample.controls, control_shapes)]
-    return [*controls, target, mask]
+        mask = read_image(sample.mask).convert("L").resize((width // 16, height // 16), Image.BOX)
+    return [*map(read, sample.controls, control_sizes), target, mask]
 
 def encode_latents(pipe, sample, resolution, pictures=None):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
     (I_0, 64), and where there is a mask edit_mask (I_0,): the edited share of each token's 16x16 pixels. pictures:
     read_pictures's, if it has been called."""
-    *controls, target, mask = pictures or read_pictures(pipe, sample, "vae", resolution)
+    if pictures is None:
+        pictures = read_pictures(pipe, sample, "vae", resolution)
+    *controls, target, mask = pictures
     latents = [encode_image(pipe, image) for image in controls]
     out = dict(img_shapes=torch.tensor(resolution["img_shapes"]))
     if target:
@@ -327,13 +330,13 @@ def encode_latents(pipe, sample, resolution, pictures=None):
         out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
     return check_finite(out, sample)
 
-def encode_text(pipe, sample, text, pictures=None):
-    """-> prompt_embed (T, 3584), prompt_embeds_mask (T,) of text = (prompt, whether pictures come with it): of the
-    prompt and, as the encoder sees both, the sample's controls. For the prompt "" the names begin with empty_."""
+def encode_text(pipe, sample, text_key, pictures=None):
+    """-> prompt_embed (T, 3584) and prompt_embeds_mask (T,) of a prompt, with the sample's controls or without. For the
+    prompt "" their names begin with empty_, as in the caches of other trainers."""
     if pictures is None:
-        pictures = read_pictures(pipe, sample, "text", text)
-    embed = encode_prompt(pipe, text[0], pictures)
-    name = "prompt_embed" if text[0] else "empty_prompt_embed"
+        pictures = read_pictures(pipe, sample, "text", text_key)
+    prompt, _ = text_key
+    embed, name = encode_prompt(pipe, prompt, pictures), "prompt_embed" if prompt else "empty_prompt_embed"
     return check_finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample)
 
 def check_finite(tensors, sample):
@@ -345,72 +348,41 @@ def check_finite(tensors, sample):
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
 
 def plan_sizes(pipe, sample, geometry):
-    """Sets sample.sizes and prompt_sizes, from the pictures' headers -> (width, height) of the target in each of its
-    resolutions, and of each control. geometry: dict(target_pixels=[...], control_pixels, upscale)."""
-    sizes, upscale = [image_size(path) for path in sample.controls], geometry["upscale"]
+    """Sets sample.sizes and prompt_sizes, from the pictures' headers -> [(width, height)] of the target at each of its
+    resolutions, and of the controls. geometry: dict(target_pixels=[...], control_pixels, upscale)."""
+    own_sizes, upscale = [image_size(path) for path in sample.controls], geometry["upscale"]
     if sample.target:
-        shape = image_size(sample.target)
-    else: # the result has the shape of a control: of size_from, counted from 1, or as in stock of the last
-        shape = sizes[(sample.settings.get("size_from") or 0) - 1]
+        base_size = image_size(sample.target)
+    elif size_from := sample.settings.get("size_from"): # counted from 1
+        base_size = own_sizes[size_from - 1]
+    else: # as in stock
+        base_size = own_sizes[-1]
     target_sizes = []
     for area in geometry["target_pixels"]:
-        w, h = fit_size(shape, area, upscale)
-        # a given side is rounded as in stock
+        w, h = fit_size(base_size, area, upscale)
+        # sides that are given are rounded as in stock; fitted ones are multiples of 32
         target_sizes.append([(sample.settings.get("width") or w) // 16 * 16,
                              (sample.settings.get("height") or h) // 16 * 16])
-    control_sizes = [fit_size(size, geometry["control_pixels"], upscale) for size in sizes]
-    # what the vision-language encoder sees: 384*384 (Plus), or the same copy as the VAE's (v1)
-    sample.prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in sizes] if is_plus(pipe) else control_sizes
-    sample.sizes = [shape, *sizes]
+    control_sizes = [fit_size(size, geometry["control_pixels"], upscale) for size in own_sizes]
+    # the text encoder sees 384*384 (Plus), or the same copy as the VAE (v1)
+    sample.prompt_sizes = control_sizes
+    if is_plus(pipe):
+        sample.prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in own_sizes]
+    sample.sizes = [base_size, *own_sizes]
     return target_sizes, control_sizes
 
-def check_sample(pipe, sample, texts, max_sequence_length):
+def check_sample(pipe, sample, max_sequence_length):
     """InputError for what this model cannot encode, or for a mask of another shape (it may have another size)."""
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
-                         f"{len(sample.controls)}; remove it, or take 2509 or 2511")
+                         f"{len(sample.controls)}; give it one, or take 2509 or 2511")
     if sample.mask:
         check_mask(sample.mask, sample.sizes[0])
-    tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt, _ in texts)
+    tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt, _ in sample.texts)
     if tokens > max_sequence_length:
         raise InputError(f"{sample.name}: prompt of {tokens} tokens, over --max_sequence_length {max_sequence_length}; "
                          "shorten it")
-
-def check_mask(mask, target_size):
-    (w, h), (target_w, target_h) = image_size(mask), target_size
-    if abs(w / h / (target_w / target_h) - 1) > 0.02:
-        raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
-
-def plan_sample(pipe, sample, texts, geometry, models, args):
-    """Adds to the sample what will be encoded of it, in which files. texts: [(prompt, whether pictures come with it)];
-    models: encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask.
-    InputError names what is wrong with it."""
-    target_sizes, control_sizes = plan_sizes(pipe, sample, geometry)
-    check_sample(pipe, sample, texts, args.max_sequence_length)
-    decides = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=models["pipeline"], dtype=args.dtype)
-
-    def file(folder, **more):
-        return Path(args.cache_dir, folder, content_key(**decides, **more) + ".safetensors")
-
-    controls = [file_hash(path) for path in sample.controls]
-    pictures = controls + [path and file_hash(path) for path in (sample.target, sample.mask)]
-    auto = {}
-    if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:
-        auto = dict(mask="auto")
-    sample.resolutions = []
-    for size in target_sizes:
-        sizes = [size, *control_sizes]
-        latents = file("latents", vae=models.get("vae"), pictures=pictures, sizes=sizes, **auto)
-        shapes = [(1, h // 16, w // 16) for w, h in sizes]
-        sample.resolutions.append(dict(img_shapes=shapes, file=latents) | auto)
-    for prompt, with_pictures in texts:
-        seen = [controls, sample.prompt_sizes] if with_pictures else [[], []]
-        text = file("text", text=models.get("text"), quantize=args.quantize_text_encoder, prompt=prompt, seen=seen)
-        sample.texts[prompt, with_pictures] = dict(tokens=prompt_length(pipe, prompt, seen[1]), file=text)
-    check_positions(sample)
-
-def check_positions(sample):
-    """InputError if its text would reach past the table of rotary positions. Text begins where its pictures end."""
+    # rotary positions: pictures are centred on 0, and the text begins where the largest ends
     longest_side = max(max(h, w) for resolution in sample.resolutions for _, h, w in resolution["img_shapes"])
     left = ROPE_TABLE - longest_side // 2
     tokens = max(text["tokens"] for text in sample.texts.values())
@@ -418,24 +390,55 @@ def check_positions(sample):
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {left} have positions; "
                          "shorten the prompt, or give fewer pictures")
 
+def check_mask(mask, target_size):
+    (w, h), (target_w, target_h) = image_size(mask), target_size
+    if abs(w / h / (target_w / target_h) - 1) > 0.02:
+        raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
+
+def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args):
+    """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
+    encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
+    names what is wrong with it."""
+    target_sizes, control_sizes = plan_sizes(pipe, sample, geometry)
+    shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
+
+    def cache_file(folder, **fields):
+        return Path(args.cache_dir, folder, content_key(**shared, **fields) + ".safetensors")
+
+    control_hashes = [file_hash(path) for path in sample.controls]
+    hashes = control_hashes + [path and file_hash(path) for path in (sample.target, sample.mask)]
+    auto = {}
+    if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:
+        auto = dict(mask="auto")
+    sample.resolutions = []
+    for target_size in target_sizes:
+        sizes = [target_size, *control_sizes]
+        file = cache_file("latents", vae=fingerprints.get("vae"), pictures=hashes, sizes=sizes, **auto)
+        shapes = [(1, h // 16, w // 16) for w, h in sizes]
+        sample.resolutions.append(dict(img_shapes=shapes, file=file) | auto)
+    for prompt, with_pictures in text_keys:
+        hashes, sizes = (control_hashes, sample.prompt_sizes) if with_pictures else ([], [])
+        file = cache_file("text", text=fingerprints.get("text"), quantize=args.quantize_text_encoder, prompt=prompt,
+                          seen=[hashes, sizes])
+        sample.texts[prompt, with_pictures] = dict(tokens=prompt_length(pipe, prompt, sizes), file=file)
+    check_sample(pipe, sample, args.max_sequence_length)
+
 def plan_samples(pipe, samples, texts_of, geometry, args, quiet):
-    """plan_sample for all -> (good samples, problems). texts_of(sample): its keys of sample.texts."""
-    good, problems, models = [], [], encoder_fingerprints(Path(pipe.name_or_path))
+    """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
+    good, problems, fingerprints = [], [], encoder_fingerprints(Path(pipe.name_or_path))
     # disable=None here and elsewhere: tqdm hides itself where there is no terminal
     for sample in tqdm(samples, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
         try:
-            plan_sample(pipe, sample, texts_of(sample), geometry, models, args)
+            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args)
             good.append(sample)
         except InputError as e:
             problems.append(str(e))
-        except OSError as e:
-            problems.append(common.error_line(f"{e.filename or sample.name}: {e.strerror}; make it readable"))
     return good, problems
 
 # ---- the cache: encoded files ----------------------------------------------------------------------------------------
 
 def files_of(sample):
-    """A planned sample's {file: (encoder, what it encodes: one of sample.resolutions or a key of sample.texts)}."""
+    """A planned sample's {file: (encoder, what it encodes: one of sample.resolutions or a text key)}."""
     files = {resolution["file"]: ("vae", resolution) for resolution in sample.resolutions}
     for key, text in sample.texts.items():
         files[text["file"]] = "text", key
@@ -452,16 +455,14 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
     for sample in samples:
         for file, (encoder, what) in files_of(sample).items():
             jobs[file] = sample, encoder, what
-    # dealt by key, not by place in the list: a process that lists the files later finds some of them there already
-    mine = [file for file in jobs if int(file.stem, 16) % world_size == rank]
+    # by key: the processes' lists of missing files may differ, as another one may have written some already
+    mine = {file for file in jobs if int(file.stem, 16) % world_size == rank}
     if verify:
         remove_damaged(filter(Path.is_file, mine), rank > 0)
     missing, problems = [file for file in jobs if not file.is_file()], []
-    if missing and pipe is None: # all --data are indexes
-        raise InputError(f"{missing[0]}: missing; copy the whole cache, or run cache.py again")
     if missing:
         for folder in ("latents", "text"):
-            common.prepare_folder(Path(args.cache_dir, folder), "choose another --cache_dir")
+            common.prepare_folder(Path(args.cache_dir, folder))
         if rank == 0:
             print(f"encoding {len(missing)} files into {args.cache_dir}")
         problems = encode_files(pipe, {file: jobs[file] for file in missing if file in mine}, args, rank > 0)
@@ -478,7 +479,8 @@ def remove_damaged(files, quiet):
 
 def encode_files(pipe, jobs, args, quiet):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems."""
-    problems, loaded, order = [], None, sorted(jobs, key=lambda file: jobs[file][1] == "text")
+    problems, loaded = [], None
+    order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
     reads = common.read_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
     with common.signals_noted() as stopped:
         for file in tqdm(order, desc="encoding", unit=" files", disable=quiet or None):
@@ -506,16 +508,16 @@ def encode_files(pipe, jobs, args, quiet):
     drop_encoders(pipe)
     return problems
 
-def load_latents(sample, resolution, pipe=None):
-    """encode_latents of one of sample.resolutions, from the cache, or with `pipe` now."""
+def load_latents(sample, resolution, live=None):
+    """encode_latents of one of sample.resolutions, from the cache, or encoded now by the pipeline `live`."""
     file = resolution["file"]
-    return encode_latents(pipe, sample, resolution) if pipe else read_tensors(file, key=file.stem)[0]
+    return encode_latents(live, sample, resolution) if live else read_tensors(file, key=file.stem)[0]
 
-def load_text(sample, text, pipe=None):
-    """prompt_embed (T, 3584) of one of the keys of sample.texts, likewise."""
-    file = sample.texts[text]["file"]
-    tensors = encode_text(pipe, sample, text) if pipe else read_tensors(file, key=file.stem)[0]
-    return tensors["prompt_embed" if text[0] else "empty_prompt_embed"]
+def load_text(sample, text_key, live=None):
+    """prompt_embed (T, 3584) of a text key, likewise."""
+    file, prompt = sample.texts[text_key]["file"], text_key[0]
+    tensors = encode_text(live, sample, text_key) if live else read_tensors(file, key=file.stem)[0]
+    return tensors["prompt_embed" if prompt else "empty_prompt_embed"]
 
 # ---- indexes: a dataset's samples and their files --------------------------------------------------------------------
 
@@ -528,7 +530,7 @@ def run_name(model, roots):
     names = [Path(root).stem if is_index(root) else common.root_name(root) for root in roots]
     return f"{model}-{'+'.join(names).removeprefix(model + '-')}"
 
-def write_index(path, samples, geometry, models):
+def write_index(path, samples, geometry, fingerprints):
     """JSON that read_index reads. Files go by their names below the index's folder, which may be copied elsewhere."""
     rows = []
     for s in samples:
@@ -538,7 +540,7 @@ def write_index(path, samples, geometry, models):
     def below(file):
         return file.relative_to(path.parent).as_posix()
 
-    index = dict(version=VERSION, models=models, geometry=geometry, samples=rows)
+    index = dict(version=VERSION, models=fingerprints, geometry=geometry, samples=rows)
     common.write_file(path, json.dumps(index, indent=1, default=below).encode())
 
 def read_index(path):
@@ -559,18 +561,21 @@ def read_index(path):
 
 def open_index(path, folder, texts_of):
     """read_index -> (samples, geometry). InputError if another model than that in `folder` has encoded them, or if a
-    text is missing that texts_of(sample) asks for."""
-    samples, geometry, models = read_index(path)
+    file is missing, or a text that texts_of(sample) asks for."""
+    samples, geometry, fingerprints = read_index(path)
     for encoder, here in encoder_fingerprints(folder).items():
-        if models.get(encoder, here) != here: # a cache of other origin names no model
+        if fingerprints.get(encoder, here) != here: # (tools/import_data.py does not know who encoded a cache)
             raise InputError(f"{path}: encoded with another model than {folder} ({encoder}); run cache.py with this "
                              "one")
     for sample in samples:
-        for text in texts_of(sample):
-            if text not in sample.texts:
-                raise InputError(f"{path}: lacks the prompt {text[0]!r}{'' if text[1] else ' without pictures'}; run "
-                                 "cache.py with the same --val_data, --caption_dropout_rate, "
-                                 "--prompt_image_dropout_rate, --preserve*")
+        for prompt, with_pictures in texts_of(sample):
+            if (prompt, with_pictures) not in sample.texts:
+                raise InputError(
+                    f"{path}: lacks the prompt {prompt!r}{'' if with_pictures else ' without pictures'}; run cache.py "
+                    "with the same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve*")
+        for file in files_of(sample):
+            if not file.is_file():
+                raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")
     return samples, geometry
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
@@ -580,23 +585,24 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
     every process. What the cache lacks is encoded, and the indexes are written (unless `encode` is False). Ends the
     script if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
     # the first process alone reads the pictures
-    plan = common.on_first_process(lambda: plan_training(pipe, folder, args), rank, world_size)
-    samples, val_samples, geometry, problems = plan
+    samples, val_samples, geometry, problems = common.on_first_process(
+        lambda: plan_training(pipe, folder, args), rank, world_size)
     if encode:
-        later = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
+        encoding_problems = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
         samples, val_samples = list(filter(is_cached, samples)), list(filter(is_cached, val_samples))
         if rank == 0:
-            print_problems(later)
-        problems += later
+            print_problems(encoding_problems)
+        problems += encoding_problems
     if problems and not args.skip_bad:
         sys.exit("correct these samples, or go on without them: --skip_bad" if rank == 0 else 1)
     if not samples:
         raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-    for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
-        if rank == 0 and encode and encoded and not any(map(is_index, roots)):
-            index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
-            write_index(index, encoded, geometry, encoder_fingerprints(folder))
-            print(f"{index}: {len(encoded)} samples")
+    if rank == 0 and encode:
+        for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
+            if encoded and not any(map(is_index, roots)):
+                index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
+                write_index(index, encoded, geometry, encoder_fingerprints(folder))
+                print(f"{index}: {len(encoded)} samples")
     if rank == 0:
         print(describe(samples))
     return samples, val_samples, geometry
@@ -604,56 +610,59 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
 def plan_training(pipe, folder, args):
     """-> (planned samples, planned validation samples, geometry, problems), of datasets or of indexes."""
     geometry = dict(target_pixels=args.target_pixels, control_pixels=args.control_pixels, upscale=args.upscale)
-    shown = [True, False] if args.prompt_image_dropout_rate else [True] # whether pictures come with the prompt
-    if pipe is not None and not is_plus(pipe) and len(shown) > 1:
+    picture_choices = [True, False] if args.prompt_image_dropout_rate else [True] # whether they come with the prompt
+    if pipe is not None and not is_plus(pipe) and False in picture_choices:
         raise InputError("--prompt_image_dropout_rate: Qwen-Image-Edit v1 has a picture in every prompt; leave it out")
-    others = args.preserve_prompts if args.preserve else []
-    for prompt in others:
+    preserve_prompts = args.preserve_prompts if args.preserve else []
+    for prompt in preserve_prompts:
         common.check_text("--preserve_prompts", prompt)
 
     def texts_of(sample):
         prompts = [*sample.prompts, ""] if args.caption_dropout_rate else sample.prompts
-        texts = [(prompt, with_pictures) for prompt in prompts for with_pictures in shown]
-        return texts + [(prompt, True) for prompt in others if sample.controls]
+        text_keys = [(prompt, with_pictures) for prompt in prompts for with_pictures in picture_choices]
+        return text_keys + [(prompt, True) for prompt in preserve_prompts if sample.controls]
 
     def val_texts_of(sample):
         return [(prompt, True) for prompt in [*sample.prompts, NEGATIVE_PROMPT]]
 
-    def read(root, texts_of, geometry):
+    def read_root(root, wanted_texts, wanted_geometry):
         if is_index(root): # it brings its own geometry
-            return *open_index(root, folder, texts_of), []
+            return *open_index(root, folder, wanted_texts), []
         samples, problems = common.read_dataset(root)
-        samples, more = plan_samples(pipe, samples, texts_of, geometry, args, quiet=False)
-        return samples, geometry, problems + more
+        samples, more = plan_samples(pipe, samples, wanted_texts, wanted_geometry, args, quiet=False)
+        return samples, wanted_geometry, problems + more
 
     samples, val_samples, problems = [], [], []
     for n, root in enumerate(args.data):
-        of_root, geometry, wrong = read(root, texts_of, geometry)
-        for sample in of_root:
+        root_samples, geometry, root_problems = read_root(root, texts_of, geometry)
+        for sample in root_samples:
             sample.repeats = args.repeats[n] if args.repeats else sample.repeats
-        samples, problems = samples + of_root, problems + wrong
-    first = geometry | dict(target_pixels=geometry["target_pixels"][:1]) # the only area that is validated
+        samples, problems = samples + root_samples, problems + root_problems
+    val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1]) # the first area alone is validated
     for root in args.val_data:
-        of_root, _, wrong = read(root, val_texts_of, first)
-        val_samples, problems = val_samples + of_root, problems + wrong
+        root_samples, _, root_problems = read_root(root, val_texts_of, val_geometry)
+        val_samples, problems = val_samples + root_samples, problems + root_problems
     for sample in samples:
-        if learned := set(others) & set(sample.prompts):
+        if learned := set(preserve_prompts) & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
     print_problems(problems) # now, as the encoding may take hours
     return samples, val_samples, geometry, problems
 
 def describe(samples):
     """What will be trained, and a warning of what rounding to 32 pixels does to a shape."""
-    words, bends = f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts", [(0, "")]
+    words = f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"
     if alone := sum(not s.controls for s in samples):
         words += f", {alone} of them without a control: text-to-image"
+    distortions = []
     for s in samples:
+        width, height = s.sizes[0]
         for resolution in s.resolutions:
-            (width, height), (_, h, w) = s.sizes[0], resolution["img_shapes"][0]
-            bends.append((abs(w / h * height / width - 1), s.name))
-    bent, name = max(bends)
-    if bent > 0.1:
-        words += f"\nwarning: {name}: sides rounded to 32 change its aspect by {bent:.1%}; a larger area bends it less"
+            _, h, w = resolution["img_shapes"][0]
+            distortions.append((abs(w / h * height / width - 1), s.name))
+    distortion, name = max(distortions)
+    if distortion > 0.1:
+        words += f"\nwarning: {name}: sides rounded to 32 change its aspect by {distortion:.1%}; a larger area "
+        words += "bends it less"
     return words
 
 # ---- command line ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """
-What comes before a model: error lines, the flags that scripts share, devices and processes, files that are written
-whole and checked, datasets, pictures. To understand the training nobody has to read this; its one noun is `Sample`.
+What comes before a model, for all scripts: the `Sample`, error lines, extras, flags, processes and devices, files that
+are written whole and checked, datasets, pictures. Nobody has to read this to understand the training.
 """
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 
 VERSION = "2.0" # of the cache files
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
-TINY_WIDTH = '"joint_attention_dim": 64,' # in its transformer's config; the real one's is 3584
+TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transformer; the real model has 3584
 TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
 
 @dataclass
@@ -49,18 +49,17 @@ class Sample:
     target: str | None = None # the picture wanted; None: the sample is only drawn
     mask: str | None = None # white = the edited region
     repeats: int = 1 # how often an epoch has it
-    # flags of predict.py: those that its line of jobs.jsonl sets, and with them all that predict.py draws it with
-    own_settings: dict = field(default_factory=dict)
-    settings: dict = field(default_factory=dict)
-    # cache.plan_sample adds what will be encoded:
-    # (width, height) in pixels: of the target, or of what the result takes its shape from, then of the controls
+    own_settings: dict = field(default_factory=dict) # flags of predict.py that its line of jobs.jsonl sets
+    settings: dict = field(default_factory=dict) # all flags that predict.py draws it with, its own included
+
+    # what cache.plan_sample adds
+    # original (width, height) in pixels: of the target (without one, of the control that gives the shape), the controls
     sizes: list = field(default_factory=list)
-    # the same of the controls' copies for the text encoder
-    prompt_sizes: list = field(default_factory=list)
-    # for each of --target_pixels dict(file of the latents, img_shapes: (1, height, width) in tokens, target's first,
-    # mask="auto" if it is to be made)
+    prompt_sizes: list = field(default_factory=list) # (width, height) of the controls' copies for the text encoder
+    # for each of --target_pixels dict(file=of the latents, img_shapes=[(1, height, width), ...]), in tokens, the target
+    # first; and mask="auto" if it is to be made
     resolutions: list = field(default_factory=list)
-    # {(prompt, whether pictures come with it): dict(file, tokens)}
+    # {text key: dict(file=, tokens=)}; a text key is (prompt, whether the pictures come with it)
     texts: dict = field(default_factory=dict)
 
 # ---- errors of the user ----------------------------------------------------------------------------------------------
@@ -68,8 +67,9 @@ class Sample:
 def error_line(message):
     return "error: " + message.replace("\n", "\\n") # names may hold anything
 
-class InputError(SystemExit): # so that a script ends with this one line and status 1, without a traceback
-    """Something of the user's is wrong: InputError('<file or flag>: <what is wrong>; <what to do>')."""
+class InputError(SystemExit):
+    """Something of the user's is wrong: InputError('<file or flag>: <what is wrong>; <what to do>'). A SystemExit, so
+    that the script ends with this line and status 1, without a traceback."""
 
     def __init__(self, message):
         super().__init__(error_line(message))
@@ -108,10 +108,10 @@ def pixels(text):
     area = 0
     if re.fullmatch(r"\d+[*x]\d+", text):
         area = math.prod(map(int, re.split("[*x]", text)))
-    elif text.isdigit() and int(text) > 4096: # less would be a side, as other trainers give it
+    elif text.isdigit() and int(text) > 4096: # a smaller number is a side, as other trainers give it
         area = int(text)
     if text != "native" and area < 32 * 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is no area; give {text}x{text}, 1048576 or native")
+        raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1024x1024, 1048576 or native")
     return area or text
 
 def number(kind, low, high=math.inf):
@@ -165,13 +165,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return action.help if explained else super()._get_help_string(action)
 
 class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
-    """-h shows all defaults; what is wrong is one line, with the flag that may be meant, and status 2."""
+    """-h shows all defaults; an error is one line, with the flag that may be meant, and status 2."""
 
     def __init__(self, description):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
     def group(self, title):
-        """-> flag(name, default, help, **argparse's others) of a new group: nanoGPT's lines, name = default # help."""
+        """-> flag(name, default, help, **what else argparse takes), which adds a flag to this new group."""
         group = self.add_argument_group(title)
 
         def flag(name, default, help, **others):
@@ -186,9 +186,13 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
             line += f"; see {self.prog} -h"
         self.exit(2, error_line(line) + "\n")
 
+    def given(self):
+        """The flags on the command line, without their values."""
+        return {word.split("=")[0] for word in sys.argv[1:]}
+
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
-        for flag in ("--data", "--image", "--lora"): # argparse would take the last one alone
+        for flag in ("--data", "--image", "--lora"): # argparse keeps only the last
             if sys.argv.count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         return super().parse_args()
@@ -287,7 +291,8 @@ def memory_of(device):
 @contextlib.contextmanager
 def signals_noted():
     """with signals_noted() as stopped: signals only fill this list, so that what is begun can be finished."""
-    stopped, before, handle = [], {}, signal.signal # names of its own, as modules are gone when the interpreter ends
+    stopped, before = [], {}
+    handle = signal.signal # a local name, as modules may be gone when the interpreter ends
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         if number := getattr(signal, name, None): # Windows lacks one
             before[number] = handle(number, lambda number, frame: stopped.append(number))
@@ -343,20 +348,20 @@ def sync_folder(path):
         os.fsync(folder)
         os.close(folder)
 
-def prepare_folder(path, remedy):
+def prepare_folder(path):
     """Makes the folder. InputError if no file can be written there."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
-        raise InputError(f"{path}: cannot be written ({e.strerror}); {remedy}")
+        raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
 
 NO_DIGEST = "0" * 64
 
 def write_tensors(path, tensors, meta, meta_key="json"):
     """A safetensors file that carries the sha256 of all its bytes: it is made with zeros where the digest will stand,
-    hashed, and the digest takes their place; reading does the same backwards. Metadata is one JSON string, because
-    safetensors orders several metadata keys at random. Tensors go to the CPU."""
+    the first in the file, and hashed; the digest takes their place. Metadata is one JSON string, because safetensors
+    orders several metadata keys at random. Tensors go to the CPU."""
     tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
     text = json.dumps({"digest": NO_DIGEST, **meta}, default=sorted) # sets become lists
     data = safetensors.torch.save(tensors, {meta_key: text})
@@ -392,7 +397,7 @@ def content_key(**fields):
 # ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------
 
 PICTURES = [".png", ".jpg", ".jpeg", ".webp", ".bmp"]
-NOT_READ = [".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"] # but named
+NOT_READ = [".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"] # reported
 KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
 LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
@@ -403,7 +408,7 @@ def root_name(data):
     return data.parent.name if data.is_file() else data.name
 
 def read_dataset(root, job_types=None):
-    """A folder or manifest -> (samples, problems): one line for everything that is wrong. No picture is opened yet.
+    """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
     InputError if there is no dataset at all. job_types: as for read_manifest."""
     root = Path(root)
     folders = find_folders(root) if root.is_dir() else {}
@@ -437,6 +442,7 @@ def find_files(folder):
             raise InputError(f"{e.filename}: cannot be read ({e.strerror}); fix its permissions")
     found = {}
     for root, dirs, names in os.walk(folder, onerror=unreadable):
+        dirs[:] = [name for name in dirs if not name.startswith(".")]
         links = [name for name in dirs if Path(root, name).is_symlink()]
         for name in sorted(names + links):
             path = Path(root, name)
@@ -448,7 +454,7 @@ def find_files(folder):
 
 def read_folder(data, folders):
     """What find_folders has found -> (samples, problems). Without a folder of controls they are pictures alone."""
-    for path in data.iterdir(): # a misspelt control/ must not make them so
+    for path in data.iterdir(): # a misspelt control/ would silently mean pictures alone
         if path.is_dir() and path not in folders.values() and not path.name.startswith("."):
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
                              "is one of these, or move it elsewhere")
@@ -476,18 +482,18 @@ def take_sample(data, folders, left, name):
     caption = left.pop(("target", name, "caption"), [])
     mask = left.pop(("mask", name, "picture"), [])
     controls = [left.pop(("control", name, "picture"), [])]
-    further = "control", f"{name}_1", "picture"
-    while further in left and ("target", *further[1:]) not in left:
-        controls.append(left.pop(further))
-        further = "control", f"{name}_{len(controls)}", "picture"
+    next_name = f"{name}_1"
+    while ("control", next_name, "picture") in left and ("target", next_name, "picture") not in left:
+        controls.append(left.pop(("control", next_name, "picture")))
+        next_name = f"{name}_{len(controls)}"
     for paths in (target, caption, mask, *controls):
         if len(paths) > 1:
             raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
     if not controls[0] and folders["control"].is_dir():
         raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png")
-    if further in left: # and a target has this name
-        raise InputError(f"{left[further][0]}: either the control of the target with its name, or one more control of "
-                         f"{name}; rename one of the two targets")
+    if ("control", next_name, "picture") in left: # the loop has left it, as there is a target of this name
+        raise InputError(f"{folders['control'] / next_name}: either the control of the target with its name, or one "
+                         f"more control of {name}; rename one of the two targets")
     if not caption:
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
     lines = [line for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
@@ -551,7 +557,7 @@ def find_picture(manifest, where, name, anywhere):
         file = Path(os.path.normpath(folder / name))
         if file.is_file() and (anywhere or file.resolve().is_relative_to(folder.resolve())):
             return file
-    except (TypeError, ValueError, OSError, RuntimeError): # no text, half a character in it, links in a circle
+    except (TypeError, ValueError, OSError, RuntimeError): # no text, NUL or half a surrogate pair, links in a circle
         pass
     inside = "" if anywhere else f" inside {folder}"
     raise InputError(f"{where}: {name!r} is no file{inside}; paths begin at {folder}")

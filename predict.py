@@ -283,9 +283,9 @@ def prompts_of(sample, settings):
     return prompts
 
 def load_job(sample, settings, seed, device, live=None):
-    """What denoise needs to draw a sample, from the cache (or encoded now by the pipeline `live`): noise (I_0, 64), as stock draws
-    it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and the settings of
-    SAMPLING."""
+    """What denoise needs to draw a sample, from the cache (or encoded now by the pipeline `live`): noise (I_0, 64), as
+    stock draws it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and the settings
+    of SAMPLING."""
     resolution = sample.resolutions[0]
     controls = cache.load_latents(sample, resolution, live)["control_latent"]
     embeds = [cache.load_text(sample, (prompt, True), live).to(device) for prompt in prompts_of(sample, settings)]
@@ -453,7 +453,7 @@ def read_flags():
     flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
     flag("--transformer_device", None, "default: --device")
     parser.set_defaults(**SAMPLING)
-    given = {word.split("=")[0] for word in sys.argv[1:]}
+    given = parser.given()
     tiny = dict(TINY_SAMPLING)
     if not given & {"--image", "--jobs"}:
         tiny["jobs"] = common.TINY_DATA.with_name("val")
@@ -606,10 +606,7 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
 
 def write_sheet(path, pictures):
     """The first rows of all pictures, those of earlier calls too, where there are several."""
-    done = []
-    for p in pictures:
-        if p.row < 24 and (image := finished(p.path, p.key)):
-            done.append((p, image))
+    done = [(p, image) for p in pictures if p.row < 24 and (image := finished(p.path, p.key))]
     if len(done) > 1 and (sheet := common.find_extra("sheet")):
         save_png(sheet.results_sheet(done, common.read_image), path)
         print(f"{path}: {len(done)} of them side by side")
@@ -640,7 +637,7 @@ def main():
     pictures = plan_pictures(good, args, sheet, cache.fingerprint(transformer_folder / "transformer"))
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
-        common.prepare_folder(args.out_dir, "choose another folder")
+        common.prepare_folder(args.out_dir)
     if rank == 0 and len(missing) < len(pictures):
         print(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the "
               "same settings")

@@ -164,8 +164,8 @@ class Reorder(torch.autograd.Function): # a class because autograd wants one
 
 def packed_attention(txt_qkv, img_qkv, layout, backend, parallel_config):
     """Attention within each sample's [text, image]. txt_qkv: query, key, value, each (1, sum T, H, D); the query is
-    None in the last block. img_qkv: the same, (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel where
-    torch has it, else one unmasked call a sample."""
+    None in the last block. img_qkv: the same, (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel
+    where torch has it, else one unmasked call a sample."""
     def join(txt, img):
         return Reorder.apply(torch.cat([txt, img], dim=1), layout.order, layout.inverse)
 

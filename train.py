@@ -110,8 +110,8 @@ args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native si
     **common.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
     gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
                                             "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
-lora_args, given = dict(args.lora_args), {word.split("=")[0] for word in sys.argv}
-if args.pretrained_lora and given & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
+lora_args = dict(args.lora_args)
+if args.pretrained_lora and parser.given() & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
     parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
                  "--lora_targets and --lora_args")
 if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
@@ -198,7 +198,7 @@ if step >= args.max_steps and (out_dir / "DONE").exists():
 if world_size > 1:
     dist.barrier() # all have looked at the folder before one writes to it
 if rank == 0 and not args.plan:
-    common.prepare_folder(out_dir, "give another folder")
+    common.prepare_folder(out_dir)
     lock = filelock.FileLock(out_dir / ".lock")
     try:
         lock.acquire(blocking=False) # ours until this process ends, however it ends
@@ -489,7 +489,7 @@ def due(n):
     return bool(val_samples) and n > 0 and (n % every == 0 or n >= args.max_steps)
 
 def begin_log():
-    """Writes the first line, which tells how the run was begun. Of a resumed run it keeps the lines up to the checkpoint:
+    """Writes the first line, which tells how the run was begun. If resumed, it keeps the lines up to the checkpoint:
     later steps run again, and a kill may have left half a line."""
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
     kept = lines[:1] or [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
@@ -529,7 +529,7 @@ if args.tracker != "none" and rank == 0:
     except ConnectionError as e:
         raise InputError(f"--tracker {args.tracker}: {e}")
 
-# ---- validation: the loss and the pictures of held-out samples --------------------------------------------------------
+# ---- validation: the loss and the pictures of held-out samples -------------------------------------------------------
 
 sampling = predict.SAMPLING | (predict.TINY_SAMPLING if common.is_tiny(args.model) else {})
 

@@ -277,7 +277,7 @@ def main():
         for sample in found if len(roots) > 1 else []:
             sample.name = f"{sample.root}/{sample.name}"
         samples, problems = samples + found, problems + wrong
-    common.prepare_folder(out, "give another --out")
+    common.prepare_folder(out)
     samples, rows, found, wrong = examine(samples, pipe, args)
     problems += wrong
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)

@@ -80,7 +80,7 @@ parser.add_argument("--tests", choices=TESTS, default="quick", help="claims: tes
 parser.add_argument("-k", default="", metavar="EXPRESSION", help="claims: pytest's -k (default: all tests)")
 parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON")
 args = parser.parse_args()
-common.prepare_folder(args.out.absolute().parent, "choose another --out")
+common.prepare_folder(args.out.absolute().parent)
 if args.out.is_dir():
     parser.error(f"argument --out: {args.out} is a folder; give the name of a file")
 on_card = args.device.startswith("cuda")
