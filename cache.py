@@ -61,27 +61,27 @@ def add_data_flags(parser):
     flag, on_off = parser.group("data"), argparse.BooleanOptionalAction
     flag("--data", None,
          "dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written",
-         nargs="+", metavar="DATA")
+         nargs="+")
     flag("--repeats", None,
          "how many times an epoch uses each --data, one number for each (default: 1)",
-         type=positive, nargs="+", metavar="N")
+         type=positive, nargs="+")
     flag("--val_data", None,
          "validation datasets, not trained on: their loss is logged, their pictures are drawn without and with the "
-         "LoRA (default: none; the toy dataset has its own)", nargs="*", metavar="DATA")
+         "LoRA (default: none; the toy dataset has its own)", nargs="*")
     flag("--target_pixels", [1024 * 1024],
          "area of the target (default: 1024x1024); several: one is drawn for each sample; native: own size",
-         type=pixels, nargs="+", metavar="AREA")
+         type=pixels, nargs="+")
     flag("--control_pixels", 1024 * 1024,
-         "area of the controls, likewise (default: 1024x1024)", type=pixels, metavar="AREA")
+         "area of the controls, likewise (default: 1024x1024)", type=pixels)
     flag("--upscale", True, "enlarge smaller pictures to the area, as stock does", action=on_off)
     flag("--caption_dropout_rate", 0.0, "share of samples trained with the empty prompt", type=fraction)
     flag("--prompt_image_dropout_rate", 0.0,
          "share of samples trained as text-to-image, without their controls; not with v1", type=fraction)
     flag("--preserve", 0.0,
          "share of samples that get another instruction and learn what the base answers to it, so that the model does "
-         "not forget", type=fraction, metavar="P")
+         "not forget", type=fraction)
     flag("--preserve_prompts", [NEGATIVE_PROMPT],
-         "instructions that the base follows, for --preserve (default: an empty one)", nargs="+", metavar="TEXT")
+         "instructions that the base follows, for --preserve (default: an empty one)", nargs="+")
     flag("--mask", None,
          "auto: a pair without a mask gets one of where target and control differ (default: none; tools/doctor.py "
          "--mask auto draws them)", choices=["auto"])
@@ -526,7 +526,7 @@ def is_index(root):
 
 def run_name(model, roots):
     """<model>-<data>+<more data>, for indexes and run folders."""
-    model = Path(model.partition("@")[0]).name
+    model = Path(model).name if Path(model).is_dir() else model.split("/", 1)[-1].replace("/", "-") # (ID@refs/pr/3)
     names = [Path(root).stem if is_index(root) else common.root_name(root) for root in roots]
     return f"{model}-{'+'.join(names).removeprefix(model + '-')}"
 

@@ -53,7 +53,7 @@ from tqdm import tqdm
 
 import cache
 import common
-from common import InputError, first_words, load_extra, make_sample, natural, number, pixels, positive
+from common import InputError, file_hash, first_words, load_extra, make_sample, natural, number, pixels, positive
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
@@ -94,12 +94,12 @@ def add_transformer_flags(parser):
     """Which transformer train.py and predict.py use, and what they can do if it is too large for its device -> the
     add_argument of the flags' group."""
     flag = parser.group("transformer, memory")
-    flag("--transformer", None, "hub id or folder whose transformer/ replaces --model's", metavar="MODEL")
+    flag("--transformer", None, "hub id or folder whose transformer/ replaces --model's")
     common.add_quantize_flag(flag, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
     flag("--offload", 0,
          "blocks (a number, or all) that wait in host memory and are copied to the device for each forward and "
          "backward pass, behind the computation if a pass has enough tokens: raise --max_tokens too",
-         type=number_of_blocks, metavar="BLOCKS")
+         type=number_of_blocks)
     return flag
 
 def find_folders(args, parts, weights=True):
@@ -179,13 +179,13 @@ def checkpoints(run):
     return sorted(found, key=number_of)
 
 def find_lora(path):
-    """A LoRA file; the one in this folder, or in its newest checkpoint if it is that of an unfinished run; or
-    user/repo[/file.safetensors] of the hub -> file."""
+    """-> a LoRA's file: this one, the one in this folder, the one in the newest checkpoint of an unfinished run, or
+    user/repo[/file.safetensors] of the hub."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
     if not file.exists() and (saved := checkpoints(path)):
         file = saved[-1] / LORA_FILE
         print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
-    if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)):
+    if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
         user, repo, name = [*str(path).split("/", 2), LORA_FILE][:3]
         return common.from_hub(f"{path}: {name}", lambda: hf_hub_download(f"{user}/{repo}", name))
     if not file.is_file() or file.suffix != ".safetensors":
@@ -202,7 +202,7 @@ def read_lora(path):
             notes, raw = f.metadata() or {}, safetensors.torch.load_file(file)
         kind = "lora_adapter_metadata" if "lora_adapter_metadata" in notes else "train" # (the latter for ComfyUI)
         meta = dict(json.loads(notes.get(kind, "{}")))
-        if "digest" in meta: # one of ours
+        if "digest" in meta: # one of ours, which can be checked
             raw, meta = common.read_tensors(file, kind)
         if other := re.search("dora_scale|lokr_|hada_", " ".join(raw)): # diffusers leaves out the first
             raise ValueError(f"{other[0]}: a DoRA in the form of kohya and ComfyUI, a LoKr or a LoHa")
@@ -219,10 +219,11 @@ def read_lora(path):
     return state, meta
 
 def lora_config(path):
-    """-> LoraConfig's arguments for a LoRA that load_weights can fill with this one: layers, ranks, scales."""
+    """-> LoraConfig's arguments for a new LoRA with the layers, ranks and scales of this one."""
     state, meta = read_lora(path)
     state = {k.removeprefix("transformer."): v for k, v in state.items()}
-    ranks = {f"^{k}": v.shape[1] for k, v in state.items() if ".lora_B." in k} # (^: these layers and no others)
+    # lora_B is (outputs, rank). ^: these layers and no others
+    ranks = {f"^{k}": v.shape[1] for k, v in state.items() if ".lora_B." in k}
     config = get_peft_kwargs(ranks, None, state)
     config.pop("lora_bias", None)
     for name in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
@@ -268,7 +269,7 @@ def save_lora(path, transformer, train):
     our own entries there."""
     state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
     meta = {f"transformer.{k}": v for k, v in transformer.peft_config["default"].to_dict().items()}
-    # the layers that have one, by their full names: peft warns when names are more, or exclude_modules finds nothing
+    # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing
     layers = sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state})
     meta.update({"transformer.target_modules": layers, "transformer.exclude_modules": None})
     common.write_tensors(path, state, meta | {f"train.{k}": v for k, v in train.items()}, "lora_adapter_metadata")
@@ -284,8 +285,8 @@ def prompts_of(sample, settings):
 
 def load_job(sample, settings, seed, device, live=None):
     """What denoise needs to draw a sample, from the cache (or encoded now by the pipeline `live`): noise (I_0, 64), as
-    stock draws it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and the settings
-    of SAMPLING."""
+    stock draws it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and SAMPLING's
+    settings."""
     resolution = sample.resolutions[0]
     controls = cache.load_latents(sample, resolution, live)["control_latent"]
     embeds = [cache.load_text(sample, (prompt, True), live).to(device) for prompt in prompts_of(sample, settings)]
@@ -369,7 +370,7 @@ def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, 
         images = sum(h * w for _, h, w in sample.resolutions[0]["img_shapes"])
         texts = [sample.texts[prompt, True]["tokens"] for prompt in prompts_of(sample, settings)]
         lengths.append(sum(images + text for text in texts))
-    for pack in plan_packs(lengths, max_tokens)[share]: # so much is under way at once; denoise packs each step's runs
+    for pack in plan_packs(lengths, max_tokens)[share]: # the jobs in memory at once; denoise packs each of their steps
         jobs = [load_job(*items[i], device, live) for i in pack]
         for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
             if vae is not None:
@@ -416,14 +417,12 @@ def read_flags():
     flag("--seed", [0],
          "seed of the noise; several: each sample is drawn once per seed", type=JOB_TYPES["seed"], nargs="+")
     flag = parser.group("with which LoRA")
-    flag("--lora", None,
-         "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: none; without "
-         "--model the newest run's of tiny)", nargs="+")
-    flag("--lora_scale", [1.0],
-         "strength of the LoRA, or of each: 0 is none, 1 as trained", type=number(float, -10, 10), nargs="+")
-    flag("--scales", [1.0],
-         "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
-         type=number(float, -10, 10), nargs="+")
+    strength = number(float, -10, 10)
+    flag("--lora", None, "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
+         "none; without --model the newest run's of tiny)", nargs="+")
+    flag("--lora_scale", [1.0], "strength of the LoRA, or of each: 0 is none, 1 as trained", type=strength, nargs="+")
+    flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
+         type=strength, nargs="+")
     flag = parser.group("how")
     flag("--negative_prompt", None, "prompt of the unconditional pass (default: one space)")
     flag("--num_inference_steps", None,
@@ -441,11 +440,11 @@ def read_flags():
     flag("--width", None, "pixels, likewise", type=JOB_TYPES["width"])
     flag("--size_from", None,
          "which picture gives the result its shape, from 1 (default: the last, as in stock)",
-         type=JOB_TYPES["size_from"], metavar="N")
+         type=JOB_TYPES["size_from"])
     flag("--target_pixels", None,
          "area of the result, or native (default: as the LoRA was trained, else 1024x1024; tiny: native)",
-         type=pixels, metavar="AREA")
-    flag("--control_pixels", None, "area of the pictures given, likewise", type=pixels, metavar="AREA")
+         type=pixels)
+    flag("--control_pixels", None, "area of the pictures given, likewise", type=pixels)
     flag("--upscale", None,
          "enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)",
          action=argparse.BooleanOptionalAction)
@@ -518,7 +517,7 @@ def read_samples(args):
 
 def complete_settings(sample, args, stretched):
     """-> how the sample is drawn: what its own line sets, and the flags for the rest. InputError for what makes no
-    sense. stretched: whether the schedule is, between its first and its last step."""
+    sense. stretched: the scheduler's shift_terminal, with which a schedule needs two steps."""
     own, where = sample.own_settings, f"{args.jobs or '--image'}: {sample.name}"
     settings = {name: getattr(args, name) for name in (*SAMPLING, "height", "width", "size_from")} | own
     if "sigmas" in own and "num_inference_steps" in own:
@@ -545,31 +544,33 @@ def complete_settings(sample, args, stretched):
     return settings
 
 def plan_pictures(samples, args, sheet, model_fingerprint):
-    """-> [SimpleNamespace(sample, row, title, seed, scale, path, key)], one for each sample, seed and scale. key: a
-    hash of all that decides the picture. InputError if two would be written to one file, or one to `sheet`."""
-    loras = [[common.file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
-    read = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
-    pictures, taken = [], {sheet}
+    """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
+    title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
+    would be written to one file, or one to `sheet`."""
+    loras = [[file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
+    inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
+    pictures, outputs = [], {sheet}
     for row, sample in enumerate(samples):
-        files = [file.stem for file in cache.files_of(sample)]
-        decides = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
+        encoded = [file.stem for file in cache.files_of(sample)]
+        settings = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
         name = sample.name.replace("/", "-") if args.jobs else sample.name
         out = args.out_dir / sample.settings.get("out", f"{name}.png")
         seeds = [sample.settings["seed"]] if "seed" in sample.settings else args.seed
         for seed, scale in product(seeds, args.scales):
-            path, words = out, []
+            words, end = [], ""
             if len(args.seed) > 1:
-                path, words = path.with_stem(f"{path.stem}-s{seed}"), [f"seed {seed}"]
+                words, end = [f"seed {seed}"], f"-s{seed}"
             if len(args.scales) > 1:
-                path, words = path.with_stem(f"{path.stem}-x{scale:g}"), [*words, f"LoRA x {scale:g}"]
-            if path in taken:
+                words, end = [*words, f"LoRA x {scale:g}"], f"{end}-x{scale:g}"
+            path = out.with_stem(out.stem + end)
+            if path in outputs:
                 raise InputError(f"{args.jobs or '--image'}: two pictures would be {path}; give each its own name")
-            if path.resolve() in read:
+            if path.resolve() in inputs:
                 raise InputError(f"{path}: would overwrite a picture that is read; give another --out_dir or --out")
-            taken.add(path)
+            outputs.add(path)
             strengths = [[lora, strength * scale] for lora, strength in loras]
-            key = common.content_key(files=files, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
-                                     loras=strengths, **decides)
+            key = common.content_key(files=encoded, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
+                                     loras=strengths, **settings)
             pictures.append(SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,
                                             scale=scale, path=path, key=key))
     return pictures
@@ -605,7 +606,7 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
     return problems
 
 def write_sheet(path, pictures):
-    """The first rows of all pictures, those of earlier calls too, where there are several."""
+    """The first rows of pictures, those of earlier calls too, if there are several pictures."""
     done = [(p, image) for p in pictures if p.row < 24 and (image := finished(p.path, p.key))]
     if len(done) > 1 and (sheet := common.find_extra("sheet")):
         save_png(sheet.results_sheet(done, common.read_image), path)
@@ -647,7 +648,7 @@ def main():
     problems += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size, verify=True)
     if rank == 0:
         common.print_problems(problems)
-    mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # dealt first: all deal the same list
+    mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # slice, then filter: all slice one list
     try:
         if mine:
             problems += draw(args, folder, transformer_folder, pipe.scheduler.config, mine, quiet=rank > 0)

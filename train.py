@@ -1,9 +1,8 @@
 """
 Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
 
-Reads datasets (layout: cache.py), or the index of one that cache.py has encoded. Writes a run folder: log.jsonl,
-checkpoint-000200/, samples/ (held-out pictures) and at the end pytorch_lora_weights.safetensors, which predict.py and
-stock diffusers load.
+Reads datasets (layout: cache.py), or an index of cache.py. Writes a run folder: log.jsonl, checkpoint-000200/, samples/
+(held-out pictures) and at the end pytorch_lora_weights.safetensors, which predict.py and stock diffusers load.
 
 $ python train.py                                                           # the toy dataset and model in tiny/
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --plan    # what it would take; trains nothing
@@ -62,9 +61,8 @@ flag("--lora_rank", 16, "width: more learns more, and costs memory", type=positi
 flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)", type=number(float, 1e-6))
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that is set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
-     "the attention, image and text; all-linear: all of the blocks", nargs="+", metavar="NAME")
-flag("--lora_args", [], "other arguments of peft.LoraConfig, as use_dora=true (default: none)",
-     nargs="+", type=key_value, metavar="KEY=VALUE")
+     "the attention, image and text; all-linear: all of the blocks", nargs="+")
+flag("--lora_args", [], "KEY=VALUE: peft.LoraConfig's other arguments, as use_dora=true", nargs="+", type=key_value)
 flag("--pretrained_lora", None, "start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag("--base_lora", None, "a LoRA to add to the frozen weights, such as Lightning's; sample with both")
 flag = parser.group("step")
@@ -74,8 +72,7 @@ flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this f
 flag("--batching", "packed", "padded is the slow reference", choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
      "learning rate itself: --lr 1), or another class that takes lr and weight_decay")
-flag("--optimizer_args", [], "other arguments of that class, as betas=[0.9,0.99] (default: none)",
-     nargs="+", type=key_value, metavar="KEY=VALUE")
+flag("--optimizer_args", [], "KEY=VALUE: its other arguments, as betas=[0.9,0.99]", nargs="+", type=key_value)
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
 flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=natural)
@@ -84,26 +81,21 @@ flag("--max_grad_norm", 1.0, "a longer gradient is cut to this length", type=num
 flag = parser.group("loss")
 flag("--timestep_sampling", "qwen_shift", "qwen_shift: logit-normal, shifted by the picture's size as in inference",
      choices=["uniform", "logit_normal", "qwen_shift"])
-flag("--loss_norm", "sample", "sample: mean per sample, then over samples; token: mean over all tokens, large pictures "
-     "weigh more", choices=["sample", "token"])
+flag("--loss_norm", "sample", "mean over samples, or over tokens: large ones weigh more", choices=["sample", "token"])
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
 flag = predict.add_transformer_flags(parser)
-flag("--gradient_checkpointing", None, "blocks computed again in the backward pass: fewer is faster, more saves memory "
-     "(default: all)", type=natural)
-flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2): a GPU holds 1/N of it, plus two whole "
-     "blocks while they compute", action="store_true")
+flag("--gradient_checkpointing", None, "blocks computed twice: more saves memory (default: all)", type=natural)
+flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)", action="store_true")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc", action="store_true")
 flag = parser.group("run")
-flag("--use_cache", True, "--no-use_cache: encode each batch anew, with all models on the device",
-     action=argparse.BooleanOptionalAction)
+flag("--use_cache", True, "no: encode each batch live, all models loaded", action=argparse.BooleanOptionalAction)
 flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=number(int, 0, 2**64 - 1))
 flag("--out_dir", None, "run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", 0, "steps between validations; 0: only at the end", type=natural)
 flag("--save_every", 200, "steps between checkpoints", type=positive)
 flag("--keep", 2, "how many of the newest checkpoints stay on disk", type=positive)
-flag("--tracker", "none", "log numbers and pictures there too (tensorboard --logdir RUN_FOLDER; WANDB_MODE=offline "
-     "needs no network)", choices=["none", "tensorboard", "wandb"])
+flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
 flag("--plan", False, "only print the tokens and memory this would take; needs no weights", action="store_true")
 flag("--resume", False, "continue the run of these flags: --out_dir, or the newest of its name", action="store_true")
 args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native sizes, a minute on a CPU
@@ -115,8 +107,7 @@ if args.pretrained_lora and parser.given() & {"--lora_rank", "--lora_alpha", "--
     parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
                  "--lora_targets and --lora_args")
 if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
-    parser.error("argument --lora_args: this initialization changes the base's weights, which the LoRA file does "
-                 "not store; choose another init_lora_weights")
+    parser.error("argument --lora_args: init_lora_weights changes the base, which no LoRA file stores; choose another")
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) < 2:
@@ -127,8 +118,7 @@ if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
 optimizer_class = locate(args.optimizer)
 if not callable(optimizer_class):
-    parser.error(f"argument --optimizer: found no {args.optimizer or 'name'}; give the path of a class, as "
-                 "torch.optim.AdamW, and pip install its package")
+    parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 pretrained_lora = predict.find_lora(args.pretrained_lora) if args.pretrained_lora else None
 base_lora = predict.find_lora(args.base_lora) if args.base_lora else None
 
@@ -253,7 +243,6 @@ def pick_sample(position):
     other_prompt = choose(g, args.preserve_prompts)
     prompt = choose(generator("wording", position), sample.prompts)
     with_pictures = chance(generator("pictures", position)) >= args.prompt_image_dropout_rate
-
     if preserve and sample.controls:
         return sample, resolution | dict(preserved=True), (other_prompt, True)
     if not with_pictures:
@@ -378,10 +367,8 @@ if lora_args.get("target_parameters") or any(".lora_" not in name for name in lo
 
 def deal_packs(lengths):
     """Samples of these lengths -> for each process [(pack, factor)]: the samples' places in `lengths`, at most
-    --max_tokens in a pack. Each process computes the same answer, so nothing has to be sent.
-
-    With --fsdp every process must run as many forward passes as any other, as blocks are gathered from all of them. A
-    process with fewer packs repeats the shortest sample at a factor of 0 to its loss; all other factors are 1."""
+    --max_tokens in a pack. All processes compute the same. With --fsdp each must run as many forward passes as any
+    other: one with fewer packs repeats the shortest sample at a factor of 0 to its loss; all other factors are 1."""
     # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
     shares, work, dealt = [[] for _ in range(world_size)], [0] * world_size, []
@@ -538,12 +525,11 @@ def validation_loss():
     --val_data and not on --seed, so that runs with the same flags of loss and sizes compare."""
     picked, lengths = [], []
     for i, sample in enumerate(val_samples):
-        resolution, text_key = sample.resolutions[0], (sample.prompts[0], True)
+        what = dict(sample=sample, resolution=sample.resolutions[0], text_key=(sample.prompts[0], True))
         for s in (0.125, 0.375, 0.625, 0.875):
             g = generator("validation", i, s, seed=0)
-            picked.append(SimpleNamespace(sample=sample, resolution=resolution, text_key=text_key, s=torch.tensor(s),
-                                          noise=g))
-            lengths.append(count_tokens(sample, resolution, text_key))
+            picked.append(SimpleNamespace(**what, s=torch.tensor(s), noise=g))
+            lengths.append(count_tokens(**what))
     sums = torch.zeros(2, device=args.device)
     for pack, factor in deal_packs(lengths)[rank]:
         for loss, weight in flow_loss(transformer, [load_item(picked[i]) for i in pack]):
@@ -580,20 +566,17 @@ def compare(i, base, picture):
     sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
     sample, resolution = val_samples[i], val_samples[i].resolutions[0]
     t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
-    rows = torch.cat([t["pixel_latent"], t["control_latent"]]).to(args.device)
+    latents = torch.cat([t["pixel_latent"], t["control_latent"]]).split([h * w for _, h, w in shapes])
 
     def by_vae(n):
-        latents = rows.split([h * w for _, h, w in shapes])[n]
-        return predict.decode(load_vae(), latents, [shapes[n]])
-
+        return predict.decode(load_vae(), latents[n].to(args.device), [shapes[n]])
     target, *controls = [common.read_image(path) if Path(path).is_file() else by_vae(n)
                          for n, path in enumerate([sample.target, *sample.controls])]
     target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
     return controls, target, [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
 
 def report(val_loss, base_pictures, pictures):
-    """Says the loss and each folder's mean PSNRs, and writes them to the log; a contact sheet of each dataset goes to
-    samples/."""
+    """Says and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/."""
     say(f"step {step}: validation loss {val_loss:.4f}. mean PSNR to the target in dB:\n"
         f"{'':20} pictures   input    base    LoRA  VAE alone")
     rows, groups, means, sheets = [], {}, {}, {}
@@ -665,14 +648,11 @@ def packs_from(first):
         for pack, _ in packs:
             yield [picked[i] for i in pack]
 
-def load_pack(picked):
-    return list(map(load_item, picked))
-
 signals = contextlib.ExitStack() # (`with` would indent all that follows)
 stopped, stopping = signals.enter_context(common.signals_noted()), False # a signal ends the run after the step at hand
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
 # while a pack computes, a thread reads and checks the files of the next. (live encoders need the device themselves)
-loaded = common.read_ahead(load_pack, packs_from(step), most=0 if live else 1)
+loaded = common.read_ahead(lambda picked: list(map(load_item, picked)), packs_from(step), most=0 if live else 1)
 while step < args.max_steps and not stopping:
     if due(step): # before the next step: a run that was killed in a validation begins with it when it is resumed
         validate()
