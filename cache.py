@@ -372,10 +372,7 @@ def plan_sizes(pipe, sample, geometry):
     return target_sizes, control_sizes
 
 def check_sample(pipe, sample, max_sequence_length):
-    """InputError for what this model cannot encode, or for a mask of another shape (it may have another size)."""
-    if not is_plus(pipe) and len(sample.controls) != 1:
-        raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
-                         f"{len(sample.controls)}; give it one, or take 2509 or 2511")
+    """InputError for a prompt that is too long, or for a mask of another shape (it may have another size)."""
     if sample.mask:
         check_mask(sample.mask, sample.sizes[0])
     tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt, _ in sample.texts)
@@ -399,6 +396,9 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args):
     """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
     encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
     names what is wrong with it."""
+    if not is_plus(pipe) and len(sample.controls) != 1:
+        raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
+                         f"{len(sample.controls)}; give it one, or take 2509 or 2511")
     target_sizes, control_sizes = plan_sizes(pipe, sample, geometry)
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
 

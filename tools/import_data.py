@@ -286,7 +286,7 @@ def convert_cache(paths, folder):
         except InputError as e:
             problems.append(str(e))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
-    cache.write_index(folder / f"{paths[0].resolve().parent.name}.json", samples, geometry, models={})
+    cache.write_index(folder / f"{paths[0].resolve().parent.name}.json", samples, geometry, fingerprints={})
     return samples, problems
 
 # ---- command line ----------------------------------------------------------------------------------------------------
