@@ -146,12 +146,12 @@ def find_model(model, parts, weights=True, flag="--model"):
             repo, revision=revision or None, allow_patterns=wanted,
             ignore_patterns=None if weights else "*.safetensors"))
     if flag == "--model":
-        check_files(folder, "model_index.json", weights)
+        check_files(folder, "model_index.json", weights, flag)
     for part in parts:
-        check_files(folder / part, CONFIG_FILES.get(part, "config.json"), weights)
+        check_files(folder / part, CONFIG_FILES.get(part, "config.json"), weights, flag)
     return folder
 
-def check_files(folder, config, weights):
+def check_files(folder, config, weights, flag):
     """InputError names a file that is missing or broken: `config` and the other JSON files of this folder, and if
     `weights` all weight files that are here or that an index of shards names, by their headers."""
     shards = set(folder.glob("*.safetensors"))
@@ -167,7 +167,7 @@ def check_files(folder, config, weights):
             safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
     except (OSError, ValueError, LookupError, AttributeError, TypeError, safetensors.SafetensorError) as e:
         raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git clone: git lfs "
-                         "pull); it is part of a complete diffusers folder")
+                         f"pull), as {flag} wants a complete diffusers folder")
 
 def load_pipeline(folder):
     """The stock pipeline of model_index.json (v1 or Plus) without weights: tokenizer, processor and scheduler only. Its

@@ -492,8 +492,8 @@ def take_sample(data, folders, left, name):
     if not controls[0] and folders["control"].is_dir():
         raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png")
     if further := left.get(("control", next_name, "picture")): # not taken above, as there is a target of this name
-        raise InputError(f"{further[0]}: either the control of the target with its name, or one more control of {name}; "
-                         "rename one of the two targets")
+        raise InputError(f"{further[0]}: either the control of the target with its name, or one more control of "
+                         f"{name}; rename one of the two targets")
     if not caption:
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
     lines = [line for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]

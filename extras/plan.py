@@ -113,8 +113,8 @@ def free_bytes(device):
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
-def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs, flow_loss, checkpoint_blocks,
-               say):
+def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs, flow_loss,
+               checkpoint_blocks, say):
     """args: train.py's flags; transformer, with its LoRA's parameters `lora`, on the meta device; folder: the model's;
     epoch: samples in one; then train.py's functions."""
     lengths, packs, padded, processes = [], [], 0, int(os.environ.get("WORLD_SIZE", 1))

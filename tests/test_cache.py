@@ -5,6 +5,7 @@ no damage to them, to their index or to the model's folder goes unnoticed.
 import errno
 import os
 import signal
+import sys
 import threading
 import pickle
 import re
@@ -25,7 +26,8 @@ import cache
 import common
 import predict
 from models import (DTYPE_NAME, assert_same, cached_files, change_weight, damage_tensors, encode, flip, index_of,
-                    is_one_line, load, make_cache, pipes, plus, refused, samples_of, train, until)
+                    ON_DEVICE, is_one_line, load, make_cache, pipes, plus, refused, samples_of, start, start_ranks,
+                    train, until)
 from test_consistency import (DEVICE, DTYPE, NATIVE, TINY, add_item, as_v1, copy_model, data, draw_picture,
                               encoder_flags, rel, run_script, show, stock_area, tiny_v1)
 
@@ -457,6 +459,31 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     assert "2 files" in prune(cache_dir, "--delete") and len(cached_files(cache_dir)) == 4
     assert "0 files" in prune(cache_dir)
     assert all(cache.is_cached(s) for path in cache_dir.glob("*.json") for s in cache.read_index(path)[0])
+
+def read_counter():
+    """In a process of its own: says on stderr that it has opened a picture."""
+    real = common.image_size
+    cache.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
+
+def test_the_first_process_alone_reads_a_dataset_and_its_error_ends_all(data, tmp_path, start):
+    flags = ["--data", data, "--val_data", "--cache_dir", tmp_path / "c", *ON_DEVICE, *NATIVE]
+    first, second = start_ranks(start, *flags, preludes=(read_counter, read_counter), script="cache.py")
+    assert first.wait() == second.wait() == 0, first.output() + second.output()
+    assert first.output().count("opened") == 4 and "opened" not in second.output()
+    assert sorted(index_of(tmp_path / "c")) == ["cat", "good"]
+    (data / "controls").mkdir() # an error that ends the planning
+    first, second = start_ranks(start, *flags, preludes=(None, None), script="cache.py")
+    assert first.wait() == second.wait() == 1
+    assert is_one_line(first.output().strip().splitlines()[-1], data / "controls") and "error" not in second.output()
+
+def test_a_missing_file_of_an_index_is_an_error_and_is_not_encoded_with_other_flags(root, tmp_path):
+    file = next(root.cache.glob("latents/*.safetensors"))
+    file.unlink()
+    for val_data in ([], [root.data]): # beside a dataset there is a pipeline that could encode it
+        result = run_script("train.py", "--model", root.model, "--data", root.index, "--val_data", *val_data,
+                            "--cache_dir", tmp_path / "c", "--max_steps", 1, "--out_dir", tmp_path / "o", *NATIVE)
+        assert result.status == 1 and is_one_line(result.errors[-1], file, "missing"), result.err
+        assert not file.exists()
 
 def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
     """Each rank decides alone which files are its own, perhaps when others have written theirs already."""

@@ -188,6 +188,14 @@ def test_a_broken_picture_is_listed_and_left_out(tmp_path, data):
         assert result.status == (0 if skip else 1) and len(result.losses) == 2 * bool(skip), result.err
         assert len(result.errors) == 1 and is_one_line(result.errors[0], broken), result.err
 
+def test_hidden_files_and_folders_are_passed_over(data):
+    """What file managers and notebooks leave there."""
+    (data / "target/._cat.png").write_bytes(b"not a picture")
+    save(draw_picture(), data / "target/.ipynb_checkpoints/cat-checkpoint.png")
+    save(draw_picture(), data / ".trash/cat.png")
+    samples, problems = common.read_dataset(data)
+    assert sorted(s.name for s in samples) == ["cat", "good"] and not problems
+
 @pytest.mark.parametrize("width, warned", [(72, True), (68, False)])
 def test_an_aspect_that_rounding_bends_by_a_tenth_is_a_warning(tmp_path, width, warned):
     add_item(tmp_path / "data", "cat", [(width, 64), (64, 64)])

@@ -1,5 +1,5 @@
 """
-The rule on the wall: the four core scripts and tiny/ work when they are copied alone; any file of extras/, tools/ and
+The rule on the wall: the five core files and tiny/ work when they are copied alone; any file of extras/, tools/ and
 tests/ can go without the rest noticing; imports point down only; nothing at the top of a file is POSIX-only.
 """
 import ast
@@ -67,7 +67,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-def test_the_four_scripts_alone_cache_train_and_sample(tmp_path):
+def test_the_five_files_alone_cache_train_and_sample(tmp_path):
     """Also where neither fcntl nor resource nor os.uname exist, as on Windows, and no git."""
     folder = copied(tmp_path / "alone")
     for part in ("target", "control"): # four pictures are enough

@@ -57,7 +57,8 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
            "'heigth'": [dict(heigth=3)], "'control'": [dict(control=one)],
            "seed": [dict(seed=x) for x in ("x", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
            "out ": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
-           "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[0.5, 0.6])],
+           "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[0.5, 0.6]),
+                      dict(sigmas=[1], num_inference_steps=3)],
            "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
            "num_inference_steps": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
            "give 32 to": [dict(height=0), dict(width=31)],
@@ -368,7 +369,8 @@ def test_ctrl_c_keeps_what_is_drawn_and_ends_in_one_line(tmp_path, photos, start
 
 def test_one_picture_goes_to_out_dir_if_it_is_given(tmp_path, photos):
     result = draw("--image", photos[1], photos[0], "--prompt", "x", "--lora", "", "--out_dir", tmp_path / "o")
-    assert [p.name for p in tmp_path.glob("o/*")] == [photos[1].name] and "the base model draws" in result.out, result.err
+    assert [p.name for p in tmp_path.glob("o/*")] == [photos[1].name], result.err
+    assert "the base model draws" in result.out
     for flags in (["--image", photos[0], "--prompt", "x"], ["--jobs", "jobs.jsonl"]):
         result = run_script("predict.py", *flags, "--out_dir", tmp_path, "--out", tmp_path / "x.png")
         assert result.status == 2 and is_one_line(result.errors[-1], "--out")

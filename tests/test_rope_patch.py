@@ -474,6 +474,20 @@ def test_compiled_blocks_do_not_compile_anew_for_new_lengths(varlen, monkeypatch
         assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 4 # one or more, last or not
     torch._dynamo.reset()
 
+@pytest.mark.parametrize("mode", ["padded", "packed"])
+def test_a_lora_scale_beside_checkpointing_is_refused_in_a_mixed_batch(mode):
+    """The second pass would have none: wrong gradients. Without gradients, and with a scale of 1, nothing is refused."""
+    model = patched_copy(hot_model(lora=True))
+    scaled = with_kwargs(model, mode, MIXED, scale=0.5)
+    want = run(model, mode, MIXED, **scaled)
+    assert rel(want[0], run(model, mode, MIXED)[0]) > 1e-3
+    assert rope_patch.checkpoint_blocks(model.train(), 1) == 1
+    with pytest.raises(ValueError, match="scale: got 0.5"):
+        run(model, mode, MIXED, **scaled)
+    with torch.no_grad():
+        assert_bitwise(run(model, mode, MIXED, **scaled), want)
+    run(model, mode, MIXED, **with_kwargs(model, mode, MIXED, scale=1.0))[0].sum().backward()
+
 def to_dtype(model, dtype):
     return torch.nn.Module.to(model, DEVICE, dtype).requires_grad_(False) # not diffusers' own, which warns
 

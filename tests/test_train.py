@@ -303,7 +303,7 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
     assert plain.status == 0 and curve(log_of(tmp_path / "c")) != curve(log_of(tmp_path / "a"))
 
 @pytest.mark.parametrize("flags, status, named", [
-    (["--optimizer", "prodigyopt.Prodigy"], 2, "prodigyopt"),
+    (["--optimizer", "not_installed.Prodigy"], 2, "not_installed"),
     (["--optimizer", "torch.optim.AdamZ"], 2, "--optimizer"), (["--optimizer", "AdamW"], 2, "torch.optim.AdamW"),
     (["--optimizer="], 2, "torch.optim.AdamW"),
     (["--optimizer_args", "beta=3"], 1, "beta"),
