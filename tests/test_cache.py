@@ -474,7 +474,8 @@ def test_the_first_process_alone_reads_a_dataset_and_its_error_ends_all(data, tm
     (data / "controls").mkdir() # an error that ends the planning
     first, second = start_ranks(start, *flags, preludes=(None, None), script="cache.py")
     assert first.wait() == second.wait() == 1
-    assert is_one_line(first.output().strip().splitlines()[-1], data / "controls") and "error" not in second.output()
+    assert is_one_line(first.output().strip().splitlines()[-1], data / "controls")
+    assert "controls" not in second.output() and "Traceback" not in first.output() + second.output()
 
 def test_a_missing_file_of_an_index_is_an_error_and_is_not_encoded_with_other_flags(root, tmp_path):
     file = next(root.cache.glob("latents/*.safetensors"))

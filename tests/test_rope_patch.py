@@ -476,7 +476,7 @@ def test_compiled_blocks_do_not_compile_anew_for_new_lengths(varlen, monkeypatch
 
 @pytest.mark.parametrize("mode", ["padded", "packed"])
 def test_a_lora_scale_beside_checkpointing_is_refused_in_a_mixed_batch(mode):
-    """The second pass would have none: wrong gradients. Without gradients, and with a scale of 1, nothing is refused."""
+    """The second pass would have none: wrong gradients. Without gradients, or with a scale of 1, nothing is refused."""
     model = patched_copy(hot_model(lora=True))
     scaled = with_kwargs(model, mode, MIXED, scale=0.5)
     want = run(model, mode, MIXED, **scaled)
@@ -504,7 +504,8 @@ def modulation_gradients(dtype, backend=None):
         model.transformer_blocks[0].compile(dynamic=True, backend=backend)
     g = torch.Generator().manual_seed(1)
     image, text = [torch.randn(n, C, generator=g).bfloat16().to(DEVICE, dtype) for n in (8192, 600)]
-    out, = rope_patch.run_packed(model, [image], [text], torch.tensor([0.5], device=DEVICE), [[(1, 64, 64), (1, 64, 64)]])
+    shapes = [[(1, 64, 64), (1, 64, 64)]]
+    out, = rope_patch.run_packed(model, [image], [text], torch.tensor([0.5], device=DEVICE), shapes)
     out.float().square().mean().backward()
     return {name: p.grad for name, p in lora.items()}
 
