@@ -634,7 +634,7 @@ def plan_training(pipe, folder, args):
 
     samples, val_samples, problems = [], [], []
     for n, root in enumerate(args.data):
-        root_samples, geometry, root_problems = read_root(root, texts_of, geometry)
+        root_samples, geometry, root_problems = read_root(root, texts_of, geometry) # (an index stands alone)
         for sample in root_samples:
             sample.repeats = args.repeats[n] if args.repeats else sample.repeats
         samples, problems = samples + root_samples, problems + root_problems

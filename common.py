@@ -187,7 +187,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         self.exit(2, error_line(line) + "\n")
 
     def given(self):
-        """The flags on the command line, without their values."""
+        """The words of the command line, with --flag of --flag=value."""
         return {word.split("=")[0] for word in sys.argv[1:]}
 
     def parse_args(self):
@@ -497,7 +497,7 @@ def take_sample(data, folders, left, name):
     if not caption:
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
     lines = [line for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
-    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, *mask)
+    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, mask[0] if mask else None)
 
 def read_manifest(path, job_types=None):
     """metadata.jsonl: lines of JSON with target, control, prompt and mask -> (samples, problems). With job_types,
@@ -538,8 +538,10 @@ def read_row(manifest, n, line, job_types):
         if key not in (job_types or {}):
             raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
         try:
+            if value is None:
+                raise ValueError("no value")
             own_settings[key] = job_types[key](value if isinstance(value, list) else str(value))
-        except (ValueError, TypeError, argparse.ArgumentTypeError) as e:
+        except (ValueError, TypeError, AttributeError, argparse.ArgumentTypeError) as e:
             raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
     target, mask, *controls = [path if path is None else find_picture(manifest, where, path, is_job)
                                for path in (target, mask, *controls)]

@@ -135,7 +135,7 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
                          "in train.py --fsdp too (train.py --plan says how much)")
 
 class LoraLinear(lora.Linear): # a class because peft takes one in the place of its own
-    """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of a training step on a CPU. Here
+    """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of such a step on a CPU. Here
     its weights are cast when they are used, while they, their gradients and the file stay fp32. Plain LoRA only: all
     else is left to peft."""
 
@@ -515,9 +515,9 @@ def read_samples(args):
         raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
     return samples, []
 
-def complete_settings(sample, args, stretched):
+def complete_settings(sample, args, shift_terminal):
     """-> how the sample is drawn: what its own line sets, and the flags for the rest. InputError for what makes no
-    sense. stretched: the scheduler's shift_terminal, with which a schedule needs two steps."""
+    sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
     own, where = sample.own_settings, f"{args.jobs or '--image'}: {sample.name}"
     settings = {name: getattr(args, name) for name in (*SAMPLING, "height", "width", "size_from")} | own
     if "sigmas" in own and "num_inference_steps" in own:
@@ -534,7 +534,7 @@ def complete_settings(sample, args, stretched):
         raise InputError(f"{where}: size_from {settings['size_from']}; give 1 to {len(sample.controls)}")
     if sigmas != sorted(set(sigmas), reverse=True):
         raise InputError(f"{where}: sigmas {sigmas}; give falling numbers")
-    if settings["num_inference_steps"] == 1 and stretched and not settings["shift"]:
+    if settings["num_inference_steps"] == 1 and shift_terminal and not settings["shift"]:
         raise InputError(f"{where}: num_inference_steps 1; give 2 or more, or a shift")
     out = Path(own.get("out", ""))
     if out.is_absolute() or ".." in out.parts:

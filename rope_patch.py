@@ -20,7 +20,6 @@ B samples, I image tokens (target first, then controls), T text tokens, S = T + 
 R = D/2 complex rotations.
 """
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from math import prod
 from types import MethodType
@@ -118,7 +117,7 @@ class Lens:
 @dataclass
 class Layout:
     """Where the samples stand in a joint row [text 0, image 0, text 1, image 1, ...], made once per forward pass. A
-    compiled block reads tensors only: a list of another length would trigger a recompilation."""
+    compiled block reads no list of it: one of another length would trigger a recompilation."""
     joint: Lens # of text + image
     img: Lens # of the image tokens alone
     order: torch.Tensor # (S,) for each token of the joint row its place in [all text, all image]
@@ -310,8 +309,9 @@ def add_gated(segments, x, gate, y):
 def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
                   joint_attention_kwargs=None, modulate_index=None):
     """QwenImageTransformerBlock.forward, and the same block for rows whose modulation changes from segment to segment.
-    On a CPU it keeps stock's arithmetic, so that bf16 stays bit-equal. It replaces block.forward per instance: every
-    hook on block.__call__ (checkpointing, offload, FSDP, compile, peft) still fires."""
+    modulate_index: stock's own, or for a mixed batch a Ragged. On a CPU it keeps stock's arithmetic, so that bf16 stays
+    bit-equal. It replaces block.forward per instance: every hook on block.__call__ (checkpointing, offload, FSDP,
+    compile, peft) still fires."""
     if not isinstance(modulate_index, Ragged):
         return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
                                   image_rotary_emb, joint_attention_kwargs, modulate_index)
@@ -384,8 +384,8 @@ def packed_batch(model, img, txt, txt_lens, shapes, freqs):
     return Batch(img, txt, freqs, img_lens, txt_lens, None, None)
 
 def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
-    """The Batch of the padded and of the precomputed mode (with freqs). Which image tokens are pads, img_shapes tell if
-    padded; if precomputed the joint mask, without one img_shapes, without these no token is."""
+    """The Batch of the padded and of the precomputed mode (with freqs). Which image tokens are pads:
+    padded: img_shapes tell. precomputed: the joint mask tells, else img_shapes, else there are none."""
     (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
     img_lens = [img_len] * batch
     if freqs is None or (joint_mask is None and shapes is not None):
@@ -508,7 +508,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
         img_len = None
     shapes = None if img_shapes is None else sample_shapes(img_shapes, B, img_len)
 
-    if is_packed:
+    if is_packed: # the packed mode
         if masked:
             raise ValueError("packed: got a mask, want none (packed rows have no pads)")
         batch = packed_batch(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
@@ -516,13 +516,14 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
         txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
         encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
         is_stock = image_rotary_emb is None and joint_mask is None and not should_use_multi_resolution_mode(shapes)
-        if is_stock and image_lens(shapes)[0] == hidden_states.shape[1]: # diffusers' own code, bit for bit
+        if is_stock and image_lens(shapes)[0] == hidden_states.shape[1]: # the stock mode: diffusers' code, bit for bit
             # which is silent where the table of positions ends: sample_freqs raises
             sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device)
             return type(self).forward(
                 self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
                 attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
                 additional_t_cond=additional_t_cond, return_dict=return_dict)
+        # the padded and the precomputed mode
         batch = padded_batch(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
                              image_rotary_emb)
     if guidance is not None or controlnet_block_samples is not None:

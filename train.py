@@ -104,8 +104,7 @@ args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native si
                                             "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
 lora_args = dict(args.lora_args)
 if args.pretrained_lora and parser.given() & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
-    parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
-                 "--lora_targets and --lora_args")
+    parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out the flags that set them")
 if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
     parser.error("argument --lora_args: init_lora_weights changes the base, which no LoRA file stores; choose another")
 if args.dtype == "float16":
@@ -179,8 +178,8 @@ if checkpoint:
     refuse_changes(checkpoint[2]["config"]) # before anything slow
     step = checkpoint[2]["step"]
 elif args.resume:
-    killed_early = log.exists() and not (out_dir / LORA_FILE).exists() # before its first checkpoint: begin again
-    if saved or not killed_early:
+    killed_early = log.exists() and not (out_dir / LORA_FILE).exists() # before its first checkpoint: it begins again
+    if saved or not killed_early: # all checkpoints are damaged; or no run, or a finished one without them
         raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
@@ -198,7 +197,7 @@ if rank == 0 and not args.plan:
 # ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
 datasets = [root for root in args.data + args.val_data if not cache.is_index(root)]
-parts = cache.ENCODERS if datasets else ["scheduler", "vae"] # what indexes hold is encoded
+parts = cache.ENCODERS if datasets else ["scheduler", "vae"] # indexes need no encoders; the VAE is for validation
 folder, transformer_folder = predict.find_folders(args, parts, not args.plan)
 pipe = cache.load_pipeline(folder) if datasets else None
 samples, val_samples, geometry = cache.make_cache(pipe, folder, args, rank, world_size,
@@ -259,16 +258,16 @@ def pick_timestep(g, img_len):
     s = torch.rand((), generator=g) if args.timestep_sampling == "uniform" else torch.randn((), generator=g).sigmoid()
     if args.timestep_sampling == "qwen_shift":
         mu = predict.find_mu(img_len, scheduler_config)
-        s = math.exp(mu) / (math.exp(mu) + 1 / s - 1)
+        s = math.exp(mu) / (math.exp(mu) + 1 / s - 1) # as the scheduler shifts its sigmas
     return s
 
 def pick(position):
-    """What is trained at this position -> SimpleNamespace(sample, resolution, text_key, s: the timestep, noise: the
-    generator whose next numbers are its noise)."""
+    """What is trained at this position -> SimpleNamespace(sample, resolution, text_key, s: the timestep,
+    noise_generator: its next numbers are the noise, which load_item takes once)."""
     sample, resolution, text_key = pick_sample(position)
     g = generator("noise", position)
     s = pick_timestep(g, math.prod(resolution["img_shapes"][0]))
-    return SimpleNamespace(sample=sample, resolution=resolution, text_key=text_key, s=s, noise=g)
+    return SimpleNamespace(sample=sample, resolution=resolution, text_key=text_key, s=s, noise_generator=g)
 
 # ---- loss: flow matching ---------------------------------------------------------------------------------------------
 
@@ -279,9 +278,9 @@ def load_item(picked):
     None for the base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,)."""
     t, shapes = cache.load_latents(picked.sample, picked.resolution, live), picked.resolution["img_shapes"]
     x0 = t["pixel_latent"].to(args.device, torch.float32)
-    noise = torch.randn(x0.shape, generator=picked.noise).to(args.device)
+    noise = torch.randn(x0.shape, generator=picked.noise_generator).to(args.device)
     velocity, weight = noise - x0, torch.ones(len(x0), device=args.device)
-    if "preserved" in picked.resolution:
+    if "preserved" in picked.resolution: # marked by pick_sample
         velocity = None
     elif "edit_mask" in t:
         mask = t["edit_mask"].to(args.device)
@@ -388,7 +387,7 @@ def deal_packs(lengths):
 
 if args.plan: # needs the LoRA's shapes, not its values
     load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), pick_sample, count_tokens, deal_packs,
-                                         flow_loss, checkpoint_blocks, say)
+                                  flow_loss, checkpoint_blocks, say)
     sys.exit(0)
 
 # ---- onto the device, and the optimizer ------------------------------------------------------------------------------
@@ -507,7 +506,8 @@ if rank == 0:
             shutil.rmtree(left)
         else:
             left.unlink()
-    (out_dir / "DONE").unlink(missing_ok=True) # the run goes on
+    for name in ("DONE", LORA_FILE): # the run goes on, beyond what is in the newest checkpoint too
+        (out_dir / name).unlink(missing_ok=True)
     begin_log()
 track = None # function of --tracker
 if args.tracker != "none" and rank == 0:
@@ -528,7 +528,7 @@ def validation_loss():
         what = dict(sample=sample, resolution=sample.resolutions[0], text_key=(sample.prompts[0], True))
         for s in (0.125, 0.375, 0.625, 0.875):
             g = generator("validation", i, s, seed=0)
-            picked.append(SimpleNamespace(**what, s=torch.tensor(s), noise=g))
+            picked.append(SimpleNamespace(**what, s=torch.tensor(s), noise_generator=g))
             lengths.append(count_tokens(**what))
     sums = torch.zeros(2, device=args.device)
     for pack, factor in deal_packs(lengths)[rank]:
@@ -538,13 +538,13 @@ def validation_loss():
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
 
-@lru_cache
+@lru_cache # once
 def load_vae():
     return live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype)
 
 def draw_pictures():
     """{place in val_samples: PIL image}, drawn by all processes together."""
-    share, vae = slice(rank, None, world_size), load_vae()
+    share, vae = slice(rank, None, world_size), load_vae() # of the packs
     if args.fsdp: # every process has to join every forward pass, so all draw everything, and the first one decodes it
         share = slice(None)
         vae = vae if rank == 0 else None
@@ -556,7 +556,7 @@ def draw_pictures():
         pictures |= some
     return pictures
 
-@lru_cache
+@lru_cache # once
 def draw_base_pictures():
     with without_lora(transformer):
         return draw_pictures()
@@ -634,7 +634,7 @@ def sum_over_processes(numbers):
     vector_to_parameters(flat, grads) # each gradient is a part of `flat` now
     return flat[-len(numbers):].tolist()
 
-@lru_cache(maxsize=2) # packs_from is one step ahead of the loop
+@lru_cache(maxsize=2) # packs_from, which walks the same packs as the loop below, is one step ahead of it
 def plan_step(n):
     """-> what pick picks for step n's samples, their lengths, and this process's [(pack, factor)]."""
     picked = [pick(position) for position in range(n * args.batch_size, (n + 1) * args.batch_size)]
@@ -702,15 +702,15 @@ while step < args.max_steps and not stopping:
         tokens, memory = sum(lengths), common.memory_of(args.device)
         names = [f"{p.sample.root}/{p.sample.name}" for p in picked]
         timesteps = [round(p.s.item(), 4) for p in picked]
-        sample_losses = [round(x, 5) for x in sample_losses]
         write_log(saving, step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4), tokens=tokens,
-                  memory=round(memory, 3), samples=names, timesteps=timesteps, losses=sample_losses)
+                  memory=round(memory, 3), samples=names, timesteps=timesteps,
+                  losses=[round(x, 5) for x in sample_losses])
         if track:
             track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-        exploded = " | exploded: predicting nothing has a loss of 2; lower --lr in a new run" if loss > 10 else ""
         say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
-            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB"
-            + exploded)
+            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
+        if loss > 10:
+            say("exploded: predicting nothing has a loss of 2; lower --lr in a new run")
         bar.update()
         if saving:
             save_checkpoint()
@@ -729,7 +729,7 @@ else:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     flags = ["--model", args.model, "--lora", str(out_dir)]
     if base_lora:
-        flags.append(str(base_lora))
+        flags += [str(base_lora)]
     if args.transformer:
         flags += ["--transformer", args.transformer]
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
