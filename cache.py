@@ -637,11 +637,15 @@ def plan_training(pipe, folder, args):
         root_samples, geometry, root_problems = read_root(root, texts_of, geometry) # (an index stands alone)
         for sample in root_samples:
             sample.repeats = args.repeats[n] if args.repeats else sample.repeats
-        samples, problems = samples + root_samples, problems + root_problems
+        samples += root_samples
+        problems += root_problems
     val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1]) # the first area alone is validated
     for root in args.val_data:
         root_samples, _, root_problems = read_root(root, val_texts_of, val_geometry)
-        val_samples, problems = val_samples + root_samples, problems + root_problems
+        if alone := [sample.name for sample in root_samples if not sample.controls]:
+            raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be drawn; leave it out")
+        val_samples += root_samples
+        problems += root_problems
     for sample in samples:
         if learned := set(preserve_prompts) & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
@@ -661,8 +665,8 @@ def describe(samples):
             distortions.append((abs(w / h * height / width - 1), s.name))
     distortion, name = max(distortions)
     if distortion > 0.1:
-        words += f"\nwarning: {name}: sides rounded to 32 change its aspect by {distortion:.1%}; a larger area "
-        words += "bends it less"
+        words += (f"\nwarning: {name}: sides rounded to 32 change its aspect by {distortion:.1%}; a larger "
+                  "area bends it less")
     return words
 
 # ---- command line ----------------------------------------------------------------------------------------------------

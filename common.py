@@ -120,8 +120,7 @@ def number(kind, low, high=math.inf):
         value = kind(text)
         if low <= value <= high: # False for nan too
             return value
-        upper = "or more" if high == math.inf else f"to {high}"
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} {upper}")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} to {high}")
     parse.__name__ = kind.__name__ # argparse says "invalid int value"
     return parse
 
@@ -310,15 +309,13 @@ def end_by_ctrl_c(kind, error, trace):
 
 def read_ahead(read, items, threads=1, most=1):
     """Yields a future of read(item) for each item, in order, while threads read the next ones, as many as `most`."""
-    pool, waiting = ThreadPoolExecutor(threads), deque()
-    try:
+    waiting = deque()
+    with ThreadPoolExecutor(threads) as pool:
         for item in items:
             waiting.append(pool.submit(read, item))
             if len(waiting) > most:
                 yield waiting.popleft()
         yield from waiting
-    finally: # also if the caller stops early
-        pool.shutdown(cancel_futures=True)
 
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------
 
@@ -428,7 +425,7 @@ def find_folders(data):
     """{"target": data/target, ...}, each under the name that it has here. InputError if a role has two."""
     folders = {}
     for role, names in FOLDERS.items():
-        here = [data / name for name in names if (data / name).is_dir()]
+        here = [data / name for name in names if os.path.lexists(data / name)]
         if len(here) > 1:
             raise InputError(f"{here[1]}: means the same as {here[0].name}/; keep one of them")
         folders[role] = here[0] if here else data / role
@@ -438,8 +435,8 @@ def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or "link" for a link
     to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
     def unreadable(e):
-        if not isinstance(e, FileNotFoundError): # mask/ need not be there
-            raise InputError(f"{e.filename}: cannot be read ({e.strerror}); fix its permissions")
+        if not isinstance(e, FileNotFoundError) or os.path.islink(e.filename): # mask/ need not be there
+            raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mount it, or fix its permissions")
     found = {}
     for root, dirs, names in os.walk(folder, onerror=unreadable):
         dirs[:] = [name for name in dirs if not name.startswith(".")]
@@ -538,13 +535,13 @@ def read_row(manifest, n, line, job_types):
         if key not in (job_types or {}):
             raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
         try:
-            if value is None:
-                raise ValueError("no value")
-            own_settings[key] = job_types[key](value if isinstance(value, list) else str(value))
+            if isinstance(value, int | float):
+                value = str(value) # as on the command line
+            own_settings[key] = job_types[key](value)
         except (ValueError, TypeError, AttributeError, argparse.ArgumentTypeError) as e:
             raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
-    target, mask, *controls = [path if path is None else find_picture(manifest, where, path, is_job)
-                               for path in (target, mask, *controls)]
+    controls = [find_picture(manifest, where, path, is_job) for path in controls]
+    target, mask = [path and find_picture(manifest, where, path, is_job) for path in (target, mask)]
     if target:
         name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
     else:
@@ -561,8 +558,7 @@ def find_picture(manifest, where, name, anywhere):
             return file
     except (TypeError, ValueError, OSError, RuntimeError): # no text, NUL or half a surrogate pair, links in a circle
         pass
-    inside = "" if anywhere else f" inside {folder}"
-    raise InputError(f"{where}: {name!r} is no file{inside}; paths begin at {folder}")
+    raise InputError(f"{where}: {name!r} is no file; paths begin at {folder}, and a dataset's must stay inside it")
 
 def make_sample(where, root, name, target, controls, prompts, mask=None, own_settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""

@@ -67,8 +67,13 @@ def png_name(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no .png name")
     return text
 
+def only_text(value):
+    if not isinstance(value, str):
+        raise TypeError("is no text")
+    return value
+
 JOB_TYPES = dict( # flags that a line of jobs.jsonl may set, and their types
-    out=png_name, negative_prompt=str, height=number(int, 32, 16384), width=number(int, 32, 16384),
+    out=png_name, negative_prompt=only_text, height=number(int, 32, 16384), width=number(int, 32, 16384),
     size_from=positive, seed=number(int, 0, 2**64 - 1), num_inference_steps=number(int, 1, 1000),
     true_cfg_scale=number(float, -1e6, 1e6), sigmas=lambda values: list(map(noise_level, values)),
     shift=number(float, 1e-6, 1e6))
@@ -488,7 +493,7 @@ def find_geometry(args):
     area = "native" if common.is_tiny(args.model) else 1024 * 1024
     geometry = dict(target_pixels=area, control_pixels=area, upscale=True)
     for path in reversed(args.lora):
-        geometry |= read_lora(path)[1].get("train.geometry", {})
+        geometry |= read_lora(path)[1].get("train.geometry") or {}
     for name in geometry:
         if getattr(args, name) is not None:
             geometry[name] = getattr(args, name)
@@ -543,12 +548,11 @@ def complete_settings(sample, args, shift_terminal):
         raise InputError(f"{where}: its own seed, and --seed gives several; leave one out")
     return settings
 
-def plan_pictures(samples, args, sheet, model_fingerprint):
+def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
     """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
     would be written to one file, or one to `sheet`."""
     loras = [[file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
-    inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
     pictures, outputs = [], {sheet}
     for row, sample in enumerate(samples):
         encoded = [file.stem for file in cache.files_of(sample)]
@@ -559,9 +563,11 @@ def plan_pictures(samples, args, sheet, model_fingerprint):
         for seed, scale in product(seeds, args.scales):
             words, end = [], ""
             if len(args.seed) > 1:
-                words, end = [f"seed {seed}"], f"-s{seed}"
+                words.append(f"seed {seed}")
+                end += f"-s{seed}"
             if len(args.scales) > 1:
-                words, end = [*words, f"LoRA x {scale:g}"], f"{end}-x{scale:g}"
+                words.append(f"LoRA x {scale:g}")
+                end += f"-x{scale:g}"
             path = out.with_stem(out.stem + end)
             if path in outputs:
                 raise InputError(f"{args.jobs or '--image'}: two pictures would be {path}; give each its own name")
@@ -634,8 +640,9 @@ def main():
     def texts_of(sample):
         return [(prompt, True) for prompt in prompts_of(sample, sample.settings)]
 
+    inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
     good, wrong = cache.plan_samples(pipe, complete, texts_of, geometry, args, rank > 0)
-    pictures = plan_pictures(good, args, sheet, cache.fingerprint(transformer_folder / "transformer"))
+    pictures = plan_pictures(good, inputs, args, sheet, cache.fingerprint(transformer_folder / "transformer"))
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
         common.prepare_folder(args.out_dir)

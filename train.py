@@ -104,7 +104,8 @@ args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native si
                                             "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
 lora_args = dict(args.lora_args)
 if args.pretrained_lora and parser.given() & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
-    parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out the flags that set them")
+    parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
+                 "--lora_targets and --lora_args")
 if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
     parser.error("argument --lora_args: init_lora_weights changes the base, which no LoRA file stores; choose another")
 if args.dtype == "float16":
@@ -202,8 +203,6 @@ folder, transformer_folder = predict.find_folders(args, parts, not args.plan)
 pipe = cache.load_pipeline(folder) if datasets else None
 samples, val_samples, geometry = cache.make_cache(pipe, folder, args, rank, world_size,
                                                   encode=args.use_cache and not args.plan)
-if alone := [s.name for s in val_samples if not s.controls]:
-    raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be drawn; leave it out")
 live = None if args.use_cache else pipe # encodes each batch anew
 if live and not args.plan:
     cache.load_encoder(live, "vae", args)
@@ -356,7 +355,7 @@ warnings.filterwarnings("ignore", "You have passed exclude_modules") # where the
 torch.manual_seed(args.seed) # every process makes the same LoRA; nothing has to be sent
 try:
     lora = predict.add_lora(transformer, **lora_config) # {name: parameter}: all that learns
-except (TypeError, ValueError) as e:
+except (TypeError, ValueError, AttributeError) as e:
     raise InputError(f"--lora_args: peft refuses them ({first_words(e)}); see peft.LoraConfig")
 if lora_args.get("target_parameters") or any(".lora_" not in name for name in lora):
     raise InputError("--lora_args: would train what a LoRA's file cannot hold; leave out bias, modules_to_save and "

@@ -582,3 +582,9 @@ def test_an_incomplete_model_is_named_on_a_line_of_its_own(data, tmp_path, monke
     named = (model / file).parent if how in ("gone", "no shard", "foreign") else model / file
     assert result.status == 1 and is_one_line(result.errors[-1], named), result.err
     assert re.search(r"(^|[\r\n])" + re.escape(result.errors[-1]), result.err), result.err
+
+def test_val_data_without_controls_is_refused_before_anything_is_encoded(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("a model was loaded"))
+    add_item(tmp_path / "val", "dog", [(64, 32)])
+    result = run_script("cache.py", "--data", data, "--val_data", tmp_path / "val", "--cache_dir", tmp_path / "c")
+    assert result.status == 1 and is_one_line(result.errors[-1], "--val_data", "dog"), result.err

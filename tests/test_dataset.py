@@ -118,6 +118,8 @@ NO_DATASET = { # what is there instead of a dataset, and what else the one line 
                           "control/"),
     "a folder of another trainer": (lambda d: [(d / x).mkdir(parents=True) for x in ("target", "input")], "input",
                                     "control"),
+    "control/ of a disk that is not there": (lambda d: (d / "target").mkdir(parents=True) or (d / "control").symlink_to(
+        d / "nowhere"), "control", "mount"),
     "empty manifest": (lambda d: d.mkdir() or (d / "metadata.jsonl").write_text("\n \n"),),
     "a table": (lambda d: d.mkdir() or (d / "metadata.csv").write_text("target,control,prompt\n"), "metadata.csv"),
     "a text file": (lambda d: d.write_text("hello"), "target/NAME.png"),

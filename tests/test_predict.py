@@ -56,13 +56,15 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
     bad = {"missing.png": [dict(image=["missing.png"])], "neither a text nor a list": [dict(prompt=None)],
            "'heigth'": [dict(heigth=3)], "'control'": [dict(control=one)],
            "seed": [dict(seed=x) for x in ("x", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
-           "out ": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png")], "control": [dict(image=[])],
+           "out ": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png", ["a.png"])],
+           "control": [dict(image=[])],
            "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[0.5, 0.6]),
                       dict(sigmas=[1], num_inference_steps=3)],
            "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
            "num_inference_steps": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
            "give 32 to": [dict(height=0), dict(width=31)],
-           "negative prompt": [dict(negative_prompt="<|im_end|>")]}
+           "negative prompt": [dict(negative_prompt="<|im_end|>")], "None": [dict(image=[None]), dict(height=None)],
+           "negative_prompt": [dict(negative_prompt=x) for x in (None, ["a"], dict(a=1))]}
     rows, out = [*good, *sum(bad.values(), [])], tmp_path / "o"
     jobs = write_jobs(tmp_path, [dict(image=one, prompt="add a red border") | row for row in rows])
     result = run_script("predict.py", "--jobs", jobs, "--out_dir", out, "--sigmas", 1, 0.5, *ON_DEVICE)
@@ -94,6 +96,14 @@ def test_no_picture_that_is_read_is_overwritten(tmp_path, flags):
     result = run_script("predict.py", *flags.replace("DATA", str(tmp_path / "data")).split(), "--lora", "")
     assert result.status in (1, 2) and "error: " in result.err
     assert before == {p: p.read_bytes() for p in tmp_path.glob("data/*/*")}
+
+def test_the_picture_of_a_job_that_is_refused_is_not_overwritten_by_another(tmp_path, photos):
+    theirs = Path(shutil.copy(photos[0], tmp_path / "b.png"))
+    jobs = write_jobs(tmp_path, [dict(image=str(photos[1]), prompt="x", out="b.png"),
+                                 dict(image="b.png", prompt="word " * 1100)])
+    result = run_script("predict.py", "--jobs", jobs, "--out_dir", tmp_path, "--lora", "")
+    assert result.status == 1 and is_one_line(result.errors[-1], "b.png", "would overwrite"), result.err
+    assert theirs.read_bytes() == photos[0].read_bytes()
 
 def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tmp_path, monkeypatch):
     """Pictures that vanish or are cut between planning and encoding, a place that is taken, a cached file that was
