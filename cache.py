@@ -305,7 +305,8 @@ def read_pictures(pipe, sample, encoder, what):
         _, with_pictures = what
         return list(map(read, sample.controls, sample.prompt_sizes)) if with_pictures else []
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
-    target, mask = None, None
+    target = None
+    mask = None
     if sample.target:
         target = read(sample.target, (width, height))
     if "mask" in what: # read_image, as img_shapes has no controls if --prompt_image_dropout_rate dropped them
@@ -425,7 +426,9 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args):
 
 def plan_samples(pipe, samples, texts_of, geometry, args, quiet):
     """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
-    good, problems, fingerprints = [], [], encoder_fingerprints(Path(pipe.name_or_path))
+    good = []
+    problems = []
+    fingerprints = encoder_fingerprints(Path(pipe.name_or_path))
     # disable=None here and elsewhere: tqdm hides itself where there is no terminal
     for sample in tqdm(samples, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
         try:
@@ -479,7 +482,8 @@ def remove_damaged(files, quiet):
 
 def encode_files(pipe, jobs, args, quiet):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems."""
-    problems, loaded = [], None
+    problems = []
+    loaded = None
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
     reads = common.read_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
     with common.signals_noted() as stopped:
@@ -515,7 +519,8 @@ def load_latents(sample, resolution, live=None):
 
 def load_text(sample, text_key, live=None):
     """prompt_embed (T, 3584) of a text key, likewise."""
-    file, prompt = sample.texts[text_key]["file"], text_key[0]
+    file = sample.texts[text_key]["file"]
+    prompt = text_key[0]
     tensors = encode_text(live, sample, text_key) if live else read_tensors(file, key=file.stem)[0]
     return tensors["prompt_embed" if prompt else "empty_prompt_embed"]
 

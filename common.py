@@ -78,9 +78,9 @@ def print_problems(lines):
     for line in lines:
         print(line, file=sys.stderr)
 
-def first_words(e, most=300):
+def first_words(e):
     """What an exception says, in one line."""
-    return textwrap.shorten(str(e).strip() or type(e).__name__, most)
+    return textwrap.shorten(str(e).strip() or type(e).__name__, 300)
 
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ def from_hub(name, fetch):
     try:
         return Path(fetch())
     except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-        raise InputError(f"{name}: neither here nor on the hub ({type(e).__name__}: {first_words(e, 90)}); check the "
+        raise InputError(f"{name}: neither here nor on the hub ({type(e).__name__}: {first_words(e)}); check the "
                          "name and the network, or log in: hf auth login")
 
 def is_tiny(model):
@@ -271,7 +271,8 @@ def gather_objects(value, world_size):
 
 def on_first_process(make, rank, world_size):
     """What make() returns on the first process, for all of them. Its InputError ends all, and is said once."""
-    result, error = None, None
+    result = None
+    error = None
     if rank == 0:
         try:
             result = make()
@@ -290,7 +291,8 @@ def memory_of(device):
 @contextlib.contextmanager
 def signals_noted():
     """with signals_noted() as stopped: signals only fill this list, so that what is begun can be finished."""
-    stopped, before = [], {}
+    stopped = []
+    before = {}
     handle = signal.signal # a local name, as modules may be gone when the interpreter ends
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         if number := getattr(signal, name, None): # Windows lacks one
@@ -309,13 +311,18 @@ def end_by_ctrl_c(kind, error, trace):
 
 def read_ahead(read, items, threads=1, most=1):
     """Yields a future of read(item) for each item, in order, while threads read the next ones, as many as `most`."""
+    pool = ThreadPoolExecutor(threads)
     waiting = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    try:
         for item in items:
             waiting.append(pool.submit(read, item))
             if len(waiting) > most:
                 yield waiting.popleft()
         yield from waiting
+    finally: # also if the caller stops early. (when the interpreter ends, cancel_futures=True lacks its modules)
+        for future in waiting:
+            future.cancel()
+        pool.shutdown()
 
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------
 
@@ -459,7 +466,8 @@ def read_folder(data, folders):
     for role, folder in folders.items():
         for (stem, kind), paths in find_files(folder).items():
             left[role, stem, kind] = paths
-    samples, problems = [], []
+    samples = []
+    problems = []
     for name in [stem for role, stem, kind in left if (role, kind) == ("target", "picture")]:
         try:
             samples.append(take_sample(data, folders, left, name))
@@ -500,7 +508,8 @@ def read_manifest(path, job_types=None):
     """metadata.jsonl: lines of JSON with target, control, prompt and mask -> (samples, problems). With job_types,
     {field: function that makes its value of a text}, it is jobs.jsonl: a line needs no target, may call its control
     `image`, and may set these fields too."""
-    samples, problems = [], []
+    samples = []
+    problems = []
     text = read_text(path)
     if job_types is None and text.strip() and not re.search('"(target|prompt)"', text):
         raise InputError(f"{path}: another trainer's manifest; python tools/import_data.py {path} NEW_FOLDER")
@@ -519,7 +528,8 @@ def as_list(value):
 
 def read_row(manifest, n, line, job_types):
     """A line of a manifest -> Sample, named as its target; without one by the line's number and its first picture."""
-    where, is_job = f"{manifest}:{n}", job_types is not None
+    where = f"{manifest}:{n}"
+    is_job = job_types is not None
     try:
         row = json.loads(line)
         controls = as_list(row.pop("image" if is_job and "image" in row else "control"))

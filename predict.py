@@ -523,7 +523,8 @@ def read_samples(args):
 def complete_settings(sample, args, shift_terminal):
     """-> how the sample is drawn: what its own line sets, and the flags for the rest. InputError for what makes no
     sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
-    own, where = sample.own_settings, f"{args.jobs or '--image'}: {sample.name}"
+    own = sample.own_settings
+    where = f"{args.jobs or '--image'}: {sample.name}"
     settings = {name: getattr(args, name) for name in (*SAMPLING, "height", "width", "size_from")} | own
     if "sigmas" in own and "num_inference_steps" in own:
         raise InputError(f"{where}: both sigmas and num_inference_steps; leave one out")
@@ -553,7 +554,8 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
     would be written to one file, or one to `sheet`."""
     loras = [[file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
-    pictures, outputs = [], {sheet}
+    pictures = []
+    outputs = {sheet}
     for row, sample in enumerate(samples):
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
@@ -561,7 +563,8 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
         out = args.out_dir / sample.settings.get("out", f"{name}.png")
         seeds = [sample.settings["seed"]] if "seed" in sample.settings else args.seed
         for seed, scale in product(seeds, args.scales):
-            words, end = [], ""
+            words = []
+            end = ""
             if len(args.seed) > 1:
                 words.append(f"seed {seed}")
                 end += f"-s{seed}"
