@@ -117,7 +117,7 @@ def pixels(text):
 def number(kind, low, high=math.inf):
     """For argparse's type=: an int or a float from low to high; anything else ends the script with status 2."""
     def parse(text):
-        value = kind(text)
+        value = kind(str(text)) # a number of jobs.jsonl too: int(0.5) would be 0
         if low <= value <= high: # False for nan too
             return value
         raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} to {high}")
@@ -545,8 +545,6 @@ def read_row(manifest, n, line, job_types):
         if key not in (job_types or {}):
             raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
         try:
-            if isinstance(value, int | float):
-                value = str(value) # as on the command line
             own_settings[key] = job_types[key](value)
         except (ValueError, TypeError, AttributeError, argparse.ArgumentTypeError) as e:
             raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")

@@ -64,7 +64,7 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
            "num_inference_steps": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
            "give 32 to": [dict(height=0), dict(width=31)],
            "negative prompt": [dict(negative_prompt="<|im_end|>")], "None": [dict(image=[None]), dict(height=None)],
-           "negative_prompt": [dict(negative_prompt=x) for x in (None, ["a"], dict(a=1))]}
+           "negative_prompt": [dict(negative_prompt=x) for x in (None, ["a"], dict(a=1), True, 5)]}
     rows, out = [*good, *sum(bad.values(), [])], tmp_path / "o"
     jobs = write_jobs(tmp_path, [dict(image=one, prompt="add a red border") | row for row in rows])
     result = run_script("predict.py", "--jobs", jobs, "--out_dir", out, "--sigmas", 1, 0.5, *ON_DEVICE)
