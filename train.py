@@ -85,7 +85,8 @@ flag("--loss_norm", "sample", "mean over samples, or over tokens: large ones wei
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
 flag = predict.add_transformer_flags(parser)
-flag("--gradient_checkpointing", None, "blocks computed twice: more saves memory (default: all)", type=natural)
+flag("--gradient_checkpointing", None, "blocks computed twice: more saves memory (default: all; on a GPU those that do "
+     "not fit)", type=natural)
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)", action="store_true")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc", action="store_true")
 flag = parser.group("run")
@@ -273,21 +274,30 @@ def pick(position):
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 def load_item(picked):
-    """What the loss needs of what pick has picked, on the device: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or
-    None for the base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,)."""
+    """What the loss needs of what pick has picked: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or None for the
+    base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,). In host memory, pinned for a GPU."""
     t, shapes = cache.load_latents(picked.sample, picked.resolution, live), picked.resolution["img_shapes"]
-    x0 = t["pixel_latent"].to(args.device, torch.float32)
-    noise = torch.randn(x0.shape, generator=picked.noise_generator).to(args.device)
-    velocity, weight = noise - x0, torch.ones(len(x0), device=args.device)
+    x0 = t["pixel_latent"].to("cpu", torch.float32)
+    noise = torch.randn(x0.shape, generator=picked.noise_generator)
+    velocity, weight = noise - x0, torch.ones(len(x0))
     if "preserved" in picked.resolution: # marked by pick_sample
         velocity = None
     elif "edit_mask" in t:
-        mask = t["edit_mask"].to(args.device)
+        mask = t["edit_mask"]
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
-    controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to(args.device, dtype) # none if dropped
-    prompt = cache.load_text(picked.sample, picked.text_key, live).to(args.device, dtype)
-    return SimpleNamespace(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls, prompt=prompt,
+    controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to("cpu", dtype) # none if dropped
+    prompt = cache.load_text(picked.sample, picked.text_key, live).to("cpu", dtype)
+    item = SimpleNamespace(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls, prompt=prompt,
                            img_shapes=shapes, weight=weight)
+    return map_tensors(torch.Tensor.pin_memory, item) if args.device.startswith("cuda") else item
+
+def map_tensors(f, item):
+    """The item with f(x) for each of its tensors."""
+    return SimpleNamespace(**{name: f(x) if torch.is_tensor(x) else x for name, x in vars(item).items()})
+
+def to_device(item):
+    """Does not wait for what the GPU has to do before: a copy of memory that is not pinned would."""
+    return map_tensors(lambda x: x.to(args.device, non_blocking=True), item)
 
 def predict_velocity(model, items):
     """-> (I_0, C) in fp32 for each of these items, of any sizes, in one forward pass."""
@@ -296,7 +306,7 @@ def predict_velocity(model, items):
         noisy = (1 - i.s) * i.x0 + i.s * i.noise # data at s = 0, noise at s = 1
         latents.append(torch.cat([noisy.to(dtype), i.controls]))
     prompts = [i.prompt for i in items]
-    timesteps = torch.stack([i.s for i in items]).to(latents[0].device)
+    timesteps = torch.stack([i.s for i in items])
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(model, latents, prompts, timesteps, [i.img_shapes for i in items])
     return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # the controls have no loss
@@ -385,7 +395,7 @@ def deal_packs(lengths):
     return dealt
 
 if args.plan: # needs the LoRA's shapes, not its values
-    load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), pick_sample, count_tokens, deal_packs,
+    load_extra("plan").print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs,
                                   flow_loss, checkpoint_blocks, say)
     sys.exit(0)
 
@@ -395,14 +405,18 @@ if pretrained_lora:
     predict.load_weights(transformer, predict.read_lora(pretrained_lora)[0], pretrained_lora)
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
-if args.gradient_checkpointing != 0: # (only dropout draws random numbers in a block)
-    again = checkpoint_blocks(transformer, args.gradient_checkpointing,
-                              preserve_rng_state=lora_config["lora_dropout"] > 0)
-    say(f"gradient checkpointing: the backward pass computes {again} of {len(transformer.transformer_blocks)} blocks "
-        "again")
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
+options = dict(preserve_rng_state=lora_config["lora_dropout"] > 0) # only dropout draws random numbers in a block
+fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
+if fit and fit.has_own_memory(args.device):
+    lengths = fit.lengths_of(samples, count_tokens)
+    recomputed = fit.keep_what_fits(transformer, lengths, flow_loss, args, options, world_size, say)
+else:
+    recomputed = checkpoint_blocks(transformer, args.gradient_checkpointing, **options)
+say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks "
+    "again")
 try:
     optimizer_args = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
     optimizer = optimizer_class(lora.values(), **optimizer_args)
@@ -531,7 +545,7 @@ def validation_loss():
             lengths.append(count_tokens(**what))
     sums = torch.zeros(2, device=args.device)
     for pack, factor in deal_packs(lengths)[rank]:
-        for loss, weight in flow_loss(transformer, [load_item(picked[i]) for i in pack]):
+        for loss, weight in flow_loss(transformer, [to_device(load_item(picked[i])) for i in pack]):
             sums += factor * torch.tensor([loss, weight], device=args.device)
     if world_size > 1:
         dist.all_reduce(sums)
@@ -663,7 +677,7 @@ while step < args.max_steps and not stopping:
     for pack, factor in packs:
         torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed()) # of LoRA dropout, nothing else
         try:
-            items = next(loaded).result()
+            items = list(map(to_device, next(loaded).result()))
             set_velocities(transformer, items)
             losses = flow_loss(transformer, items)
             pack_loss = factor * sum(loss for loss, _ in losses)
@@ -671,7 +685,7 @@ while step < args.max_steps and not stopping:
         except torch.OutOfMemoryError:
             names = ", ".join(f"{picked[i].sample.name}: {lengths[i]:,}" for i in pack)
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); "
-                             "lower it, or raise --gradient_checkpointing, then --resume")
+                             f"lower it, or give --gradient_checkpointing over {recomputed}, then --resume")
         for i, (loss, weight) in zip(pack, losses):
             sample_losses[i] += factor * (loss / weight).item()
             weight_sum += factor * weight
@@ -680,8 +694,7 @@ while step < args.max_steps and not stopping:
     # add up with the other processes, divide by what all of them saw, step
     loss_sum, weight_sum, stopping, *sample_losses = sum_over_processes(
         [loss_sum, weight_sum, len(stopped), *sample_losses])
-    for p in lora.values():
-        p.grad /= weight_sum
+    torch._foreach_div_([p.grad for p in lora.values()], weight_sum) # few kernels for hundreds of tensors
     loss, lr = loss_sum / weight_sum, learning_rate(step)
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken

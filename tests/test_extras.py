@@ -311,7 +311,7 @@ def tell_peak():
 def test_the_plan_s_memory_is_what_the_training_takes(tmp_path, start, checkpointed):
     """The growth of a process from its start to the peak of a step, d = 512, against what --plan adds up."""
     folder, data = large_model(tmp_path, torch.float32), tmp_path / "data"
-    for name, size in (("a", (384, 384)), ("b", (512, 384))):
+    for name, size in (("a", (384, 512)), ("b", (512, 384))): # so the largest pack that can come is the one that comes
         add_item(data, name, [size, size], "words " * 190)
     flags = ["--model", folder, "--cache_dir", tmp_path / "c", "--val_data", *EXACT, "--device", "cpu"]
     assert run_script("cache.py", "--data", data, *flags, *NATIVE).status == 0

@@ -1,0 +1,143 @@
+"""
+--gradient_checkpointing on a GPU, if no number is given: as few blocks are computed again as its memory allows.
+
+Found by measuring, before the first step: passes over the largest pack that can come, with no block kept, with two, and
+with three. What the third one adds, each further one adds too; so any card, --quantize, --offload and --compile are
+right by themselves. The gradients of these passes are thrown away, and train.py seeds dropout anew for each pack.
+"""
+from functools import partial
+from itertools import product
+from math import isqrt
+from types import SimpleNamespace
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import common
+from rope_patch import checkpoint_blocks, has_varlen
+
+GIB = 2**30
+MARGIN = 0.05 # of a card's memory stays free, for fragments and for CUDA itself
+
+# ---- the largest pack ------------------------------------------------------------------------------------------------
+
+def lengths_of(samples, count_tokens):
+    """All lengths that train.py may draw, in tokens. count_tokens: its function."""
+    lengths = set()
+    for sample in samples:
+        for resolution, (prompt, with_pictures) in product(sample.resolutions, sample.texts):
+            shapes = resolution["img_shapes"]
+            if not with_pictures: # --prompt_image_dropout_rate drops the controls too
+                shapes = shapes[:1]
+            lengths.add(count_tokens(sample, dict(img_shapes=shapes), (prompt, with_pictures)))
+    return lengths
+
+def largest_pack(lengths, args):
+    """-> the lengths of the samples in the heaviest forward pass that these lengths allow."""
+    longest = max(lengths)
+    if args.batching == "padded": # a row costs as much as the longest one
+        rows = {n: max(1, min(args.batch_size, args.max_tokens // n)) for n in lengths}
+        heaviest = max(lengths, key=lambda n: n * rows[n])
+        return [heaviest] * rows[heaviest]
+    sums = 1 # bit n is 1 if samples can have n tokens together
+    limit = 2 ** (args.max_tokens + 1)
+    for _ in range(args.batch_size):
+        fewer = sums # of one sample less
+        for n in lengths:
+            sums |= (fewer << n) % limit
+    most = sums.bit_length() - 1
+    return [longest, most - longest] if most > longest else [longest]
+
+def shape_of(tokens):
+    """-> (img_shapes, text tokens) of a sample of so many tokens, or a few more."""
+    text = min(256, tokens // 2)
+    height = isqrt(tokens - text)
+    width = -(-(tokens - text) // height)
+    return [(1, height, width)], text
+
+def blank_items(shapes, model, device=None):
+    """train.py's items, as its load_item makes them, of zeros. shapes: (img_shapes, text tokens) of each."""
+    zeros = partial(torch.zeros, device=device)
+    items = []
+    for img_shapes, text in shapes:
+        target, *controls = [h * w for _, h, w in img_shapes]
+        items.append(SimpleNamespace(
+            x0=zeros(target, 64), noise=zeros(target, 64), velocity=zeros(target, 64), s=zeros(()),
+            controls=zeros(sum(controls), 64, dtype=model.dtype), weight=zeros(target) + 1, img_shapes=img_shapes,
+            prompt=zeros(text, model.config.joint_attention_dim, dtype=model.dtype)))
+    return items
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+def has_own_memory(device):
+    return device.startswith("cuda")
+
+def room(device):
+    """Bytes that this process can still take on the device."""
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused - int(MARGIN * total)
+
+def added_bytes(f, device):
+    """What the process holds on the device, at most, while f() runs, beyond what it held before."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    f()
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device) # the log's `memory` is the training's
+    return peak - before
+
+def learning_bytes(transformer):
+    """What comes beside a pass: the gradients of the packs before it, and the optimizer's two moments."""
+    return 3 * sum(p.nbytes for p in transformer.parameters() if p.requires_grad)
+
+def find_fit(blocks, free, inputs, added, selective):
+    """-> (how many of the blocks are kept, whether the others keep their attention, bytes that a pass adds then).
+    free: bytes that it may add; added(kept, selective): what it does add; inputs: of that the inputs of all blocks;
+    selective: whether attention can be kept alone. It is as large as the inputs, and costs most to compute again."""
+    none = added(0, False)
+    enough = none + 2 * (none - inputs) # for three blocks: even `none` holds all of one, beside the inputs of all
+    if free < enough:
+        return 0, False, none
+    selective = selective and free >= enough + 1.05 * inputs
+    two, three = added(2, selective), added(3, selective) # (the first one, whose text nobody reads, is smaller)
+    each = max(1, three - two)
+    kept = min(blocks, 2 + int(free - two) // each)
+    return kept, selective and kept < blocks, two + (kept - 2) * each
+
+def keep_attention():
+    """For torch.utils.checkpoint: recomputed blocks keep what the attention kernel gives."""
+    return create_selective_checkpoint_contexts([torch.ops.torch_attn._varlen_attn.default])
+
+def keep_what_fits(transformer, lengths, flow_loss, args, options, world_size, say):
+    """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths:
+    lengths_of's; flow_loss, say: train.py's functions; options: of checkpoint_blocks. InputError if the largest pack
+    does not fit although all blocks are computed again."""
+    blocks, pack = len(transformer.transformer_blocks), largest_pack(lengths, args)
+    items = blank_items(map(shape_of, pack), transformer, args.device)
+
+    def step():
+        sum(loss for loss, _ in flow_loss(transformer, items)).backward()
+        for p in transformer.parameters():
+            p.grad = None
+
+    def checkpoint(kept, selective):
+        contexts = dict(context_fn=keep_attention) if selective else {}
+        return checkpoint_blocks(transformer, blocks - kept, **options, **contexts)
+
+    def added(kept, selective):
+        checkpoint(kept, selective)
+        return max(common.gather_objects(added_bytes(step, args.device), world_size))
+
+    free = min(common.gather_objects(room(args.device) - learning_bytes(transformer), world_size))
+    inputs = blocks * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
+    selective = has_varlen(items[0].prompt) and not args.compile # (not tried compiled)
+    try:
+        kept, selective, adds = find_fit(blocks, free, inputs, added, selective)
+    except torch.OutOfMemoryError:
+        raise common.InputError(f"--max_tokens {args.max_tokens}: a pass of {sum(pack):,} tokens, which can come, does "
+                                "not fit, all blocks computed again; lower it, or give --quantize or --offload")
+    words = ", the attention of the others" if selective else ""
+    say(f"gradient checkpointing: {kept} blocks{words} are kept; a pass of {sum(pack):,} tokens, the largest, takes "
+        f"about {adds / GIB:.1f} of {free / GIB:.1f} GiB")
+    return checkpoint(kept, selective)

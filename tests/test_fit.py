@@ -1,0 +1,173 @@
+"""extras/fit.py: on a GPU, as few blocks are computed again as its memory allows. Here bytes are counted on a CPU."""
+import functools
+import itertools
+import json
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import predict
+import rope_patch
+from extras import fit, plan
+from models import curve_of, is_one_line, small, start, start_ranks
+from test_consistency import (TINY, assert_bitwise, hot_model, lora_of, make_batch, patched_copy, run, run_script)
+
+BLOCKS = 16
+
+def count_bytes(f, device):
+    """fit.added_bytes for a CPU."""
+    with plan.LiveBytes(torch.nn.Module()) as live:
+        f()
+    return live.peak
+
+def on_a_card(room):
+    """Makes fit.py see one with so many free bytes."""
+    fit.has_own_memory, fit.room, fit.added_bytes = lambda device: True, lambda device: room, count_bytes
+
+@pytest.fixture
+def card(monkeypatch):
+    """on_a_card, for this test alone."""
+    for name in ("has_own_memory", "room", "added_bytes"):
+        monkeypatch.setattr(fit, name, getattr(fit, name))
+    return on_a_card
+
+# ---- which pack is the largest ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("batch_size, max_tokens", [(1, 50), (3, 50), (3, 47), (4, 1000), (2, 9)])
+def test_no_pack_is_larger_than_the_largest(batch_size, max_tokens):
+    lengths = {17, 11, 30, 8}
+    args = SimpleNamespace(batch_size=batch_size, max_tokens=max_tokens, batching="packed")
+    packs = [pack for n in range(1, batch_size + 1) for pack in itertools.combinations_with_replacement(lengths, n)
+             if n == 1 or sum(pack) <= max_tokens]
+    most = max(map(sum, packs))
+    got = sum(fit.largest_pack(lengths, args))
+    assert got == most
+    args.batching = "padded"
+    assert len({*fit.largest_pack(lengths, args)}) == 1
+    assert sum(fit.largest_pack(lengths, args)) == max(len(pack) * max(pack) for pack in packs
+                                                       if len(pack) == 1 or len(pack) * max(pack) <= max_tokens)
+
+@pytest.mark.parametrize("tokens", [5, 6, 77, 500, 8450, 34_001])
+def test_a_blank_sample_has_that_many_tokens_or_a_few_more(tokens):
+    [(_, h, w)], text = fit.shape_of(tokens)
+    assert 0 <= h * w + text - tokens < w and max(h, w) < 200
+
+# ---- how much fits ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_the_most_blocks_that_fit_are_kept(selective):
+    """Of a card's rule: the inputs of all recomputed blocks, all of the kept ones, and of one that is recomputed."""
+    def added(kept, keeps_attention):
+        return (60 - kept) * (2 if keeps_attention else 1) + 12 * max(kept, 1) + 30
+    for free in range(50, 900, 7):
+        kept, keeps_attention, adds = fit.find_fit(60, free, 60, added, selective)
+        assert adds <= free or kept == 0
+        assert keeps_attention == (selective and free >= 102 + 84 + 63 and kept < 60)
+        if free >= 102 + 84 and kept < 60:
+            assert added(kept, keeps_attention) <= free < added(kept + 1, keeps_attention)
+
+def hot_transformer():
+    model = patched_copy(hot_model(dtype=torch.float32, num_layers=BLOCKS)).requires_grad_(False)
+    predict.add_lora(model, r=4, target_modules=["to_q", "net.2"], init_lora_weights=False)
+    return model.train()
+
+def flow_loss(model, items):
+    latents = [torch.cat([i.x0, i.controls]) for i in items]
+    preds = rope_patch.run_packed(model, latents, [i.prompt for i in items], torch.stack([i.s for i in items]),
+                                  [i.img_shapes for i in items])
+    return [((pred - i.velocity).square().mean(), 1) for pred, i in zip(preds, items)]
+
+def test_what_is_kept_fits_and_one_block_more_would_not(card):
+    args = SimpleNamespace(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False)
+    model, said, kept = hot_transformer(), [], set()
+    keep = functools.partial(fit.keep_what_fits, model, {400, 300}, flow_loss, args, dict(preserve_rng_state=False), 1,
+                             said.append)
+
+    def bytes_with(blocks_kept):
+        rope_patch.checkpoint_blocks(model, BLOCKS - blocks_kept, preserve_rng_state=False)
+        items = fit.blank_items(map(fit.shape_of, (400, 400)), model)
+        return count_bytes(lambda: sum(loss for loss, _ in flow_loss(model, items)).backward(), "cpu")
+    learning = fit.learning_bytes(model)
+    takes = [bytes_with(n) for n in range(BLOCKS + 1)]
+    assert learning == 3 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    for free in [takes[0], *[int(1.01 * n) for n in takes[2:]], 10 * takes[-1]]:
+        card(learning + free)
+        n = BLOCKS - keep()
+        kept.add(n)
+        assert takes[n] <= free and (n in (0, BLOCKS) or takes[n + 1] > free)
+        assert f"{n} blocks are kept; a pass of 800 tokens" in said[-1]
+        assert all(p.grad is None for p in model.parameters())
+    assert {0, BLOCKS - 1, BLOCKS} <= kept # (nothing is tried where three blocks might not fit)
+
+# ---- in train.py -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def flags(small, tmp_path_factory):
+    """small.flags for a model that has no number of blocks among its defaults, as tiny has."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    folder.mkdir()
+    for path in TINY.iterdir():
+        if path.is_dir() and path.name != "transformer":
+            (folder / path.name).symlink_to(path)
+    (folder / "model_index.json").symlink_to(TINY / "model_index.json")
+    (folder / "transformer").mkdir()
+    for path in (TINY / "transformer").iterdir():
+        (folder / "transformer" / path.name).symlink_to(path)
+    config = folder / "transformer/config.json"
+    text = json.dumps(json.loads(config.read_text()), separators=(",", ":"))
+    config.unlink()
+    config.write_text(text) # without the space by which tiny is known
+    return [*small.flags, "--model", folder, "--max_steps", 3, "--dtype", "float32"]
+
+def trained(flags, folder):
+    result = run_script("train.py", *flags, "--out_dir", folder)
+    assert result.status == 0, result.err
+    recomputed = re.search(r"the backward pass computes (\d) of 3 blocks again", result.out)
+    return int(recomputed[1]), curve_of(folder), lora_of(folder)
+
+@pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"], ["--batching", "padded"]],
+                         ids=["plain", "dropout", "offload", "padded"])
+def test_a_run_is_the_same_to_the_bit_whatever_fits(flags, more, card, tmp_path):
+    numbers = []
+    for n, room in enumerate((None, 10**6, 10**12)): # no card; one that is full; one that is empty
+        if room:
+            card(room)
+        recomputed, curve, lora = trained([*flags, *more], tmp_path / f"{n}")
+        numbers.append(recomputed)
+        if n == 0:
+            want = curve, lora
+        assert curve == want[0]
+        assert_bitwise(lora, want[1])
+    assert numbers == [3, 3, 0]
+
+def test_a_resumed_run_may_keep_another_number(flags, card, tmp_path):
+    want = trained(flags, tmp_path / "want")
+    card(10**12)
+    assert trained([*flags, "--max_steps", 2], tmp_path / "run")[0] == 0
+    card(10**6)
+    recomputed, curve, lora = trained([*flags, "--resume"], tmp_path / "run")
+    assert recomputed == 3 and curve == want[1]
+    assert_bitwise(lora, want[2])
+
+@pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["data parallel", "fsdp"])
+def test_all_processes_keep_what_the_smallest_room_allows(flags, start, tmp_path, more):
+    """And train what they would have trained with all blocks computed again."""
+    for name, rooms in (("none", (0, 0)), ("less", (10**12, 10**6)), ("all", (10**12, 10**12))):
+        preludes = [functools.partial(on_a_card, room) if room else None for room in rooms]
+        ranks = start_ranks(start, *flags, *more, "--out_dir", tmp_path / name, preludes=preludes)
+        assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
+        said = re.search(r"computes (\d) of 3 blocks again", ranks[0].output())
+        assert said[1] == ("0" if name == "all" else "3")
+        assert curve_of(tmp_path / name) == curve_of(tmp_path / "none")
+
+def test_a_pack_that_never_fits_is_told_before_the_first_step(flags, card, tmp_path, monkeypatch):
+    def out_of_memory(f, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    card(10**9)
+    monkeypatch.setattr(fit, "added_bytes", out_of_memory)
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
+    assert result.status == 1 and is_one_line(result.errors[-1], "--max_tokens 10000", "--offload"), result.err
+    assert "step 1/" not in result.out
