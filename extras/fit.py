@@ -1,9 +1,9 @@
 """
 --gradient_checkpointing on a GPU, if no number is given: as few blocks are computed again as its memory allows.
 
-Found by measuring, before the first step: passes over the largest pack that can come, with no block kept, with two, and
-with three. What the third one adds, each further one adds too; so any card, --quantize, --offload and --compile are
-right by themselves. The gradients of these passes are thrown away, and train.py seeds dropout anew for each pack.
+Found by measuring, before the first step: a pass over the largest pack that can come, with no block kept, then with as
+many as fit for sure, and with more as long as there is room; so any card, --quantize, --offload and --compile are right
+by themselves. The gradients of these passes are thrown away, and train.py seeds dropout anew for each pack.
 """
 from functools import partial
 from itertools import product
@@ -95,15 +95,16 @@ def find_fit(blocks, free, inputs, added, selective):
     """-> (how many of the blocks are kept, whether the others keep their attention, bytes that a pass adds then).
     free: bytes that it may add; added(kept, selective): what it does add; inputs: of that the inputs of all blocks;
     selective: whether attention can be kept alone. It is as large as the inputs, and costs most to compute again."""
-    none = added(0, False)
-    enough = none + 2 * (none - inputs) # for three blocks: even `none` holds all of one, beside the inputs of all
-    if free < enough:
-        return 0, False, none
-    selective = selective and free >= enough + 1.05 * inputs
-    two, three = added(2, selective), added(3, selective) # (the first one, whose text nobody reads, is smaller)
-    each = max(1, three - two)
-    kept = min(blocks, 2 + int(free - two) // each)
-    return kept, selective and kept < blocks, two + (kept - 2) * each
+    kept, adds = 0, added(0, False)
+    one_block = adds - inputs # and what is in use for a moment: a block that is kept takes no more
+    if selective and free >= adds + 1.05 * inputs:
+        adds = added(0, True)
+    else:
+        selective = False
+    while kept < blocks and free - adds >= one_block: # so no try can run out of memory
+        kept = min(blocks, kept + int((free - adds) // one_block))
+        adds = added(kept, selective)
+    return kept, selective and kept < blocks, adds
 
 def keep_attention():
     """For torch.utils.checkpoint: recomputed blocks keep what the attention kernel gives."""
