@@ -2,7 +2,6 @@
 import functools
 import itertools
 import json
-import os
 import re
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import torch
 
 import predict
 import rope_patch
+import test_rope_patch # brings a CPU kernel for varlen_attn
 from extras import fit, plan
 from models import curve_of, is_one_line, small, start, start_ranks
 from test_consistency import (TINY, assert_bitwise, hot_model, lora_of, make_batch, patched_copy, run, run_script)
@@ -98,6 +98,29 @@ def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
         assert f"{found[-1]} blocks are kept; a pass of 800 tokens, the largest, takes" in said[-1]
         assert all(p.grad is None for p in model.parameters())
     assert found[0] == 0 < found[1] < found[2] < found[3] == BLOCKS
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_is_kept_is_not_computed_again(dropout, monkeypatch):
+    """And the gradients are the same to the bit. On CUDA attention is one kernel; here it is written out."""
+    calls, real = [], test_rope_patch.varlen_reference
+    monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
+    monkeypatch.setattr(test_rope_patch, "varlen_reference", lambda *args: calls.append(1) or real(*args))
+    model = patched_copy(hot_model(dtype=torch.float32, num_layers=3)).requires_grad_(False)
+    lora = predict.add_lora(model, r=4, target_modules=["to_q", "to_out.0"], init_lora_weights=False,
+                            lora_dropout=dropout)
+    model.train()
+    samples, numbers = make_batch(([(1, 8, 8), (1, 8, 6)], 20), ([(1, 4, 12), (1, 4, 4)], 9)), []
+    for recomputed, options in ((0, {}), (3, {}), (3, dict(context_fn=fit.keep_attention)),
+                                (2, dict(context_fn=fit.keep_attention))):
+        rope_patch.checkpoint_blocks(model, recomputed, preserve_rng_state=dropout > 0, **options)
+        torch.manual_seed(5)
+        loss = sum(out.square().sum() for out in run(model, "packed", samples))
+        grads = torch.autograd.grad(loss, list(lora.values()))
+        numbers.append([len(calls), loss, *grads])
+        calls.clear()
+    assert [n[0] for n in numbers] == [3, 6, 3, 3]
+    for got in numbers[1:]:
+        assert_bitwise(got[1:], numbers[0][1:])
 
 # ---- in train.py -----------------------------------------------------------------------------------------------------
 
