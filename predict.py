@@ -149,14 +149,14 @@ class LoraLinear(lora.Linear): # a class because peft takes one in the place of 
         if (x.dtype == torch.float32 or self.disable_adapters or self.merged or args or kwargs or self.lora_variant
                 or any(self.lora_bias[name] for name in names)):
             return super().forward(x, *args, **kwargs)
-        rows = x.flatten(0, -2)
-        result = self.base_layer(rows)
+        result = self.base_layer(x)
         for name in names:
             a, b = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
-            narrow = F.linear(self.lora_dropout[name](rows), a)
-            # product, scale and sum in one kernel, in place: apart they would read and write the wide output again
-            result.addmm_(narrow, b.T, alpha=self.scaling[name])
-        return result.unflatten(0, x.shape[:-1])
+            narrow = F.linear(self.lora_dropout[name](x), a)
+            # product, scale and sum in one kernel: apart they would read and write the wide output twice more
+            result = torch.addmm(result.flatten(0, -2), narrow.flatten(0, -2), b.T,
+                                 alpha=self.scaling[name]).view_as(result)
+        return result
 
 def add_lora(transformer, **config):
     """A new LoRA with fp32 weights for training; config: LoraConfig's arguments -> {name: parameter}."""
