@@ -24,10 +24,10 @@ from extras import fit
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
-# GB; TFLOP/s of matrix products, of attention forward and backward (FA2); TB/s of its memory, GB/s from the host's.
-# assumed: what such kernels have been seen to reach elsewhere, in bf16
-RATES = {"H200": (141, 640, 400, 310, 3.6, 50), "H100": (80, 640, 400, 310, 2.6, 50),
-         "RTX 4090": (24, 150, 140, 110, 0.85, 25)}
+# GB; TFLOP/s in bf16: of its data sheet, of matrix products, of attention forward and backward (FA2); TB/s of its
+# memory, GB/s from the host's. assumed: what such kernels have been seen to reach elsewhere
+RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
+         "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
 
 
@@ -134,18 +134,21 @@ def free_bytes(device):
 
 
 def step_seconds(transformer, lengths, card, recomputed, selective, copied):
-    """A step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all other
-    kernels, as eager code with a LoRA on the attention has them. lengths: tokens of its samples; recomputed: share of
-    the blocks; selective: their attention is not; copied: bytes of --offload in all its passes."""
-    _, matmul, forward, backward, memory, host = RATES[card]
+    """-> (a step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all
+    other kernels, as eager code with a LoRA on the attention has them; its MFU: the useful share of the data sheet's
+    FLOPs in that time). lengths: tokens of its samples; recomputed: share of the blocks; selective: their attention is
+    not; copied: bytes of --offload in all its passes."""
+    _, peak, matmul, forward, backward, memory, host = RATES[card]
     d, blocks, again = transformer.inner_dim, len(transformer.transformer_blocks), 0 if selective else recomputed
-    seconds = 0
+    seconds = useful = 0
     for n in lengths:
         products = 24 * d**2 * n * (2 + recomputed) / matmul # the frozen weights have no gradients
         attention = 4 * d * n**2 * ((1 + again) / forward + 2.5 / backward)
         others = d * n * (378 + 150 * recomputed) / memory
         seconds += blocks * (products + attention + others) / 1e12
-    return max(seconds, copied / (host * 1e9))
+        useful += blocks * (2 * 24 * d**2 * n + 3.5 * 4 * d * n**2) / 1e12
+    seconds = max(seconds, copied / (host * 1e9))
+    return seconds, useful / seconds / peak
 
 def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs, flow_loss,
                checkpoint_blocks, say):
@@ -228,7 +231,8 @@ def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens
             if adds > free:
                 say(f"{card:>9}: does not fit")
                 continue
-            seconds = step_seconds(transformer, lengths, card, 1 - kept / blocks, selective, 2 * host * passes)
+            copied = 2 * host * passes * processes
+            seconds, mfu = step_seconds(transformer, lengths, card, 1 - kept / blocks, selective, copied)
             seconds /= steps * processes
-            say(f"{card:>9}: {seconds:6.1f} s a step, {seconds * args.max_steps / 3600:6.1f} h in all; {blocks - kept} "
-                f"of {blocks} blocks computed again" + (", but not their attention" if selective else ""))
+            say(f"{card:>9}: {seconds:6.1f} s a step (MFU {mfu:.0%}), {seconds * args.max_steps / 3600:.1f} h in all; "
+                f"{blocks - kept} of {blocks} blocks computed again{', but not their attention' if selective else ''}")
