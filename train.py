@@ -28,7 +28,7 @@ import shutil
 import sys
 import time
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from pydoc import locate
@@ -408,13 +408,18 @@ transformer.train()
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
-options = dict(preserve_rng_state=lora_config["lora_dropout"] > 0) # only dropout draws random numbers in a block
+# only dropout draws random numbers in a block
+recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=lora_config["lora_dropout"] > 0)
 fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
 if fit and fit.has_own_memory(args.device):
-    lengths = fit.lengths_of(samples, count_tokens)
-    recomputed = fit.keep_what_fits(transformer, lengths, flow_loss, args, options, world_size, say)
+    lengths, gather = fit.lengths_of(samples, count_tokens), partial(common.gather_objects, world_size=world_size)
+    try:
+        recomputed = fit.keep_what_fits(transformer, lengths, flow_loss, recompute, gather, args, say)
+    except torch.OutOfMemoryError:
+        raise InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, all blocks "
+                         "computed again; lower it, or give --quantize or --offload")
 else:
-    recomputed = checkpoint_blocks(transformer, args.gradient_checkpointing, **options)
+    recomputed = recompute(args.gradient_checkpointing)
 say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks "
     "again")
 try:

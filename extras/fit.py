@@ -13,9 +13,6 @@ from types import SimpleNamespace
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-import common
-from rope_patch import checkpoint_blocks, has_varlen
-
 GIB = 2**30
 MARGIN = 0.05 # of a card's memory stays free, for fragments and for CUDA itself
 
@@ -110,10 +107,15 @@ def keep_attention():
     """For torch.utils.checkpoint: recomputed blocks keep what the attention kernel gives."""
     return create_selective_checkpoint_contexts([torch.ops.torch_attn._varlen_attn.default])
 
-def keep_what_fits(transformer, lengths, flow_loss, args, options, world_size, say):
+def rope_patch_of(transformer):
+    """The names of the module that has patched it."""
+    return transformer.forward.__func__.__globals__
+
+def keep_what_fits(transformer, lengths, flow_loss, recompute, gather, args, say):
     """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths:
-    lengths_of's; flow_loss, say: train.py's functions; options: of checkpoint_blocks. InputError if the largest pack
-    does not fit although all blocks are computed again."""
+    lengths_of's; flow_loss, say: train.py's functions; recompute(number, **options): checkpoint_blocks;
+    gather(value): that of each process. torch.OutOfMemoryError if the largest pack does not fit although all blocks are
+    computed again."""
     blocks, pack = len(transformer.transformer_blocks), largest_pack(lengths, args)
     items = blank_items(map(shape_of, pack), transformer, args.device)
 
@@ -122,23 +124,20 @@ def keep_what_fits(transformer, lengths, flow_loss, args, options, world_size, s
         for p in transformer.parameters():
             p.grad = None
 
-    def checkpoint(kept, selective):
+    def keep(kept, selective):
         contexts = dict(context_fn=keep_attention) if selective else {}
-        return checkpoint_blocks(transformer, blocks - kept, **options, **contexts)
+        return recompute(blocks - kept, **contexts)
 
     def added(kept, selective):
-        checkpoint(kept, selective)
-        return max(common.gather_objects(added_bytes(step, args.device), world_size))
+        keep(kept, selective)
+        return max(gather(added_bytes(step, args.device)))
 
-    free = min(common.gather_objects(room(args.device) - learning_bytes(transformer), world_size))
+    free = min(gather(room(args.device) - learning_bytes(transformer)))
     inputs = blocks * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
-    selective = has_varlen(items[0].prompt) and not args.compile # (not tried compiled)
-    try:
-        kept, selective, adds = find_fit(blocks, free, inputs, added, selective)
-    except torch.OutOfMemoryError:
-        raise common.InputError(f"--max_tokens {args.max_tokens}: a pass of {sum(pack):,} tokens, which can come, does "
-                                "not fit, all blocks computed again; lower it, or give --quantize or --offload")
+    one_kernel = rope_patch_of(transformer)["has_varlen"](items[0].prompt) and args.batching == "packed"
+    selective = one_kernel and not args.compile # (with which it was not tried)
+    kept, selective, adds = find_fit(blocks, free, inputs, added, selective)
     words = ", the attention of the others" if selective else ""
     say(f"gradient checkpointing: {kept} blocks{words} are kept; a pass of {sum(pack):,} tokens, the largest, takes "
         f"about {adds / GIB:.1f} of {free / GIB:.1f} GiB")
-    return checkpoint(kept, selective)
+    return keep(kept, selective)

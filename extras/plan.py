@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-import rope_patch
-from extras import fit
+import extras.fit as fit
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
@@ -71,8 +70,8 @@ def step_bytes(model, flow_loss, checkpoint_blocks, pack, checkpointed):
     Afterwards the model is of no other use: its parameters are fake tensors."""
     with ExitStack() as stack:
         if model.dtype == torch.bfloat16:
-            stack.enter_context(patch.object(rope_patch, "use_fused", lambda x: True))
-            stack.enter_context(patch.object(rope_patch, "has_varlen", lambda x: True))
+            on_card = dict.fromkeys(("use_fused", "has_varlen"), lambda x: True)
+            stack.enter_context(patch.dict(fit.rope_patch_of(model), on_card))
             stack.enter_context(patch.object(torch.nn.functional, "rms_norm", FusedRmsNorm.apply))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for module in model.modules():

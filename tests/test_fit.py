@@ -30,13 +30,12 @@ def on_a_card(room, varlen=False):
     """Makes fit.py see one with so many free bytes, and rope_patch.py the one kernel of attention."""
     fit.has_own_memory, fit.room, fit.added_bytes = lambda device: True, lambda device: room, count_bytes
     if varlen:
-        rope_patch.has_varlen = fit.has_varlen = lambda x: True
+        rope_patch.has_varlen = lambda x: True
 
 @pytest.fixture
 def card(monkeypatch):
     """on_a_card, for this test alone."""
-    for module, name in ((fit, "has_own_memory"), (fit, "room"), (fit, "added_bytes"), (fit, "has_varlen"),
-                         (rope_patch, "has_varlen")):
+    for module, name in ((fit, "has_own_memory"), (fit, "room"), (fit, "added_bytes"), (rope_patch, "has_varlen")):
         monkeypatch.setattr(module, name, getattr(module, name))
     return on_a_card
 
@@ -90,6 +89,7 @@ def flow_loss(model, items):
 def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
     args = SimpleNamespace(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False)
     model, said, tried = hot_transformer(), [], []
+    checkpoint = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False)
     monkeypatch.setattr(plan.LiveBytes, "__exit__", lambda self, *args: (
         tried.append(self.peak), super(plan.LiveBytes, self).__exit__(*args))[1])
     learning = fit.learning_bytes(model)
@@ -98,7 +98,7 @@ def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
     for room in (0, 76, 86, 10**6):
         card(learning + room * 2**20)
         tried.clear()
-        found.append(BLOCKS - fit.keep_what_fits(model, {400, 300}, flow_loss, args, dict(preserve_rng_state=False), 1,
+        found.append(BLOCKS - fit.keep_what_fits(model, {400, 300}, flow_loss, checkpoint, lambda x: [x], args,
                                                  said.append))
         assert len(tried) == 1 or max(tried) <= room * 2**20
         assert f"{found[-1]} blocks are kept; a pass of 800 tokens, the largest, takes" in said[-1]
@@ -145,7 +145,8 @@ def test_a_kept_block_counts_what_the_kernels_of_a_card_keep(monkeypatch):
                  for n in (1, 2)]
         return takes[0] - takes[1]
     card = kept_block()
-    monkeypatch.setattr(plan.patch, "object", lambda *args: contextlib.nullcontext())
+    for name in ("object", "dict"):
+        monkeypatch.setattr(plan.patch, name, lambda *args, **kwargs: contextlib.nullcontext())
     assert 0.72 < card / kept_block() < 0.8
 
 def test_the_counted_time_is_that_of_its_parts():
