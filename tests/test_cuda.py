@@ -1,5 +1,6 @@
 """What happens with --device cuda, as far as a machine without a card can tell."""
 import os
+import re
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
@@ -77,6 +78,7 @@ def test_a_card_before_ampere_is_refused_before_a_model_is_loaded(card, monkeypa
 
 def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
     """It would take 82 GB in float32, and hours a step; the usual reason is a driver older than the CUDA build."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False) # on a machine with a card too
     (tmp_path / "transformer").mkdir()
     with open(tmp_path / "transformer/model.safetensors", "wb") as f:
         f.truncate(5 * 10**9) # takes no space
@@ -95,6 +97,7 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     before, limit = torch.backends.cuda.cudnn_sdp_enabled(), torch._dynamo.config.recompile_limit
     try:
         assert "attention 2" in cuda.prepare("cuda:0", "auto") and not active
@@ -109,11 +112,40 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
             assert active == [want] * bool(want)
         active.clear()
         card.capability = (9, 0)
-        cuda.prepare("cuda:0", "2")
+        assert cuda.prepare("cuda:0", "2") == "a card, flash attention 2"
         assert not active and len(settings) == 1
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
         torch._dynamo.config.recompile_limit = limit
+
+BROKEN = "raise {}('undefined symbol: _ZN3c10\\nsecond line')"
+
+@pytest.mark.parametrize("capability, files, words", [
+    ((9, 0), {}, "2; flash-attn-3 (of download.pytorch.org/whl) would compute attention faster"),
+    ((10, 3), {}, "2; flash-attn-4 would compute attention faster"),
+    ((10, 0), {"flash_attn.py": ""}, "2; flash-attn-4 would compute attention faster"),
+    ((10, 0), {"flash_attn/__init__.py": ""}, "2; flash-attn-4 would compute attention faster"), # flash-attn 2
+    ((10, 0), {"flash_attn/__init__.py": BROKEN.format("OSError")},
+     "2 (FA4 cannot be loaded: undefined symbol: _ZN3c10)"),
+    ((10, 0), {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": "", "flash_attn/cute/interface.py":
+               "import a_package_of_nvidias"}, "2 (FA4 cannot be loaded: No module named 'a_package_of_nvidias')"),
+    ((9, 0), {"flash_attn_interface.py": BROKEN.format("ImportError")},
+     "2 (FA3 cannot be loaded: undefined symbol: _ZN3c10)"),
+    ((9, 0), {"flash_attn_interface.py": ""},
+     "2 (FA3 cannot be loaded: Module 'flash_attn_interface' does not expose FA3 forward kernels)"),
+    ((12, 0), {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": ""}, "2"), ((8, 9), {}, "2")])
+def test_a_flash_attention_that_cannot_be_loaded_leaves_torchs_own(capability, files, words, tmp_path, monkeypatch):
+    """No traceback: the log says why, or what to install. Torch's real activation, with packages that lack all."""
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None) # as if it were not there; the end of the test restores it
+        if any(re.split("[./]", file)[0] == name.split(".")[0] for file in files):
+            del sys.modules[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cuda.activate_flash(capability) == f"flash attention {words}"
+    assert torch.nn.attention.current_flash_attention_impl() is None
 
 def test_what_the_tools_time_is_set_up_as_a_training_is(card, monkeypatch):
     """bench.py once left cuDNN's attention on."""
