@@ -36,8 +36,8 @@ def too_large_for_cpu(args):
             "cpu")
 
 
-# major capability: what torch can take there instead of its own flash attention (FA2), the package that it then imports,
-# and what has that. None on sm_120, where FA4 crashes (flash-attention issue 2860); PyPI's flash-attn-3 is empty
+# major capability: what torch can take there instead of its own flash attention (FA2), the package that it then loads,
+# and who has that. None on sm_120, where FA4 crashes (flash-attention issue 2860); PyPI's flash-attn-3 is empty
 FASTER = {9: ("FA3", "flash_attn_interface", "flash-attn-3 (of download.pytorch.org/whl)"),
           10: ("FA4", "flash_attn.cute", "flash-attn-4")}
 

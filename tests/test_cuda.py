@@ -170,27 +170,70 @@ def test_an_allocator_setting_that_torch_does_not_know_is_left_out(monkeypatch):
     cuda.configure_allocator("a:1,new:1", "a:1", "b:1")
     assert tried == ["a:1,new:1", "a:1"]
 
-@pytest.mark.parametrize("kind, capability, rows, columns, tokens, able", [
-    ("fp8", (8, 9), 1280, 3072, 40, True), ("fp8", (8, 6), 1280, 3072, 40, False),
-    ("int8", (8, 0), 1280, 3072, 40, True), ("nf4", (9, 0), 1280, 3072, 40, False),
-    ("int8", (9, 0), 1280, 3072, 16, False), ("fp8", (9, 0), 1280, 3420, 40, False),
-    ("fp8", (9, 0), 3420, 1280, 40, False)])
-def test_eight_bit_products_need_a_card_and_sides_that_can(kind, capability, rows, columns, tokens, able, card):
+@pytest.mark.parametrize("capability, compiled, rows, columns, tokens, gains", [
+    ((8, 0), False, 1280, 3072, 40, True), ((8, 9), False, 1280, 3072, 40, True), ((12, 0), False, 1280, 3072, 17, True),
+    ((9, 0), False, 1280, 3072, 40, False), ((10, 0), False, 1280, 3072, 40, False),
+    ((9, 0), True, 1280, 3072, 40, True), ((8, 9), True, 1280, 3072, 40, True), ((9, 0), True, 1280, 3072, 16, False),
+    ((8, 9), False, 1280, 3420, 40, False), ((8, 9), False, 3420, 1280, 40, False)])
+def test_eight_bits_are_multiplied_as_such_where_it_saves_time(capability, compiled, rows, columns, tokens, gains, card,
+                                                               monkeypatch):
     """Of sides like 3420, in Qwen2.5-VL's vision MLP, _scaled_mm raises; of 16 rows or fewer _int_mm does."""
     card.capability = capability
-    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", shape=(1, tokens, columns),
-                        numel=lambda: tokens * columns)
-    layer = SimpleNamespace(kind=kind, in_features=columns, out_features=rows, multiply=True)
-    assert low_bit.has_product(x, layer) == (able and torch.version.hip is None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    x = torch.empty(1, tokens, columns, dtype=torch.bfloat16, device="meta")
+    layer = SimpleNamespace(in_features=columns, out_features=rows, multiply=True)
+    assert low_bit.has_product(x, layer) == gains and not low_bit.has_product(x.float(), layer)
     layer.multiply = False
     assert not low_bit.has_product(x, layer)
 
-def test_only_the_transformer_multiplies_eight_bits():
-    """What the text encoder makes is kept in the cache, whose keys know no card."""
+@pytest.fixture
+def trials(card, monkeypatch):
+    """The products that low_bit tries on `card`, whose refusals a test may list by (kind, fast)."""
+    tried, product = SimpleNamespace(calls=[], refused=[]), low_bit.eight_bit_product
+
+    def multiply(*args):
+        tried.calls.append(args[4::2])
+        if tried.calls[-1] in tried.refused:
+            raise ValueError("not supported\nby this library")
+        return product(*args)
+    monkeypatch.setattr(low_bit, "eight_bit_product", multiply)
+    monkeypatch.setattr(torch, "ones", lambda *args, device, real=torch.ones, **kwargs: real(*args, **kwargs))
+    monkeypatch.setattr(torch.version, "hip", None)
+    low_bit.can_multiply.cache_clear()
+    yield tried
+    low_bit.can_multiply.cache_clear()
+
+@pytest.mark.parametrize("kind, capability, able", [
+    ("int8", (8, 0), True), ("int8", (7, 5), False), ("fp8", (8, 9), True), ("fp8", (8, 6), False),
+    ("fp8", (12, 0), True), ("nf4", (9, 0), False)])
+def test_a_cards_products_of_eight_bits_are_tried_once(kind, capability, able, card, trials):
+    """In both passes; and not where the card is older than such products."""
+    card.capability = capability
+    for _ in range(60): # blocks
+        assert low_bit.can_multiply(kind, "cuda:0") == able
+    assert not low_bit.can_multiply(kind, "cpu") and trials.calls == [(kind, True), (kind, False)] * able
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_card_that_refuses_eight_bits_unpacks_them_and_says_so_once(fast, trials, monkeypatch, capsys):
+    trials.refused.append(("fp8", fast))
+    for rank, warnings in ((None, 1), ("0", 1), ("1", 0)): # of torchrun's processes one speaks
+        low_bit.can_multiply.cache_clear()
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        assert not any(low_bit.can_multiply("fp8", "cuda:0") for _ in range(60))
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == warnings
+        assert not warnings or said.startswith("warning: --quantize fp8: cuda:0") and "(not supported)" in said
+    assert low_bit.can_multiply("int8", "cuda:0") and not capsys.readouterr().err
+
+@pytest.mark.parametrize("able", [True, False])
+def test_only_the_transformer_multiplies_eight_bits(able, monkeypatch):
+    """And it only where the device can. What the text encoder makes is kept in the cache, whose keys know no card."""
+    monkeypatch.setattr(low_bit, "can_multiply", lambda kind, device: able)
     pipe = cache.load_pipeline(TINY)
     cache.load_encoder(pipe, "text", encoder_flags(quantize_text_encoder="int8"))
     transformer = predict.place_transformer(predict.load_transformer(TINY, "float32"), torch.device("cpu"), "int8")
-    for model, multiply in ((pipe.text_encoder, False), (transformer, True)):
+    for model, multiply in ((pipe.text_encoder, False), (transformer, able)):
         assert {m.multiply for m in model.modules() if isinstance(m, low_bit.LowBitLinear)} == {multiply}
 
 def test_a_low_bit_weight_is_unpacked_by_one_kernel_to_the_same_bits():
