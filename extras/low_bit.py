@@ -73,7 +73,7 @@ def can_multiply(kind, device):
             eight_bit_product(rows, scale, rows, scale, kind, torch.bfloat16, fast).cpu()
     except (RuntimeError, ValueError) as e:
         if os.environ.get("RANK", "0") == "0":
-            reason = (str(e).strip() or type(e).__name__).splitlines()[0][:90]
+            reason = str(e).partition("\n")[0][:90]
             print(f"warning: --quantize {kind}: {device} cannot multiply it as such ({reason}); its weights are "
                   "unpacked for each product", file=sys.stderr)
         return False

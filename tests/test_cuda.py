@@ -171,8 +171,9 @@ def test_an_allocator_setting_that_torch_does_not_know_is_left_out(monkeypatch):
     assert tried == ["a:1,new:1", "a:1"]
 
 @pytest.mark.parametrize("capability, compiled, rows, columns, tokens, gains", [
-    ((8, 0), False, 1280, 3072, 40, True), ((8, 9), False, 1280, 3072, 40, True), ((12, 0), False, 1280, 3072, 17, True),
-    ((9, 0), False, 1280, 3072, 40, False), ((10, 0), False, 1280, 3072, 40, False),
+    ((8, 0), False, 1280, 3072, 40, True), ((8, 9), False, 1280, 3072, 40, True),
+    ((12, 0), False, 1280, 3072, 17, True), ((9, 0), False, 1280, 3072, 40, False),
+    ((10, 0), False, 1280, 3072, 40, False),
     ((9, 0), True, 1280, 3072, 40, True), ((8, 9), True, 1280, 3072, 40, True), ((9, 0), True, 1280, 3072, 16, False),
     ((8, 9), False, 1280, 3420, 40, False), ((8, 9), False, 3420, 1280, 40, False)])
 def test_eight_bits_are_multiplied_as_such_where_it_saves_time(capability, compiled, rows, columns, tokens, gains, card,

@@ -249,7 +249,8 @@ def test_compiled_blocks_multiply_eight_bits_on_every_card(quantize, monkeypatch
 @pytest.mark.parametrize("quantize, multiplied", [
     ("int8", True), ("int8", False), ("fp8", True), ("fp8", False), ("nf4", False)])
 @pytest.mark.parametrize("shape", [(20, 64), (1, 20, 64)], ids=["2-D", "3-D"])
-def test_a_product_can_be_added_in_place_to_what_a_low_bit_layer_returns(shape, quantize, multiplied, bias, monkeypatch):
+def test_a_product_can_be_added_in_place_to_what_a_low_bit_layer_returns(shape, quantize, multiplied, bias,
+                                                                         monkeypatch):
     """As a LoRA's is; the gradients too are those of a sum that is a tensor of its own."""
     needs(quantize)
     if multiplied:
