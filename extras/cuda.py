@@ -43,7 +43,7 @@ FASTER = {9: ("FA3", "flash_attn_interface", "flash-attn-3 (of download.pytorch.
 
 
 def find_flash(capability):
-    """-> FA3 on Hopper, FA4 on data centre Blackwell, if a package of this name is installed; else None."""
+    """-> "FA3" on Hopper, "FA4" on data centre Blackwell, if its package is installed; else None."""
     impl, package, _ = FASTER.get(capability[0], (None, None, None))
     if impl not in getattr(torch.nn.attention, "list_flash_attention_impls", list)():
         return None

@@ -33,7 +33,7 @@ class FrozenProduct(torch.autograd.Function):
         if not has_product(x, layer):
             return x @ layer.unpacked(x.dtype).T
         out = eight_bit_product(*rows_of(x, layer.kind), layer.weight, layer.scale, layer.kind, x.dtype, fast=True)
-        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], layer.out_features]) # of a tensor that nobody else has
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], layer.out_features]) # to autograd no view
 
     @staticmethod
     def backward(ctx, grad):
@@ -48,11 +48,11 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def has_product(x, layer):
-    """Whether eight bits are multiplied as such. To make eight of x takes memory traffic, as much time as the product
-    saves on Hopper and data centre Blackwell, unless torch.compile does it in one kernel. It saves more on cards of
-    consumers (and on their neighbours, 8.x and 12.x), where bf16 products with fp32 sums run at half the rate. The
-    kernels want more than 16 rows (modulation has few) and sides that are multiples of 16: 3420 of Qwen2.5-VL's vision
-    MLP are none."""
+    """Whether eight bits are multiplied as such: where that saves time, by count and not by measurement. To quantize x
+    takes several passes over it. On Hopper and data centre Blackwell that is as long as the product saves, unless
+    torch.compile makes one pass of it; on consumer cards (8.x, 12.x) the product saves more, as bf16 with fp32 sums
+    runs at half the rate there. The kernels want more than 16 rows (modulation has few), and sides that are multiples
+    of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
     return (layer.multiply and x.dtype == torch.bfloat16
             and (torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device)[0] in (8, 12))
             and x.numel() > 16 * x.shape[-1] and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
@@ -60,8 +60,8 @@ def has_product(x, layer):
 
 @functools.cache # asked for each block
 def can_multiply(kind, device):
-    """Whether a device has products of eight bits: int8 from Ampere on, fp8 from Ada on. They are tried, because some
-    libraries refuse some cards; that costs speed only, so it is a warning."""
+    """Whether a device has products of eight bits: int8 from Ampere on, fp8 from Ada on. One is tried, as libraries
+    have refused newer cards; that costs speed only, so it is a warning."""
     device = torch.device(device)
     if kind not in TOP or device.type != "cuda" or torch.version.hip is not None:
         return False
