@@ -25,7 +25,7 @@ import re
 import shlex
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from time import monotonic
@@ -135,6 +135,8 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
         for block in blocks:
             smaller(block).to(device)
         return transformer.to(device)
+    except MemoryError as e: # of the host
+        raise InputError(f"--offload: {e}")
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
                          "in train.py --fsdp too (train.py --plan says how much)")
@@ -360,12 +362,21 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 
 @torch.no_grad()
 def decode(vae, latents, img_shapes):
-    """Packed latents (I_0, 64) -> PIL image."""
+    """Packed latents (I_0, 64) -> PIL image. In tiles, once a whole picture was too large for the memory."""
     _, h, w = img_shapes[0]
     z = QwenImageEditPlusPipeline._unpack_latents(latents[None], 16 * h, 16 * w, 8).to(vae.device, vae.dtype)
     mean, std = [torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)]
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
-    return VaeImageProcessor(16).postprocess(vae.decode(z, return_dict=False)[0][:, :, 0])[0]
+    pixels = None
+    with suppress(torch.OutOfMemoryError):
+        pixels = vae.decode(z, return_dict=False)[0]
+    if pixels is None: # not in an except block, which would keep what that attempt has made
+        tqdm.write(f"warning: {vae.device} has too little memory to decode a whole picture; this one and the rest are "
+                   "decoded in tiles (--vae_device cpu decodes whole ones)", file=sys.stderr)
+        torch.cuda.empty_cache()
+        vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
+        pixels = vae.decode(z, return_dict=False)[0]
+    return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 
 def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, live=None, share=slice(None), bar=None):
     """[(sample, settings, seed)] -> yields (place in the list, PIL image), many drawn at once. share: which of the

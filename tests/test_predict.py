@@ -341,6 +341,54 @@ def test_the_shipped_base_copies_and_follows(tmp_path):
     print(f"keep {keep:.1f} dB, background {background:.1f} dB, VAE alone {ceiling:.1f} dB")
     assert ceiling >= 30 and keep >= ceiling - 3 and background >= 22
 
+@pytest.mark.parametrize("tiles_fit", [True, False], ids=["tiles fit", "tiles do not fit"])
+def test_from_the_first_picture_on_that_is_too_large_to_decode_all_are_decoded_in_tiles(tmp_path, monkeypatch,
+                                                                                        tiles_fit):
+    """Its latents have taken minutes, and so have those of its pack. Tiles give nearly the same picture; if they do not
+    fit either, what is drawn stays."""
+    sizes = dict(a=(96, 96), b=(400, 320), c=(96, 128), d=(96, 304), e=(288, 96)) # drawn as b, d, e, c, a
+    rows = []
+    for name, size in sizes.items():
+        image = save(draw_picture(size, seed=4), tmp_path / f"{name}.png")
+        rows.append(dict(image=[str(image)], prompt="go", out=image.name))
+    flags = ["--jobs", write_jobs(tmp_path, rows), "--lora", "", "--cache_dir", tmp_path / "c", "--num_inference_steps",
+             2, *EXACT, "--device", "cpu"]
+    assert run_script("predict.py", *flags, "--out_dir", tmp_path / "whole").status == 0
+    decoded = []
+    def watched(name, fails):
+        real = getattr(predict.AutoencoderKLQwenImage, name)
+        def call(vae, z, **kwargs):
+            decoded.append((name, *z.shape[-2:]))
+            if fails(z):
+                raise torch.OutOfMemoryError
+            return real(vae, z, **kwargs)
+        monkeypatch.setattr(predict.AutoencoderKLQwenImage, name, call)
+    watched("decode", lambda z: z.shape[-2:] == (40, 12)) # of d
+    watched("tiled_decode", lambda z: not tiles_fit)
+    result = run_script("predict.py", *flags, "--out_dir", tmp_path / "tiles")
+    tried = [("decode", 40, 48), ("decode", 40, 12), ("tiled_decode", 40, 12)]
+    assert result.err.count("warning: ") == 1 and re.search("^warning: cpu .*--vae_device cpu", result.err, re.M)
+    if not tiles_fit:
+        assert decoded == tried and [path.name for path in tmp_path.glob("tiles/*")] == ["b.png"]
+        assert result.status == 1 and is_one_line(result.errors[-1], "--vae_device"), result.err
+        return
+    assert result.status == 0 and [call[0] for call in decoded[3:]] == ["tiled_decode"] * 3 and decoded[:3] == tried
+    distances = {name: apart(tmp_path / "tiles" / f"{name}.png", tmp_path / "whole" / f"{name}.png") for name in sizes}
+    print(distances)
+    assert distances["a"] == distances["b"] == distances["c"] == 0 # whole, or one tile
+    assert 0 < distances["d"] <= 8 and 0 < distances["e"] <= 8 # levels of 255
+
+def test_a_training_that_draws_in_tiles_still_encodes_whole_pictures(monkeypatch):
+    """With the same VAE, if it has no cache."""
+    pipe, image = cache.load_pipeline(TINY), draw_picture((320, 64))
+    cache.load_encoder(pipe, "vae", encoder_flags())
+    before = cache.encode_image(pipe, image)
+    def fails(vae, z, **kwargs):
+        raise torch.OutOfMemoryError
+    monkeypatch.setattr(predict.AutoencoderKLQwenImage, "decode", fails)
+    predict.decode(pipe.vae, before, [(1, 4, 20)])
+    assert torch.equal(cache.encode_image(pipe, image), before)
+
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("line", [
