@@ -25,7 +25,7 @@ TOP = dict(int8=127, fp8=448) # greatest value of a format
 class FrozenProduct(torch.autograd.Function):
     """x @ weight.T for a low-bit weight. Where eight bits are multiplied as such, x and the output's gradient get eight
     too, with a scale a row. Else the weight is unpacked, in the backward pass anew: autograd alone would keep it in
-    bf16, 27 GB of the real model. The output is no view, so that a LoRA's product can be added to it in place."""
+    bf16, 27 GB of the real model."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -33,7 +33,7 @@ class FrozenProduct(torch.autograd.Function):
         if not has_product(x, layer):
             return x @ layer.unpacked(x.dtype).T
         out = eight_bit_product(*rows_of(x, layer.kind), layer.weight, layer.scale, layer.kind, x.dtype, fast=True)
-        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], layer.out_features]) # to autograd no view
+        return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, grad):

@@ -245,25 +245,6 @@ def test_compiled_blocks_multiply_eight_bits_on_every_card(quantize, monkeypatch
     want, = torch.autograd.grad((x @ low.unpacked(x.dtype).T).sum(), x)
     assert torch.equal(plain, want) and 0 < rel(got, want) < 0.1
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("quantize, multiplied", [
-    ("int8", True), ("int8", False), ("fp8", True), ("fp8", False), ("nf4", False)])
-@pytest.mark.parametrize("shape", [(20, 64), (1, 20, 64)], ids=["2-D", "3-D"])
-def test_a_product_can_be_added_in_place_to_what_a_low_bit_layer_returns(shape, quantize, multiplied, bias,
-                                                                         monkeypatch):
-    """As a LoRA's is; the gradients too are those of a sum that is a tensor of its own."""
-    needs(quantize)
-    if multiplied:
-        multiply_eight_bits(monkeypatch)
-    torch.manual_seed(0)
-    low = low_bit.LowBitLinear(torch.nn.Linear(64, 32, bias=bias, dtype=torch.bfloat16), quantize)
-    inputs = [torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in (shape, (20, 4), (4, 32))]
-    x, a, b = inputs
-    got, want = low(x).flatten(0, -2).addmm_(a, b), torch.addmm(low(x).flatten(0, -2), a, b)
-    grad = torch.randn_like(want)
-    assert torch.equal(got, want)
-    assert_bitwise(torch.autograd.grad(got, inputs, grad), torch.autograd.grad(want, inputs, grad))
-
 def test_predict_py_draws_from_a_low_bit_base_in_host_memory(tmp_path, photos):
     """The flags together, as a user gives them; the picture is near the plain one, and not the same. Offloaded blocks
     alone change nothing."""
