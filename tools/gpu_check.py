@@ -311,6 +311,13 @@ def why_not(quantize, again):
     if again == "all but attention" and not one_kernel:
         return "attention is not one kernel here"
 
+def counted(model, pack, again):
+    """What --plan expects of such a step on this card, if it knows it."""
+    lengths = [text + sum(h * w for h, w in pictures) for pictures, text in pack]
+    cards = [card for card in plan.RATES if card.split()[-1] in device_name]
+    return {"counted": plan.step_seconds(model, lengths, card, again != "none", again == "all but attention", 0)[0]
+            for card in cards}
+
 def check_speed():
     group = None
     for quantize, compiled, again, name in cells():
@@ -334,7 +341,7 @@ def check_speed():
                     if "unpacked" in quantize:
                         unpack(model)
                 recompute(model, again)
-                row |= measure(model, packs[name])
+                row |= measure(model, packs[name]) | counted(model, packs[name], again)
                 row["measured"] = [base_gib, lora, row.pop("added GiB")]
                 if quantize in ("int8", "fp8") and not multiplies(model, dtype, args.device):
                     row["remark"] = "unpacked: no such products here"
@@ -395,7 +402,7 @@ def summary(found):
     tables = {stage: rows for stage, rows in found.items() if stage != "speed"}
     if "speed" in found:
         tables["Speed, of a step"] = beside(found["speed"], lambda row: (
-            f"{row['seconds']:.3g} s, {row['tokens/s']:,.0f} tok/s, {row['MFU']:.0%}"))
+            f"{row['seconds']:.3g} s ({text_of(row.get('counted', '-'))} counted), {row['tokens/s']:,.0f} tok/s, {row['MFU']:.0%}"))
         tables["Memory in GiB: base + LoRA + step; planned -> measured"] = beside(found["speed"], lambda row: (
             f"{sums(row['planned'])} -> {sums(row['measured'])}"))
     return "\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in tables.items())
