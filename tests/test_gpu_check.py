@@ -47,6 +47,7 @@ def as_a_card(monkeypatch):
     does it; but the code runs that would be. `compiled`: the options of the calls."""
     monkeypatch.setitem(bench_common.MODELS, "small", bench_common.MODELS["small"] | dict(num_attention_heads=4))
     monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
+    monkeypatch.setattr(low_bit, "can_multiply", lambda kind, device: True)
     monkeypatch.setattr(low_bit, "has_product", lambda x, layer: (
         layer.multiply and layer.kind in low_bit.TOP and x.numel() > 16 * x.shape[-1]))
     state = SimpleNamespace(compiled=[], compiling=False)
@@ -122,8 +123,8 @@ def faults(monkeypatch):
     monkeypatch.setattr(offload, "copy_ahead", lambda blocks, hosts, buffers, device: (
         copy_ahead(blocks, [hosts[1], hosts[0], *hosts[2:]], buffers, device)))
     product = low_bit.eight_bit_product
-    monkeypatch.setattr(low_bit, "eight_bit_product", lambda rows, row_scale, *more: (
-        product(rows, torch.full_like(row_scale, row_scale.mean()), *more)))
+    monkeypatch.setattr(low_bit, "eight_bit_product", lambda rows, row_scale, *more, **fast: (
+        product(rows, torch.full_like(row_scale, row_scale.mean()), *more, **fast)))
     monkeypatch.setattr(rope_patch, "RowsByIndex", SimpleNamespace(apply=lambda rows, index: rows.detach()[index]))
 
 def test_a_wrong_number_is_status_1(tmp_path, monkeypatch, as_a_card, faults):

@@ -402,7 +402,8 @@ def summary(found):
     tables = {stage: rows for stage, rows in found.items() if stage != "speed"}
     if "speed" in found:
         tables["Speed, of a step"] = beside(found["speed"], lambda row: (
-            f"{row['seconds']:.3g} s ({text_of(row.get('counted', '-'))} counted), {row['tokens/s']:,.0f} tok/s, {row['MFU']:.0%}"))
+            f"{row['seconds']:.3g} s ({text_of(row.get('counted', '-'))} counted), {row['tokens/s']:,.0f} tok/s, "
+            f"{row['MFU']:.0%}"))
         tables["Memory in GiB: base + LoRA + step; planned -> measured"] = beside(found["speed"], lambda row: (
             f"{sums(row['planned'])} -> {sums(row['measured'])}"))
     return "\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in tables.items())
