@@ -206,7 +206,7 @@ def test_parquet_files_become_a_dataset_if_something_here_can_read_them(tmp_path
     cells = [dict(bytes=(source / f"{n}.png").read_bytes(), path="") for n in range(3)]
     rows = [dict(input_image=cells[n:], edit_prompt=["a\nb", "c"][n], edited_image=cells[n]) for n in range(2)]
     write_parquet(path, rows + [dict(input_image=[], edit_prompt="d", edited_image=cells[2])])
-    write_parquet(path.with_name("test-00000-of-00001.parquet"), rows[:1])
+    write_parquet(path.with_name("test-00000-of-00001.parquet"), [rows[0] | dict(edit_prompt="held out")])
     for source in (tmp_path / "hf", path):
         got = import_data(source, tmp_path / f"out of {source.name}", "--skip_bad")
         assert [*got.samples.values()] == [(["a b"], [0, 0, 1, 2], None), (["c"], [1, 1, 2], None)]
@@ -320,6 +320,8 @@ def test_datasets_of_one_configuration_keep_apart_and_what_is_not_taken_over_is_
     assert "num_repeats is not taken over; train.py --repeats" in got.out
     config = write_rows(tmp_path / "elsewhere/dataset.toml", text)
     assert len(import_data(config, tmp_path / "none", status=1).errors) == 1
+    (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere/rows.jsonl") # its own paths are not beside it any more
+    write_rows(config, text.replace("rows.jsonl", "elsewhere/rows.jsonl"))
     command = [sys.executable, str(HERE / "tools/import_data.py"), str(config), "second"]
     subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert len(list((tmp_path / "second/target").rglob("*.png"))) == 3
@@ -330,7 +332,8 @@ BROKEN = { # file: its text, and what is named
     "cut.toml": ("[[datasets", "TOMLDecodeError"), "list.toml": ("datasets = [1]", "TypeError"),
     "path.toml": ("[[datasets]]\nimage_directory = 5", "TypeError"), "cut.yaml": ("a: [", "ParserError"),
     "text.yaml": ("hello", "TypeError"), "none.yaml": ("config: {process: [{datasets: null}]}", "TypeError"),
-    "gone.toml": (MUSUBI, "/path/to/image_dir: no folder"), "code.yaml": ("!!python/object/apply:os.getcwd []", "yaml"),
+    "gone.toml": (MUSUBI, "/path/to/image_dir: no folder"),
+    "code.yaml": ("!!python/object/apply:os.getcwd []", "ConstructorError"),
     "ext.yaml": ("config: {process: [{datasets: [{folder_path: x, caption_ext: 5}]}]}", "AttributeError"),
     "table.toml": (MUSUBI_JSONL, "metadata.jsonl: does not exist"), "alone.toml": (
         "[[datasets]]\nimage_directory = 'a'", "a: no control has the name", "--alone")}
@@ -351,6 +354,13 @@ def test_captions_of_several_lines_are_joined_and_those_beside_the_target_come_f
     samples = import_data(source, tmp_path / "out").samples
     assert samples == {"cat": (["a cat in  the rain"], [0, 0], None), "dog": (["go"], [1, 1], None)}
 
+def test_a_picture_that_is_called_as_a_mask_is_a_target_if_it_has_a_caption(tmp_path):
+    pictures = "target/a.png target/a_mask.png target/b.png target/b_mask.png control/a.png control/b.png"
+    source = put(tmp_path / "source", pictures, ["target/a.txt", "target/a_mask.txt", "target/b.txt"])
+    got = import_data(source, tmp_path / "out", "--skip_bad")
+    assert got.samples == {"a": (["go"], [0, 4], None), "b": (["go"], [2, 5], 3)}
+    assert len(got.errors) == 1 and is_one_line(got.errors[0], "target/a_mask.png: no control")
+
 def test_onetrainer_s_single_folder(tmp_path):
     source = put(tmp_path / "concept", "0001.jpg 0001-condlabel.png 0001-masklabel.png x-masklabel.png",
                  ["0001.txt", "x-masklabel.txt"])
@@ -368,7 +378,8 @@ def test_a_repository_of_the_hub_is_read_from_its_root(tmp_path):
         row = row if n else dict(file_name="0001.png", original_file_name="in/0001.png", text="go")
         lines = [",".join(row), ",".join(row.values())] if suffix == "csv" else [row]
         write_rows(hub / folder / f"metadata.{suffix}", *lines)
-        write_rows(hub / "test/metadata.csv", "file_name", "0002.png")
+        for split in ("test", "data") if folder != "data" else ("test",):
+            write_rows(hub / split / "metadata.csv", "file_name", "gone.png")
         assert import_data(hub, tmp_path / f"out{n}").samples == {"000000-0001": (["go"], [0, 1], None)}
 
 def test_two_tables_of_one_folder_are_one_dataset(tmp_path):

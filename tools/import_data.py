@@ -456,14 +456,16 @@ def convert(args, columns, tmp):
 def main():
     parser = common.Parser(__doc__)
     parser.usage = "import_data.py SOURCE OUT [flags], or import_data.py OUT --target DIR --control DIR [flags]"
+    names = [f"  {role}: {', '.join(names)}" for known in (FOLDERS, COLUMNS) for role, names in known.items()]
+    parser.epilog = "FOLDERS and then COLUMNS:\n" + "\n".join(names)
     by_flags = parser.given() & {"--target", "--control", "--mask"}
     if not by_flags:
         parser.add_argument("source", type=Path, help="a folder, a table or a configuration, as above")
     parser.add_argument("out", type=Path, help="a folder that is not there yet")
-    parser.add_argument("--target", type=Path, help="the folder of the targets, in place of SOURCE")
-    parser.add_argument("--control", type=Path, nargs="+", action="extend", default=[],
+    parser.add_argument("--target", type=Path, metavar="DIR", help="the folder of the targets, in place of SOURCE")
+    parser.add_argument("--control", type=Path, nargs="+", action="extend", default=[], metavar="DIR",
                         help="the folders of the controls, in their order")
-    parser.add_argument("--mask", type=Path, help="the folder of the masks, if there are any")
+    parser.add_argument("--mask", type=Path, metavar="DIR", help="the folder of the masks, if there are any")
     parser.add_argument("--columns", type=column, nargs="+", action="extend", default=[], metavar="ROLE=NAME",
                         help="columns of a table that are target, control (several with commas), prompt, mask")
     parser.add_argument("--alone", action="store_true", help="there are no controls, and OUT has no control/")
