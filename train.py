@@ -28,6 +28,7 @@ import shutil
 import sys
 import time
 import warnings
+from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -186,15 +187,25 @@ elif args.resume:
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
-if world_size > 1:
-    dist.barrier() # all have looked at the folder before one writes to it
-if rank == 0 and not args.plan:
-    common.prepare_folder(out_dir)
-    lock = filelock.FileLock(out_dir / ".lock")
+
+def lock_folder(folder):
+    """-> (the run folder, its lock: ours until this process ends, however it ends). Without --out_dir it is the next
+    number if another run was started at the same time."""
+    common.prepare_folder(folder)
+    lock = filelock.FileLock(folder / ".lock")
     try:
-        lock.acquire(blocking=False) # ours until this process ends, however it ends
+        lock.acquire(blocking=False)
+        return folder, lock
     except filelock.Timeout:
-        raise InputError(f"--out_dir {out_dir}: another run is at work in it; wait, or give another folder")
+        if args.out_dir or args.resume:
+            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
+        return lock_folder(folder.with_name(f"{run_name}-{number_of(folder) + 1:03d}"))
+
+if not args.plan:
+    if rank == 0:
+        out_dir, lock = lock_folder(out_dir)
+    out_dir = common.gather_objects(out_dir, world_size)[0] # all have looked at the folder before one writes to it
+    log = out_dir / "log.jsonl"
 
 # ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
@@ -671,6 +682,7 @@ stopped, stopping = signals.enter_context(common.signals_noted()), False # a sig
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
 # while a pack computes, a thread reads and checks the files of the next. (live encoders need the device themselves)
 loaded = common.read_ahead(lambda picked: list(map(load_item, picked)), packs_from(step), most=0 if live else 1)
+begun, first_step = time.monotonic(), step
 while step < args.max_steps and not stopping:
     if due(step): # before the next step: a run that was killed in a validation begins with it when it is resumed
         validate()
@@ -724,8 +736,12 @@ while step < args.max_steps and not stopping:
                   losses=[round(x, 5) for x in sample_losses])
         if track:
             track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-        say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
-            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
+        line = (f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s"
+                f" | {args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
+        if step % 10 == 0: # validations so far included
+            left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
+            line += f" | {timedelta(seconds=round(left))} left"
+        say(line)
         if loss > 10:
             say("exploded: predicting nothing has a loss of 2; lower --lr in a new run")
         bar.update()

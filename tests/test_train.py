@@ -9,7 +9,9 @@ import shutil
 import threading
 from collections import Counter
 from math import prod
+from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,8 @@ import cache
 import common
 import predict
 import rope_patch
-from models import cached_files, damage_tensors, is_one_line, pipes, plus, small, start, start_ranks, train, until
+from models import (cached_files, damage_tensors, error_of, is_one_line, pipes, plus, small, start, start_ranks, train,
+                    until)
 from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, globals_of_train, log_of,
                               lora_of, losses_of, rel, run_script, show, tiny_v1, toy_cache, train_log, train_toy)
 
@@ -380,6 +383,20 @@ def test_runs_are_numbered_and_resume_takes_the_newest(tmp_path, small, start):
         run("--max_steps", n)
     names = sorted(p.name for p in (tmp_path / "out").iterdir() if (p / "DONE").exists())
     assert len(names) == 2 and f"{names[1]}: going on after step 2" in run("--max_steps", 3, "--resume")
+
+def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
+    """One that was told its folder does not look for another; with two processes both go to the same one."""
+    here = functools.partial(os.chdir, tmp_path)
+    name = f"tiny-{Path(small.flags[1]).stem.removeprefix('tiny-')}"
+    folders = [tmp_path / "out" / f"{name}-{n:03d}" for n in (1, 2)]
+    folders[0].mkdir(parents=True)
+    with filelock.FileLock(folders[0] / ".lock"):
+        told = start("train.py", *small.flags, "--max_steps", 1, "--out_dir", folders[0], prelude=here)
+        assert told.wait() == 1 and is_one_line(error_of(told), f"--out_dir {folders[0]}", "another run")
+        ranks = start_ranks(start, *small.flags, "--max_steps", 10, preludes=(here, here))
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+    assert (folders[1] / "DONE").exists() and len(list((tmp_path / "out").iterdir())) == 2
+    assert re.findall(r"^step (\d+)/10 .* \| 0:00:00 left$", ranks[0].output(), re.M) == ["10"]
 
 def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
     assert train_toy(tmp_path / "base").status == 0
