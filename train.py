@@ -286,7 +286,8 @@ dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gra
 
 def load_item(picked):
     """What the loss needs of what pick has picked: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or None for the
-    base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,). In host memory, pinned for a GPU."""
+    base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,). On the CPU: a thread that copies to a
+    GPU would wait for all that the GPU has to do."""
     t, shapes = cache.load_latents(picked.sample, picked.resolution, live), picked.resolution["img_shapes"]
     x0 = t["pixel_latent"].to("cpu", torch.float32)
     noise = torch.randn(x0.shape, generator=picked.noise_generator)
@@ -298,17 +299,12 @@ def load_item(picked):
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to("cpu", dtype) # none if dropped
     prompt = cache.load_text(picked.sample, picked.text_key, live).to("cpu", dtype)
-    item = SimpleNamespace(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls, prompt=prompt,
+    return SimpleNamespace(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls, prompt=prompt,
                            img_shapes=shapes, weight=weight)
-    return map_tensors(torch.Tensor.pin_memory, item) if args.device.startswith("cuda") else item
-
-def map_tensors(f, item):
-    """The item with f(x) for each of its tensors."""
-    return SimpleNamespace(**{name: f(x) if torch.is_tensor(x) else x for name, x in vars(item).items()})
 
 def to_device(item):
-    """Does not wait for what the GPU has to do before: a copy of memory that is not pinned would."""
-    return map_tensors(lambda x: x.to(args.device, non_blocking=True), item)
+    moved = {name: x.to(args.device) if torch.is_tensor(x) else x for name, x in vars(item).items()}
+    return SimpleNamespace(**moved)
 
 def predict_velocity(model, items):
     """-> (I_0, C) in fp32 for each of these items, of any sizes, in one forward pass."""
@@ -628,6 +624,7 @@ def report(val_loss, base_pictures, pictures):
 def validate():
     """Loss, pictures and PSNRs of --val_data, which all processes compute and the first one reports."""
     say(f"step {step}: validation on {len(val_samples)} held-out pictures")
+    torch.cuda.empty_cache() # for cuDNN, whose memory is not torch's (without a GPU it does nothing)
     vae = load_vae().to(args.vae_device)
     transformer.eval()
     try:
@@ -701,8 +698,9 @@ while step < args.max_steps and not stopping:
             pack_loss.backward()
         except torch.OutOfMemoryError:
             names = ", ".join(f"{picked[i].sample.name}: {lengths[i]:,}" for i in pack)
-            raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); "
-                             f"lower it, or give --gradient_checkpointing over {recomputed}, then --resume")
+            raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}), "
+                             f"with --gradient_checkpointing {recomputed}; lower the one, or raise the other, then "
+                             "--resume")
         for i, (loss, weight) in zip(pack, losses):
             sample_losses[i] += factor * (loss / weight).item()
             weight_sum += factor * weight

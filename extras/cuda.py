@@ -72,8 +72,10 @@ def activate_flash(capability):
 def prepare(device, flash_attention):
     """Call it before the first tensor is on the device. flash_attention: auto or 2 -> words for the log."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        # every step has new sizes, which fragment memory; and pinned tensors are not rounded up to powers of two
-        configure_allocator("expandable_segments:True,pinned_max_round_threshold_mb:1", "expandable_segments:True")
+        # every step has new sizes, which fragment memory. pinned tensors are not rounded up to powers of two, and then
+        # must not be cached either: torch 2.13 would give one to a larger tensor (PR 192722)
+        configure_allocator("expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1",
+                            "expandable_segments:True")
     # one family of kernels for stock, padded and packed calls, and no plan for every new shape, as cuDNN would make
     torch.backends.cuda.enable_cudnn_sdp(False)
     varlen = getattr(torch.nn.attention, "varlen", None)

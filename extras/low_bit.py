@@ -50,8 +50,8 @@ class FrozenProduct(torch.autograd.Function):
 def has_product(x, layer):
     """Whether eight bits are multiplied as such: where that saves time, by count and not by measurement. To quantize x
     takes several passes over it. On Hopper and data centre Blackwell that is as long as the product saves, unless
-    torch.compile makes one pass of it; on consumer cards (8.x, 12.x) the product saves more, as bf16 with fp32 sums
-    runs at half the rate there. The kernels want more than 16 rows (modulation has few), and sides that are multiples
+    torch.compile makes one pass of it; on 8.x and 12.x the product saves more: GeForce cards run bf16 with fp32
+    sums at half the rate. The kernels want more than 16 rows (modulation has few), and sides that are multiples
     of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
     return (layer.multiply and x.dtype == torch.bfloat16
             and (torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device)[0] in (8, 12))

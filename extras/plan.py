@@ -132,11 +132,16 @@ def free_bytes(device):
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
+def card_room(gb):
+    """Bytes that tensors can have on a card of so many GB."""
+    return gb * GIB - fit.margin(gb * GIB) - 0.5 * GIB # CUDA itself
+
 def step_seconds(transformer, lengths, card, recomputed, selective, copied):
     """-> (a step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all
     other kernels, as eager code with a LoRA on the attention has them; its MFU: the useful share of the data sheet's
-    FLOPs in that time). lengths: tokens of its samples; recomputed: share of the blocks; selective: their attention is
-    not; copied: bytes of --offload in all its passes."""
+    FLOPs in that time). Traffic between GPUs and the unpacking of few bits are not counted. lengths: tokens of its
+    samples; recomputed: share of the blocks; selective: their attention is not; copied: bytes of --offload in all its
+    passes."""
     _, peak, matmul, forward, backward, memory, host = RATES[card]
     d, blocks, again = transformer.inner_dim, len(transformer.transformer_blocks), 0 if selective else recomputed
     seconds = useful = 0
@@ -200,7 +205,7 @@ def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens
         device, host = transformer_bytes(transformer, quantize, offload, processes if args.fsdp else 1)
         return device + resident, host
 
-    say("\nexpected memory of a process, in GiB. an estimate; 1 GiB for CUDA and fragmentation is in `card`\n"
+    say("\nexpected memory of a process, in GiB. an estimate; what CUDA and fragments take is in `card`\n"
         f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
     recomputed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
     given = recomputed, args.quantize, min(args.offload, blocks)
@@ -211,7 +216,7 @@ def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens
         base, host = weights(quantize, offload)
         # weights and two moments; then activations and gradients
         device = base, 3 * lora_bytes, max(added(blocks - again, quantize=quantize), 3 * lora_bytes)
-        cards = [f"{c} GB" for c in CARDS if sum(device) / GIB + 1 <= 0.9375 * c] # of their GB
+        cards = [f"{gb} GB" for gb in CARDS if sum(device) <= card_room(gb)]
         numbers = " ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host))
         say(f"{numbers} {[*cards, '-'][0]:>6}  --gradient_checkpointing {again} --quantize {quantize} --offload "
             f"{offload}{' --fsdp' if args.fsdp else ''}{' (as given)' if row == given else ''}")
@@ -220,11 +225,12 @@ def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens
     if transformer.dtype == torch.bfloat16:
         say("\nexpected time with the flags as given, counted and not measured (GUIDE.md has the formula)")
         base, host = weights(args.quantize, args.offload)
-        inputs = blocks * sum(largest) * transformer.inner_dim * transformer.dtype.itemsize
+        inputs = fit.input_bytes(transformer, largest)
         for card, (gb, *_) in RATES.items():
-            free = (gb * (1 - fit.MARGIN) - 0.5) * GIB - base - 3 * lora_bytes
+            free = card_room(gb) - base - fit.STATES * lora_bytes
             if args.gradient_checkpointing is None:
-                kept, selective, adds = fit.find_fit(blocks, free, inputs, added, not args.compile)
+                selective = args.batching == "packed" and not args.compile
+                kept, selective, adds = fit.find_fit(blocks, free, inputs, added, selective)
             else:
                 kept, selective, adds = blocks - recomputed, False, added(blocks - recomputed)
             if adds > free:
@@ -233,5 +239,7 @@ def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens
             copied = 2 * host * passes * processes
             seconds, mfu = step_seconds(transformer, lengths, card, 1 - kept / blocks, selective, copied)
             seconds /= steps * processes
-            say(f"{card:>9}: {seconds:6.1f} s a step (MFU {mfu:.0%}), {seconds * args.max_steps / 3600:.1f} h in all; "
-                f"{blocks - kept} of {blocks} blocks computed again{', but not their attention' if selective else ''}")
+            hours = seconds * args.max_steps / 3600
+            words = ", but not their attention" if selective else ""
+            say(f"{card:>9}: {seconds:6.1f} s a step ({mfu:.0%} of its data sheet), {hours:.1f} h in all; "
+                f"{blocks - kept} of {blocks} blocks computed again{words}")

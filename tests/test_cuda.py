@@ -102,7 +102,8 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
     try:
         assert "attention 2" in cuda.prepare("cuda:0", "auto") and not active
         assert not torch.backends.cuda.cudnn_sdp_enabled() and torch._dynamo.config.recompile_limit >= 64
-        assert "expandable_segments:True" in settings[0] and "pinned_max_round_threshold_mb:1" in settings[0]
+        assert settings[0].split(",") == ["expandable_segments:True", "pinned_max_round_threshold_mb:1",
+                                          "pinned_max_cached_size_mb:1"]
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128") # the user's own wins
         monkeypatch.setattr(cuda, "find_spec", lambda name: name)
         for capability, want in (((9, 0), "FA3"), ((10, 0), "FA4"), ((12, 0), None), ((8, 9), None)):

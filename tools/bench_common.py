@@ -3,7 +3,6 @@ What bench.py, gpu_check.py and gpu_numbers.py share: models with random weights
 memory.
 """
 import ctypes
-import functools
 import gc
 import os
 import re
@@ -16,14 +15,13 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import cache
 import common
 import predict
 import rope_patch
-from extras import cuda, low_bit
+from extras import cuda, fit, low_bit
 
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
@@ -34,8 +32,6 @@ MODELS = dict(
 TEXT = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
             rope_parameters=dict(mrope_section=[16, 24, 24], rope_theta=1e6, rope_type="default"))
 VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
-
-KEEP_ATTENTION = functools.partial(create_selective_checkpoint_contexts, [torch.ops.torch_attn._varlen_attn.default])
 
 def open_device(device, dtype):
     """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
@@ -76,7 +72,7 @@ def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dr
 
 def recompute(model, which):
     """Gradient checkpointing of all blocks, of all but their attention (where it is one kernel), or of none."""
-    options = dict(context_fn=KEEP_ATTENTION) if which == "all but attention" else {}
+    options = dict(context_fn=fit.keep_attention) if which == "all but attention" else {}
     rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
 
 def unpack(model):

@@ -13,7 +13,9 @@ $ python tools/gpu_check.py --device cpu                 # a small model: shows 
     offload    a step with all blocks in host memory, without any there, and the copies alone
     attention  alone and in a step: torch's own (FA2), FA3 or FA4 where its package is installed, on Hopper cuDNN's
     encoding   a prompt with its picture, through a text encoder of the real shape; the VAE's decoder
-    speed      s/step, tokens/s, MFU and memory, planned and measured: low bits x compiled x checkpointed x packs
+    fit        what extras/fit.py keeps on this card, and whether three real steps then fit
+    speed      s/step, tokens/s, share of the matmul rate, and memory, planned and measured: low bits x compiled x
+               checkpointed x packs
 
 The last lines are Markdown tables for README. --out has everything and is rewritten after every line, so that a kill
 loses one at most. When --minutes are over all ends: a line says what was at work, and what was not run. Status 1: a
@@ -57,7 +59,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import plan
+from extras import fit, plan
 from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed, run_padded
 from tools import gpu_numbers
 from tools.bench_common import (MODELS, end, flops, heat, loss_of, make_model, make_samples, make_text_encoder,
@@ -77,7 +79,7 @@ GROUPS = [("none", False), ("none", True), ("int8", False), ("int8 unpacked", Fa
           ("int8", True), ("fp8", True), ("nf4", True)]
 TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/test_rope_patch.py",
                                                  "tests/test_cuda.py", "tests/test_extras.py"])
-STAGES = ["claims", "distance", "numbers", "offload", "attention", "encoding", "speed"]
+STAGES = ["claims", "distance", "numbers", "offload", "attention", "encoding", "fit", "speed"]
 
 parser = common.Parser(__doc__)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to do, in this order")
@@ -101,7 +103,7 @@ deadline = BEGUN + 0.98 * 60 * args.minutes # a kernel at work cannot be interru
 config, packs = MODELS[args.size], PACKS[args.size]
 layers, (first_pack, mixed_pack, _) = config["num_layers"], packs.values()
 one_kernel = rope_patch.has_varlen(torch.empty(0, dtype=dtype, device=args.device)) # attention, of a pack
-matmul = matmul_rate(dtype, args.device) # FLOP/s, of which MFU is a part
+matmul = matmul_rate(dtype, args.device) # FLOP/s of a large product
 
 # ---- correctness -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +194,7 @@ def measure(model, pack):
     samples = make_samples(config, pack, dtype, args.device)
     row, lens = timed(step, args.device, before=model.zero_grad), [s.lens for s in samples]
     return row | {"tokens/s": sum(map(sum, lens)) / row["seconds"],
-                  "MFU": flops(config, lens, tail=False) / row["seconds"] / matmul}
+                  "of matmul": flops(config, lens, tail=False) / row["seconds"] / matmul}
 
 def check_offload():
     """A step copies twice, forward and backward. hiding: 1 if it takes no longer than its copies or its work, whichever
@@ -267,6 +269,36 @@ def check_encoding():
         yield {"what": f"decoding {16 * side} x {16 * side}", "weights GiB": plan.model_bytes(vae) / 2**30} | timed(
             lambda: predict.decode(vae, latents, [(1, side, side)]), args.device)
 
+def losses(model, items):
+    """train.py's flow_loss, of its items."""
+    samples = [SimpleNamespace(latents=torch.cat([i.x0.to(dtype), i.controls]), prompt=i.prompt, target=i.x0,
+                               timestep=i.s, shapes=i.img_shapes) for i in items]
+    return [(loss_of(samples, run_on(model, samples)), 1)]
+
+def check_fit():
+    if not on_card:
+        yield dict(note="only on a card")
+        return
+    model, said = build(), []
+    samples = make_samples(config, first_pack, dtype, args.device)
+    tokens = sum(map(sum, [s.lens for s in samples]))
+    flags = SimpleNamespace(device=args.device, batching="packed", batch_size=1, max_tokens=tokens, compile=False)
+    recompute_first = functools.partial(checkpoint_blocks, model)
+    optimizer = torch.optim.AdamW(model.lora.values())
+    try:
+        again = fit.keep_what_fits(model, {tokens}, losses, recompute_first, lambda x: [x], flags, said.append)
+        for _ in range(3):
+            loss_of(samples, run_on(model, samples)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except torch.OutOfMemoryError:
+        yield dict(said=said, wrong="what was kept does not fit")
+        return
+    free, total = torch.cuda.mem_get_info(args.device)
+    row = {"recomputed": again, "said": said[0], "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+           "reserved GiB": torch.cuda.max_memory_reserved() / 2**30, "free GiB": free / 2**30}
+    yield row if free > 0.02 * total else row | dict(wrong="less than 2 % are free")
+
 # ---- speed and memory ------------------------------------------------------------------------------------------------
 
 @functools.cache
@@ -277,13 +309,6 @@ def plan_memory():
     model = with_lora(patch_qwen_model_for_multi_resolution(torch.nn.Module.to(model, dtype)))
     lora = sum(p.nbytes for p in model.lora.values()) / 2**30
     base = {name: plan.transformer_bytes(model, name.split()[0], 0, 1)[0] / 2**30 for name, _ in GROUPS}
-    as_ours = lambda i: SimpleNamespace(latents=torch.cat([i.x0.to(dtype), i.controls]), prompt=i.prompt, target=i.x0,
-                                        timestep=i.s, shapes=i.img_shapes)
-
-    def losses(model, items): # as train.py's flow_loss
-        samples = [as_ours(i) for i in items]
-        return [(loss_of(samples, run_on(model, samples)), 1)]
-
     steps = {}
     for name, pack in packs.items():
         sizes = [([(1, *hw) for hw in pictures], text) for pictures, text in pack]
@@ -314,7 +339,7 @@ def why_not(quantize, again):
 def counted(model, pack, again):
     """What --plan expects of such a step on this card, if it knows it."""
     lengths = [text + sum(h * w for h, w in pictures) for pictures, text in pack]
-    cards = [card for card in plan.RATES if card.split()[-1] in device_name]
+    cards = [card for card in plan.RATES if re.search(rf"\b{card}\b", device_name)]
     return {"counted": plan.step_seconds(model, lengths, card, again != "none", again == "all but attention", 0)[0]
             for card in cards}
 
@@ -341,7 +366,9 @@ def check_speed():
                     if "unpacked" in quantize:
                         unpack(model)
                 recompute(model, again)
-                row |= measure(model, packs[name]) | counted(model, packs[name], again)
+                row |= measure(model, packs[name])
+                if group == ("none", False): # which is what it counts
+                    row |= counted(model, packs[name], again)
                 row["measured"] = [base_gib, lora, row.pop("added GiB")]
                 if quantize in ("int8", "fp8") and not multiplies(model, dtype, args.device):
                     row["remark"] = "unpacked: no such products here"
@@ -403,7 +430,7 @@ def summary(found):
     if "speed" in found:
         tables["Speed, of a step"] = beside(found["speed"], lambda row: (
             f"{row['seconds']:.3g} s ({text_of(row.get('counted', '-'))} counted), {row['tokens/s']:,.0f} tok/s, "
-            f"{row['MFU']:.0%}"))
+            f"{row['of matmul']:.0%}"))
         tables["Memory in GiB: base + LoRA + step; planned -> measured"] = beside(found["speed"], lambda row: (
             f"{sums(row['planned'])} -> {sums(row['measured'])}"))
     return "\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in tables.items())
