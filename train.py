@@ -348,6 +348,10 @@ def find_layers(transformer, names):
     # the text stream of the last block is never read: a LoRA there would get no gradient
     last = len(transformer.transformer_blocks) - 1
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
+    for name in linears if lora_args.get("use_dora") and not args.plan else []:
+        # it divides by each row's norm; of the last block's txt_mod most rows are never read either, and zeros in tiny
+        if not transformer.get_submodule(name).weight.any(1).all():
+            dead += f"|{name}"
     return dict(target_modules=targets, exclude_modules=dead)
 
 transformer = predict.load_transformer(transformer_folder, args.dtype, weights=not args.plan)
