@@ -271,14 +271,21 @@ def load_weights(transformer, state, path):
         raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file")
     check_loaded(transformer, "default", state, path)
 
-def save_lora(path, transformer, train):
+def save_lora(path, transformer, train, fold=False):
     """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
-    our own entries there."""
-    state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
-    meta = {f"transformer.{k}": v for k, v in transformer.peft_config["default"].to_dict().items()}
+    our own entries there. fold, for use: the scale (alpha / rank) goes into lora_B, and alpha is the rank, as ComfyUI
+    takes it, which reads no metadata. Without, the weights are as trained, bit for bit, for --resume: a checkpoint; its
+    strength is wrong in ComfyUI if alpha is not the rank. (So is any DoRA's: ComfyUI leaves out the magnitudes.)"""
+    state = get_peft_model_state_dict(transformer)
+    meta = transformer.peft_config["default"].to_dict()
     # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing
-    layers = sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state})
-    meta.update({"transformer.target_modules": layers, "transformer.exclude_modules": None})
+    meta.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None)
+    if fold:
+        for key in [k for k in state if ".lora_B." in k]:
+            state[key] = state[key] * transformer.get_submodule(key.split(".lora_B.")[0]).scaling["default"]
+        meta.update(use_rslora=False, lora_alpha=meta["r"], alpha_pattern=meta["rank_pattern"])
+    state = {f"transformer.{k}": v for k, v in state.items()}
+    meta = {f"transformer.{k}": v for k, v in meta.items()}
     common.write_tensors(path, state, meta | {f"train.{k}": v for k, v in train.items()}, "lora_adapter_metadata")
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------

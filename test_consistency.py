@@ -817,7 +817,7 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
     assert predict.read_lora(tmp_path / "a")[1]["transformer.target_modules"] == layers # so that a half is noticed
     for key in [k for k in state if "lora_A" in k]:
         linear = by_hand.get_submodule(key.removeprefix("transformer.").removesuffix(".lora_A.weight"))
-        linear.weight.data += 8 / 4 * state[key.replace("lora_A", "lora_B")] @ state[key]
+        linear.weight.data += state[key.replace("lora_A", "lora_B")] @ state[key] # 8 / 4 is in lora_B
     g = torch.Generator().manual_seed(0)
     x = dict(hidden_states=torch.randn(1, 40, 64, generator=g), timestep=torch.tensor([0.5]),
              encoder_hidden_states=torch.randn(1, 7, base.config.joint_attention_dim, generator=g),

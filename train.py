@@ -2,7 +2,7 @@
 Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
 
 Reads datasets (layout: cache.py), or an index of cache.py. Writes a run folder: log.jsonl, checkpoint-000200/, samples/
-(held-out pictures) and at the end pytorch_lora_weights.safetensors, which predict.py and stock diffusers load.
+(held-out pictures) and at the end pytorch_lora_weights.safetensors: for predict.py, diffusers and (no DoRA) ComfyUI.
 
 $ python train.py                                                           # the toy dataset and model in tiny/
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --plan    # what it would take; trains nothing
@@ -343,7 +343,7 @@ def flow_loss(model, items):
 
 def find_layers(transformer, names):
     """--lora_targets -> LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has: peft
-    is silent as long as any name fits."""
+    is silent as long as any name fits. With use_dora a layer with a row of zeros is left out."""
     linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
     attention = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     presets = {"attention": attention, "all-linear": [*attention, "img_mod.1", "txt_mod.1", "net.0.proj", "net.2"]}
@@ -355,6 +355,10 @@ def find_layers(transformer, names):
     # the text stream of the last block is never read: a LoRA there would get no gradient
     last = len(transformer.transformer_blocks) - 1
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
+    for name in linears if lora_args.get("use_dora") and not args.plan else []:
+        # it divides by each row's norm; of the last block's txt_mod most rows are never read either, and zeros in tiny
+        if not transformer.get_submodule(name).weight.any(1).all():
+            dead += f"|{name}"
     return dict(target_modules=targets, exclude_modules=dead)
 
 transformer = predict.load_transformer(transformer_folder, args.dtype, weights=not args.plan)
@@ -455,16 +459,16 @@ config.update(geometry=draw_geometry, model=cache.fingerprint(transformer_folder
               data=common.content_key(samples=contents))
 versions = {name: version(name) for name in ("torch", "diffusers", "transformers", "peft")}
 
-def save_lora(path):
-    predict.save_lora(path, transformer, dict(geometry=draw_geometry, model=args.model, step=step, config=config,
-                                              versions=versions))
+def save_lora(path, fold):
+    notes = dict(geometry=draw_geometry, model=args.model, step=step, config=config, versions=versions)
+    predict.save_lora(path, transformer, notes, fold)
 
 def save_checkpoint():
     """A folder that appears whole: LoRA, the optimizer's tensors and numbers, step and configuration. Older ones beyond
     --keep go."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
-    save_lora(tmp / LORA_FILE)
+    save_lora(tmp / LORA_FILE, fold=False)
     tensors, numbers = {}, {} # of the optimizer, by what they are and the parameter's name
     for name, p in lora.items():
         for key, value in optimizer.state[p].items():
@@ -753,7 +757,7 @@ if stopping:
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:
     if rank == 0:
-        save_lora(out_dir / LORA_FILE)
+        save_lora(out_dir / LORA_FILE, fold=True)
     if val_samples:
         validate()
     if rank == 0:
