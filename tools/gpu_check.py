@@ -477,4 +477,4 @@ for stage in [stage for stage in STAGES if stage in args.stages]:
     torch.cuda.empty_cache()
     print(f"{stage}: {time.monotonic() - begin:.0f} s")
 print(f"\n{summary(found)}\n{args.out}")
-sys.exit(any("wrong" in row for rows in found.values() for row in rows))
+sys.exit(int(any("wrong" in row for rows in found.values() for row in rows)))
