@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -147,6 +148,54 @@ def test_attention_that_is_kept_is_not_computed_again(dropout, monkeypatch):
     for got in numbers[1:]:
         assert_bitwise(got[1:], numbers[0][1:])
 
+def test_room_and_added_bytes_ask_torch_for_the_right_numbers(monkeypatch):
+    have = dict(mem_get_info=(30, 100), memory_reserved=10, memory_allocated=4, max_memory_allocated=4)
+    for name in have:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: have[name])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: have.update(
+        max_memory_allocated=have["memory_allocated"]))
+    assert fit.margin(100 * fit.GIB) == 5 * fit.GIB and fit.margin(8 * fit.GIB) == fit.GIB
+    assert fit.room("cuda") == 30 + (10 - 4) - fit.margin(100)
+    have["max_memory_allocated"] = 99 # of something before
+    assert fit.added_bytes(lambda: have.update(max_memory_allocated=25), "cuda") == 25 - 4
+    assert have["max_memory_allocated"] == 4 # the log's `memory` is the training's
+
+def test_lengths_are_all_that_can_be_drawn():
+    pictures = [[(1, 2, 3), (1, 4, 5)], [(1, 20, 30), (1, 4, 5)]]
+    sample = SimpleNamespace(resolutions=[dict(img_shapes=shapes) for shapes in pictures], texts={
+        ("a", True): dict(tokens=1000), ("", True): dict(tokens=2000), ("a", False): dict(tokens=5000)})
+    count = lambda s, r, key: sum(h * w for _, h, w in r["img_shapes"]) + s.texts[key]["tokens"]
+    assert fit.lengths_of([sample], count) == {1026, 2026, 5006, 1620, 2620, 5600}
+
+def fitted(model, room, gather=lambda x: [x], **changes):
+    """-> (kept blocks, what is said)."""
+    flags = dict(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False) | changes
+    recompute, said = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False), []
+    on_a_card(fit.learning_bytes(model) + room, varlen=True)
+    recomputed = fit.keep_what_fits(model, {400, 300}, flow_loss, recompute, gather, SimpleNamespace(**flags),
+                                    said.append)
+    return BLOCKS - recomputed, said[0]
+
+@pytest.mark.parametrize("changes, keeps", [({}, True), (dict(compile=True), False), (dict(batching="padded"), False)])
+def test_attention_is_kept_where_that_is_said(changes, keeps, card, monkeypatch):
+    calls, real, model = [], test_rope_patch.varlen_reference, hot_transformer()
+    monkeypatch.setattr(test_rope_patch, "varlen_reference", lambda *args: calls.append(1) or real(*args))
+    found = set()
+    for room in (40, 56, 88):
+        kept, said = fitted(model, room * 2**20, **changes)
+        selective = "attention of the others" in said
+        found.add(selective)
+        calls.clear()
+        sum(loss for loss, _ in flow_loss(model, fit.blank_items([fit.shape_of(400)], model))).backward()
+        assert len(calls) == (BLOCKS if selective else 2 * BLOCKS - kept)
+    assert (True in found) == keeps
+
+def test_the_process_that_needs_most_decides(card):
+    model = hot_transformer()
+    alone, _ = fitted(model, 86 * 2**20, compile=True)
+    both = [fitted(model, 86 * 2**20, lambda x: [x, x + extra], compile=True)[0] for extra in (0, 6 * 2**20)]
+    assert both[0] == alone > both[1]
+
 # ---- what --plan expects of a card -----------------------------------------------------------------------------------
 
 def real_transformer(blocks):
@@ -179,6 +228,40 @@ def test_the_counted_time_is_that_of_its_parts():
     assert seconds("H200", 1, True, 0) == pytest.approx(4 * (0.54 + 0.56 + 0.23), rel=0.01)
     assert seconds("RTX 4090", 1, False, 0) == pytest.approx(4 * 5.2, rel=0.02)
     assert seconds("RTX 4090", 1, False, 10**12) == 40 # copied at 25 GB/s
+
+def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
+    """Of 8 blocks of the real width, on two cards: a large one, which copies slowly, and one of 3 GB."""
+    folder = tmp_path / "real"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", "data", "val", "known", "*.p*"))
+    file = folder / "transformer/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(
+        num_layers=8, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,
+        axes_dims_rope=[16, 56, 56])))
+    rates = 989, 640, 400, 310, 3.6, 0.1
+    monkeypatch.setattr(plan, "RATES", {"Large": (10**4, *rates), "Small": (3, *rates)})
+
+    def planned(*more):
+        """-> seconds, hours, recomputed blocks, the output."""
+        result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--dtype", "bfloat16",
+                            "--target_pixels", "512*512", "--control_pixels", "512*512", "--device", "cpu",
+                            "--val_data", "--cache_dir", tmp_path / "c", "--batch_size", 1, "--lora_targets", "to_q",
+                            "to_k", "to_v", "to_out.0", *more)
+        assert result.status == 0, result.err
+        [row] = re.findall(r"Large: +([\d.]+) s a step .*, ([\d.]+) h in all; (\d+) of 8", result.out)
+        return *map(float, row), result.out
+
+    def column(n, out):
+        return [float(x) for x in re.findall(r"^" + r" +[\d.]+" * n + r" +([\d.]+)", out, re.M)]
+    seconds, hours, again, out = planned("--max_steps", 36000)
+    assert again == 0 and "Small: does not fit" in out and hours == pytest.approx(10 * seconds, abs=0.6)
+    tokens = int(re.search(r"come of ([\d,]+) tokens", out)[1].replace(",", ""))
+    for recomputed, got in zip((8, 0), column(2, out)): # counted block by block
+        takes = plan.step_bytes(real_transformer(8), flow_loss, rope_patch.checkpoint_blocks, [fit.shape_of(tokens)],
+                                recomputed)
+        assert got == pytest.approx(takes / plan.GIB, rel=0.03)
+    assert planned("--gradient_checkpointing", 7)[2] == 7
+    seconds, _, _, out = planned("--offload", "all")
+    assert seconds == pytest.approx(2 * column(4, out)[0] * plan.GIB / 0.1e9, rel=0.02) # copied twice
 
 # ---- in train.py -----------------------------------------------------------------------------------------------------
 
@@ -271,3 +354,15 @@ def test_a_pack_that_never_fits_is_told_before_the_first_step(flags, card, tmp_p
     result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
     assert result.status == 1 and is_one_line(result.errors[-1], "--max_tokens 10000", "--offload"), result.err
     assert "step 1/" not in result.out
+
+def test_train_py_measures_the_lengths_of_all_samples(flags, card, monkeypatch, tmp_path):
+    seen = []
+    card(10**12)
+    monkeypatch.setattr(fit, "largest_pack", lambda lengths, args: seen.append(lengths) or [max(lengths)])
+    trained([*flags, "--batch_size", 1, "--max_steps", 10], tmp_path / "run")
+    log = (tmp_path / "run/log.jsonl").read_text().splitlines()[1:]
+    assert seen == [{json.loads(line)["tokens"] for line in log}] and len(seen[0]) == 2
+
+def test_a_number_that_is_given_is_not_measured(flags, card, tmp_path):
+    card(10**12)
+    assert trained([*flags, "--gradient_checkpointing", 2], tmp_path / "run")[0] == 2
