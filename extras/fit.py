@@ -36,13 +36,16 @@ def largest_pack(lengths, args):
         rows = {n: max(1, min(args.batch_size, args.max_tokens // n)) for n in lengths}
         heaviest = max(lengths, key=lambda n: n * rows[n])
         return [heaviest] * rows[heaviest]
+    longest = max(lengths)
+    limit = min(args.max_tokens, args.batch_size * longest)
     sums = 1 # all sums that samples can have, as the bits of one integer: at first 0
-    limit = 2 ** (args.max_tokens + 1)
     for _ in range(args.batch_size):
         fewer = sums # of one sample less
         for n in lengths:
-            sums |= (fewer << n) % limit
-    longest, most = max(lengths), sums.bit_length() - 1
+            sums |= (fewer << n) & ((2 << limit) - 1)
+        if sums == fewer or sums >> limit: # nothing new, or the limit itself
+            break
+    most = sums.bit_length() - 1
     return [longest, most - longest] if most > longest + 1 else [max(longest, most)]
 
 def shape_of(tokens):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,13 @@ def test_no_pack_is_larger_than_the_largest(batch_size, max_tokens):
     assert len({*fit.largest_pack(lengths, args)}) == 1
     assert sum(fit.largest_pack(lengths, args)) == max(len(pack) * max(pack) for pack in packs
                                                        if len(pack) == 1 or len(pack) * max(pack) <= max_tokens)
+
+def test_the_largest_pack_of_thousands_of_lengths_is_found_at_once():
+    args, begin = SimpleNamespace(batch_size=64, max_tokens=100_000, batching="packed"), time.process_time()
+    assert sum(fit.largest_pack(set(range(501, 8000, 2)), args)) == 100_000
+    args.max_tokens = 10**11
+    assert sum(fit.largest_pack({700, 900}, args)) == 64 * 900
+    assert time.process_time() - begin < 5
 
 @pytest.mark.parametrize("tokens", [5, 6, 77, 500, 8450, 34_001])
 def test_a_blank_sample_has_that_many_tokens_or_a_few_more(tokens):

@@ -83,7 +83,7 @@ STAGES = ["claims", "distance", "numbers", "offload", "attention", "encoding", "
 
 parser = common.Parser(__doc__)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to do, in this order")
-parser.add_argument("--minutes", type=common.number(float, 0), default=10.0, help="after which it ends, with "
+parser.add_argument("--minutes", type=common.number(float, 0, 1e5), default=10.0, help="after which it ends, with "
                     "what it has found so far; claims get two fifths of them")
 parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; cpu: shows only that this script runs")
 parser.add_argument("--size", choices=MODELS, help="full: the real shape, 41 GB (default: full on a card, else small)")
