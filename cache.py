@@ -28,7 +28,7 @@ import inspect
 import json
 import re
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import product
 from pathlib import Path
 
@@ -516,10 +516,9 @@ def encode_files(pipe, jobs, args, quiet):
                 raise InputError(f"{sample.name}: out of memory in the {encoder} encoder; lower --control_pixels and "
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
 
-    with common.signals_noted() as stopped:
+    with common.signals_noted() as stopped, closing(reads): # also if it ends early
         for written in common.read_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
             written.result() # a full disk's InputError
-        reads.close()
         if stopped:
             tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
             sys.exit(128 + stopped[0])

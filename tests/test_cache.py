@@ -3,6 +3,7 @@ Encoded samples on disk: they are what the stock pipeline computes, they change 
 no damage to them, to their index or to the model's folder goes unnoticed.
 """
 import errno
+import gc
 import os
 import signal
 import sys
@@ -207,6 +208,7 @@ def test_a_signal_leaves_alone_what_is_not_being_read_yet(tmp_path, monkeypatch)
         shutdown(pool)
     monkeypatch.setattr(cache, "read_pictures", read_pictures)
     monkeypatch.setattr(cache, "encode_latents", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or encode(*args))
+    gc.collect() # of threads that an earlier test has left
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", cancel)
     result = make_cache(tmp_path / "data", tmp_path / "c")
     assert result.status == 128 + signal.SIGTERM and "stopped by a signal" in result.out, result.err
