@@ -415,13 +415,13 @@ def save_png(image, path, key=""):
     common.write_file(path, png.getvalue())
 
 def finished(path, key):
-    """The picture that an earlier call has saved here with the same key, or None."""
+    """Whether an earlier call has saved this picture with the same key. Reads its notes, which precede the pixels."""
     try:
         with Image.open(path) as image:
-            image.load()
-            return image if image.info.get("key") == key else None
+            image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
+            return image.info.get("key") == key and image.fp.read(4) == b"IEND"
     except (OSError, ValueError, SyntaxError): # none, or a broken one: it is drawn again
-        return None
+        return False
 
 # ---- command line: flags; what is to be drawn; drawing ---------------------------------------------------------------
 
@@ -634,7 +634,7 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
 
 def write_sheet(path, pictures):
     """The first rows of pictures, those of earlier calls too, if there are several pictures."""
-    done = [(p, image) for p in pictures if p.row < 24 and (image := finished(p.path, p.key))]
+    done = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
     if len(done) > 1 and (sheet := common.find_extra("sheet")):
         save_png(sheet.results_sheet(done, common.read_image), path)
         print(f"{path}: {len(done)} of them side by side")

@@ -95,6 +95,7 @@ flag("--use_cache", True, "no: encode each batch live, all models loaded", actio
 flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=number(int, 0, 2**64 - 1))
 flag("--out_dir", None, "run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", 0, "steps between validations; 0: only at the end", type=natural)
+flag("--val_pictures", 24, "most held-out samples that are drawn, spread over all; the loss is of all", type=natural)
 flag("--save_every", 200, "steps between checkpoints", type=positive)
 flag("--keep", 2, "how many of the newest checkpoints stay on disk", type=positive)
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
@@ -547,6 +548,7 @@ if args.tracker != "none" and rank == 0:
 
 # ---- validation: the loss and the pictures of held-out samples -------------------------------------------------------
 
+sheet = common.find_extra("sheet")
 sampling = predict.SAMPLING | (predict.TINY_SAMPLING if common.is_tiny(args.model) else {})
 
 def validation_loss():
@@ -572,18 +574,17 @@ def load_vae():
     return live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype)
 
 def draw_pictures():
-    """{place in val_samples: PIL image}, drawn by all processes together."""
+    """{place in val_samples: PIL image} of --val_pictures; all processes together draw them, each has its share."""
     share, vae = slice(rank, None, world_size), load_vae() # of the packs
     if args.fsdp: # every process has to join every forward pass, so all draw everything, and the first one decodes it
         share = slice(None)
         vae = vae if rank == 0 else None
-    items = [(s, sampling, args.seed) for s in val_samples]
+    drawn = min(args.val_pictures, len(val_samples))
+    places = [n * len(val_samples) // drawn for n in range(drawn)]
+    items = [(val_samples[i], sampling, args.seed) for i in places]
     images = predict.draw_samples(transformer, vae, scheduler_config, items, args.max_tokens, args.device, live, share)
-    own = dict(tqdm(images, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False))
-    pictures = {}
-    for some in common.gather_objects(own, world_size):
-        pictures |= some
-    return pictures
+    bar = tqdm(images, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False)
+    return {places[n]: image for n, image in bar}
 
 @lru_cache # once
 def draw_base_pictures():
@@ -591,8 +592,8 @@ def draw_base_pictures():
         return draw_pictures()
 
 def compare(i, base, picture):
-    """-> (controls, target, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone). Where the
-    sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
+    """-> (i, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone; thumbnails for the sheet).
+    Where the pictures are not on this machine, what the VAE makes of their latents stands in."""
     sample, resolution = val_samples[i], val_samples[i].resolutions[0]
     t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
     latents = torch.cat([t["pixel_latent"], t["control_latent"]]).split([h * w for _, h, w in shapes])
@@ -602,23 +603,24 @@ def compare(i, base, picture):
     target, *controls = [common.read_image(path) if Path(path).is_file() else by_vae(n)
                          for n, path in enumerate([sample.target, *sample.controls])]
     target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
-    return controls, target, [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
+    psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
+    return i, psnrs, [sheet.thumbnail(cell) for cell in (controls, base, picture, target)] if sheet else []
 
-def report(val_loss, base_pictures, pictures):
-    """Says and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/."""
-    say(f"step {step}: validation loss {val_loss:.4f}. mean PSNR to the target in dB:\n"
-        f"{'':20} pictures   input    base    LoRA  VAE alone")
-    rows, groups, means, sheets = [], {}, {}, {}
-    for i, sample in enumerate(val_samples):
-        controls, target, psnrs = compare(i, base_pictures[i], pictures[i])
-        rows.append((sample, controls, base_pictures[i], pictures[i], target))
+def report(val_loss, rows):
+    """Says and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/. rows: of
+    compare, sorted."""
+    table = f". mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone"
+    say(f"step {step}: validation loss {val_loss:.4f}{table if rows else ''}")
+    groups, means, sheets = {}, {}, {}
+    for i, psnrs, _ in rows:
+        sample = val_samples[i]
         groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(psnrs)
     for name, psnrs in groups.items():
         means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs), **means[name]))
     write_log(step=step, val_loss=val_loss, psnr=means)
-    if sheet := common.find_extra("sheet"):
-        sheets = sheet.validation_sheets(rows)
+    if sheet and rows:
+        sheets = sheet.validation_sheets(val_samples, rows)
         say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
     for name, image in sheets.items():
         predict.save_png(image, out_dir / "samples" / f"step_{step:06d}_{name}.png")
@@ -633,9 +635,11 @@ def validate():
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            val_loss, base_pictures, pictures = validation_loss(), draw_base_pictures(), draw_pictures()
+            val_loss, base_pictures = validation_loss(), draw_base_pictures()
+            rows = [compare(i, base_pictures[i], picture) for i, picture in draw_pictures().items()]
+            rows = sorted(sum(common.gather_objects(rows, world_size), []))
             if rank == 0:
-                report(val_loss, base_pictures, pictures)
+                report(val_loss, rows)
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share
             raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")

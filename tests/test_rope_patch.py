@@ -72,6 +72,27 @@ def test_packs_hold_every_sample_once_within_the_limit(lengths, padded):
     pairs = itertools.pairwise(packs) if padded else itertools.combinations(packs, 2)
     assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in pairs)
 
+def first_fit(lengths, max_tokens, padded):
+    """plan_packs as one writes it on a board: each sample asks each pack."""
+    packs = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for pack in packs:
+            tokens = lengths[pack[0]] * (len(pack) + 1) if padded else sum(lengths[j] for j in [*pack, i])
+            if tokens <= max_tokens:
+                pack.append(i)
+                break
+        else:
+            packs.append([i])
+    return packs
+
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
+def test_packs_are_those_of_first_fit(padded):
+    rng = random.Random(0)
+    for n, longest in [(n, longest) for n in (0, 1, 2, 3, 7, 8, 9, 50) for longest in (3, 300, 1100)] + [(1000, 700)]:
+        lengths = rng.choices(range(longest + 1), k=n)
+        for max_tokens in (1, 999, 1000):
+            assert rope_patch.plan_packs(lengths, max_tokens, padded) == first_fit(lengths, max_tokens, padded)
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batched_rotation_is_stocks_for_each_sample(dtype):
     torch.manual_seed(0)

@@ -488,6 +488,39 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
         assert ns["validation_loss"]() == pytest.approx(masked[-1])
     assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_samples"])) and len(levels) >= 8
 
+@pytest.mark.parametrize("most, drawn", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])
+def test_a_validation_draws_at_most_val_pictures_and_computes_the_loss_of_all(tmp_path, monkeypatch, most, drawn):
+    """They are spread over all samples, and in the sheet. What goes to the first process are numbers and thumbnails."""
+    for n in range(5):
+        add_item(tmp_path / "data", f"{n}/cat", [(256, 256), (224, 256)])
+    losses, sent, real_draw, real_gather = [], [], predict.draw_samples, common.gather_objects
+    names, first = [], None
+
+    def draw_samples(transformer, vae, config, items, *args):
+        names.append([int(sample.name[0]) for sample, *_ in items])
+        return real_draw(transformer, vae, config, items, *args)
+
+    def gather_objects(value, world_size):
+        sent.extend(picture for row in value for picture in row[2]) if isinstance(value, list) else None
+        return real_gather(value, world_size)
+    monkeypatch.setattr(predict, "draw_samples", draw_samples)
+    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [job.noise for job in jobs])
+    monkeypatch.setattr(common, "gather_objects", gather_objects)
+    for flags in (["--val_pictures", most], []):
+        result = train(tmp_path / "data", tmp_path, "--cache_dir", tmp_path / "c", "--val_data", tmp_path / "data",
+                       "--max_steps", 1, *flags, *NATIVE, *EXACT)
+        assert result.status == 0, result.err
+        first = first or result
+        losses += [r["val_loss"] for r in validations_of(tmp_path / f"run-{len(losses)}")]
+    assert losses[0] == losses[1] and names == [drawn] * 2 + [[0, 1, 2, 3, 4]] * 2 # base and LoRA
+    assert len(sent) == 4 * (len(drawn) + 5) and max(max(picture.size) for picture in sent) == 192
+    record, = validations_of(tmp_path / "run-0")
+    sheets = [Image.open(path).size[1] for path in (tmp_path / "run-0/samples").glob("*")]
+    assert sheets == [200 * len(drawn) + 24] * bool(drawn)
+    assert list(record["psnr"]) == [f"data/{n}" for n in drawn] and ("PSNR" in first.out) is bool(drawn)
+    whole, = validations_of(tmp_path / "run-1")
+    assert record["psnr"].items() <= whole["psnr"].items() # each compared with its own target
+
 def test_two_processes_share_a_validation(tmp_path, start, data):
     """The same validation loss, PSNRs and sheet as one process."""
     flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size", 2,
