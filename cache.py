@@ -96,6 +96,8 @@ def parse_data_args(parser, tiny):
         args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known")] if is_demo else []
     if not args.data or not all(args.data):
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
+    if len(set(args.data)) < len(args.data):
+        parser.error("argument --data: names a dataset twice; leave one out, --repeats has an epoch draw it more often")
     if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
         parser.error("argument --data: an index holds a whole training's samples with their masks; give it alone, "
                      "without --mask")

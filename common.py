@@ -607,7 +607,8 @@ Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads 
 def open_image(path):
     """Header only: a PIL image whose size is known and allowed. InputError names the file."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
-        raise InputError(f"{path}: no file of that name; add it")
+        remedy = "download it first" if str(path).startswith(("http:", "https:")) else "add it"
+        raise InputError(f"{path}: no file of that name; {remedy}")
     try:
         image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
     except PermissionError:

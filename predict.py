@@ -480,8 +480,8 @@ def read_flags():
     if not given & {"--image", "--jobs"}:
         tiny["jobs"] = common.TINY_DATA.with_name("val")
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
-    if runs and "--model" not in given:
-        tiny["lora"] = [str(runs[-1])]
+    if runs and not given & {"--model", "--lora"}:
+        sys.argv += ["--lora", str(runs[-1])] # and so into the command that each PNG tells
     args = common.parse_args(parser, tiny)
 
     args.lora = [str(find_lora(path)) for path in args.lora or [] if path]

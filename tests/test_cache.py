@@ -687,7 +687,7 @@ def test_a_full_disk_and_a_folder_that_is_none_are_one_line(root, monkeypatch):
 @pytest.mark.parametrize("flags", [
     "--target_pixels 0", "--target_pixels 1024*", "--dtype float64", "--device banana", "--vae_device cuda:99",
     "--data", "--cache_dir=", "--max_sequence_length 0", "--data=",
-    "--data a.json b", "--model",
+    "--data a.json b", "--data a b a", "--model",
     "--repeats 0", "--repeats 1 2", "--caption_dropout_rate 2", "--prompt_image_dropout_rate nan", "--no_such_flag",
     "--mod no/such-model"]) # short for --model, but too late for the defaults that depend on it
 def test_a_bad_flag_is_told_before_any_model_is_loaded(monkeypatch, flags):

@@ -7,10 +7,12 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import shlex
 import shutil
 import signal
+import tempfile
 import weakref
 from pathlib import Path
 
@@ -288,6 +290,26 @@ def test_a_picture_tells_the_command_that_made_it(tmp_path, photos):
     assert sorted(p.name for p in tmp_path.glob("*.png")) == ["a-s1.png", "a-s2.png", "a-sheet.png"]
     command = shlex.split(Image.open(tmp_path / "a-s2.png").text["command"])
     assert command[:2] == ["python", "predict.py"] and command[2:2 + len(flags)] == flags
+
+def test_the_newest_run_of_tiny_is_taken_and_the_command_names_it(tmp_path, monkeypatch, photos, two_loras):
+    """A picture says how to draw it again, also when a newer run is there by then."""
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(tmp_path)) # run_script's folder
+    for n, lora in enumerate(two_loras):
+        run = tmp_path / "out" / f"tiny-a-{n}"
+        run.mkdir(parents=True)
+        shutil.copy(lora, run / predict.LORA_FILE)
+        os.utime(run / predict.LORA_FILE, (n, n))
+    result = draw("--image", photos[0], "--prompt", "x", "--out", "a.png")
+    newest = str(Path("out/tiny-a-1", predict.LORA_FILE))
+    assert f"LoRA: {newest}" in result.out
+    assert shlex.split(Image.open(tmp_path / "a.png").text["command"])[-2:] == ["--lora", newest]
+    result = draw("--image", photos[0], "--prompt", "x", "--out", "b.png", "--lora", "")
+    assert "none, the base model draws" in result.out and "tiny-a" not in Image.open(tmp_path / "b.png").text["command"]
+
+def test_an_address_of_the_web_is_no_picture(tmp_path):
+    flags = ["--image", "https://example.com/a.png", "--prompt", "x", "--out", tmp_path / "o.png"]
+    result = run_script("predict.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[0], "example.com/a.png", "download it first")
 
 # ---- other ways to sample --------------------------------------------------------------------------------------------
 
