@@ -125,6 +125,19 @@ def test_other_trainers_names_are_none_of_ours():
     for ours, others in hints.OTHER_NAMES.items():
         assert f"  --{ours} " in helps and not any(f"  --{name} " in helps for name in others.split()), ours
 
+def test_the_names_in_the_guides_table_are_answered_with_ours():
+    guide = (HERE / "GUIDE.md").read_text().split("## Coming from another trainer")[1]
+    helps = "".join(run_script(script, "-h").out for script in ("train.py", "predict.py"))
+    known = re.findall(r"^  (--\w+) ", helps, re.MULTILINE)
+    answered = 0
+    for row in re.findall(r"^\| `(--\w+).*?` \|(.*)", guide, re.MULTILINE):
+        ours, others = row
+        for name in re.findall(r"--(\w+)", others):
+            if f"--{name}" not in known: # what is spelled alike is no question
+                assert hints.explain_word(f"--{name}", known) == f"--{name}: unknown; here {ours}"
+                answered += 1
+    assert answered > 20
+
 def test_files_have_the_mode_that_umask_gives(tmp_path):
     common.write_file(tmp_path / "a", b"")
     for tool in ("import_data", "convert_lora"):
