@@ -40,7 +40,7 @@ import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
@@ -591,9 +591,12 @@ def draw_base_pictures():
     with without_lora(transformer):
         return draw_pictures()
 
+def picture_file(sample):
+    return f"{sample.root}/{sample.name.replace('/', '-')}.png" # as predict.py names it
+
 def compare(i, base, picture):
     """-> (i, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone; thumbnails for the sheet).
-    Where the pictures are not on this machine, what the VAE makes of their latents stands in."""
+    Where the pictures are not on this machine, what the VAE makes of their latents stands in. Saves all in samples/."""
     sample, resolution = val_samples[i], val_samples[i].resolutions[0]
     t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
     latents = torch.cat([t["pixel_latent"], t["control_latent"]]).split([h * w for _, h, w in shapes])
@@ -604,6 +607,12 @@ def compare(i, base, picture):
                          for n, path in enumerate([sample.target, *sample.controls])]
     target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
+    shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}
+    shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
+    for name, image in shown.items():
+        path = out_dir / "samples" / name / picture_file(sample)
+        if image is picture or not path.exists(): # the others stay as they are
+            predict.save_png(image, path)
     return i, psnrs, [sheet.thumbnail(cell) for cell in (controls, base, picture, target)] if sheet else []
 
 def report(val_loss, rows):
@@ -611,14 +620,18 @@ def report(val_loss, rows):
     compare, sorted."""
     table = f". mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone"
     say(f"step {step}: validation loss {val_loss:.4f}{table if rows else ''}")
-    groups, means, sheets = {}, {}, {}
+    groups, means, sheets, pictures = {}, {}, {}, []
     for i, psnrs, _ in rows:
         sample = val_samples[i]
+        pictures.append(dict(file=picture_file(sample), prompt=sample.prompts[0], controls=len(sample.controls),
+                             psnr=[round(x, 2) for x in psnrs]))
         groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(psnrs)
     for name, psnrs in groups.items():
         means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs), **means[name]))
-    write_log(step=step, val_loss=val_loss, psnr=means)
+    write_log(step=step, val_loss=val_loss, psnr=means, pictures=pictures)
+    for old in sorted((out_dir / "samples").glob("step_*[0-9]/"))[:-20]: # sheets stay
+        shutil.rmtree(old)
     if sheet and rows:
         sheets = sheet.validation_sheets(val_samples, rows)
         say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")

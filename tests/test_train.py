@@ -446,6 +446,29 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
         assert curve(log_of(cut)) == curve(log_of(whole))
     assert sorted(p.name for p in cut.glob("samples/*")) == sorted(p.name for p in whole.glob("samples/*"))
 
+def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, monkeypatch):
+    """For a page that shows the run: each validation's pictures, as drawn, and once what they are compared with, all in
+    the drawn size. Of more than 20 validations the oldest pictures go."""
+    add_item(data, "deep/cat", [(64, 96), (96, 64), (300, 40)])
+    flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 2, "--sample_every", 1, *NATIVE, *EXACT]
+    assert train(data, tmp_path, *flags).status == 0
+    run, read = tmp_path / "run-0", lambda *parts: common.read_image(tmp_path.joinpath("run-0/samples", *parts))
+    first, last = validations_of(run)
+    assert [p["file"] for p in last["pictures"]] == sorted(p["file"] for p in first["pictures"])
+    cat, = [p for p in last["pictures"] if p["file"] == "data/deep-cat.png"]
+    assert cat["controls"] == 2 and cat["prompt"] == common.read_dataset(data)[0][0].prompts[0]
+    base, target, control, drawn = [read(d, cat["file"]) for d in ("base", "target", "control", "step_000002")]
+    assert base.size == target.size == control.size == drawn.size == (64, 96)
+    assert read("control_1", cat["file"]).width == 64 and drawn != read("step_000001", cat["file"])
+    got = [predict.psnr(image, target) for image in (control, base, drawn)]
+    assert cat["psnr"][:3] == pytest.approx(got, abs=0.01)
+    assert last["psnr"]["data/deep"]["lora"] == pytest.approx(got[2])
+    for n in range(30):
+        (run / f"samples/step_9{n:05}").mkdir()
+    (run / "DONE").unlink()
+    assert train(data, tmp_path, *flags, "--out_dir", run, "--resume").status == 0
+    assert sorted(p.name for p in run.glob("samples/step_*/")) == [f"step_9{n:05}" for n in range(10, 30)]
+
 def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(tmp_path):
     train_log(tmp_path / "a")
     before = lora_of(tmp_path / "a")
@@ -466,7 +489,7 @@ def test_an_interrupted_end_is_taken_again(tmp_path, data, monkeypatch):
     assert not (run / "DONE").exists() and not list(run.glob("samples/*"))
     result = train(data, tmp_path, *flags, "--out_dir", run, "--resume")
     assert result.status == 0 and (run / "DONE").exists() and lora_of(run), result.err
-    assert [r["step"] for r in validations_of(run)] == [2] and len(list(run.glob("samples/*"))) == 1
+    assert [r["step"] for r in validations_of(run)] == [2] and len(list(run.glob("samples/*.png"))) == 1
 
 def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
     """While the LoRA does nothing they are one number in every step and for every --seed, whatever is dropped; it falls
@@ -515,7 +538,7 @@ def test_a_validation_draws_at_most_val_pictures_and_computes_the_loss_of_all(tm
     assert losses[0] == losses[1] and names == [drawn] * 2 + [[0, 1, 2, 3, 4]] * 2 # base and LoRA
     assert len(sent) == 4 * (len(drawn) + 5) and max(max(picture.size) for picture in sent) == 192
     record, = validations_of(tmp_path / "run-0")
-    sheets = [Image.open(path).size[1] for path in (tmp_path / "run-0/samples").glob("*")]
+    sheets = [Image.open(path).size[1] for path in (tmp_path / "run-0/samples").glob("*.png")]
     assert sheets == [200 * len(drawn) + 24] * bool(drawn)
     assert list(record["psnr"]) == [f"data/{n}" for n in drawn] and ("PSNR" in first.out) is bool(drawn)
     whole, = validations_of(tmp_path / "run-1")
