@@ -103,8 +103,9 @@ flag("--plan", False, "only print the tokens and memory this would take; needs n
 flag("--resume", False, "continue the run of these flags: --out_dir, or the newest of its name", action="store_true")
 args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native sizes, a minute on a CPU
     **common.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
-    gradient_checkpointing=0, lora_targets=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
-                                            "add_v_proj", "net.0.proj", "net.2", "proj_out", "img_in"]))
+    val_pictures=32, gradient_checkpointing=0, lora_targets=[
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",
+        "img_in"]))
 lora_args = dict(args.lora_args)
 if args.pretrained_lora and parser.given() & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
     parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
