@@ -12,7 +12,7 @@ A folder without control/ (a line with "control": []) holds pictures alone: they
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
-train.py also takes it as --data.
+train.py also takes it as --data. CACHE_DIR/pictures.txt says which pictures need not be read again.
 
 $ python cache.py                                                     # the toy dataset in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
@@ -28,7 +28,8 @@ import inspect
 import json
 import re
 import sys
-from dataclasses import asdict
+from contextlib import closing, suppress
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -292,7 +293,8 @@ def prompt_length(pipe, prompt, sizes):
     counts = [images.get_number_of_image_patches(h, w, {}) // images.merge_size**2 for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
     text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
-    return len(pipe.tokenizer(expand_image_pads([text], counts)[0]).input_ids) - pipe.prompt_template_encode_start_idx
+    # a picture's pad, which is one token here, will be `count` of them
+    return len(pipe.tokenizer(text).input_ids) + sum(counts) - len(counts) - pipe.prompt_template_encode_start_idx
 
 def read_pictures(pipe, sample, encoder, what):
     """Reads and resizes what encode_text or encode_latents takes; threads can do it ahead, as PIL releases the GIL.
@@ -348,16 +350,18 @@ def check_finite(tensors, sample):
 
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
 
-def plan_sizes(pipe, sample, geometry):
-    """Sets sample.sizes and prompt_sizes, from the pictures' headers -> [(width, height)] of the target at each of its
-    resolutions, and of the controls. geometry: dict(target_pixels=[...], control_pixels, upscale)."""
-    own_sizes, upscale = [image_size(path) for path in sample.controls], geometry["upscale"]
+def look_at(path):
+    """-> ((width, height), content hash) of a picture. InputError as of image_size."""
+    return image_size(path), file_hash(path)
+
+def plan_sizes(pipe, sample, geometry, look):
+    """Sets sample.sizes and prompt_sizes -> [(width, height)] of the target at each of its resolutions, and of the
+    controls. geometry: dict(target_pixels=[...], control_pixels, upscale). look: as for plan_sample."""
+    own_sizes, upscale = [look(path)[0] for path in sample.controls], geometry["upscale"]
     if sample.target:
-        base_size = image_size(sample.target)
-    elif size_from := sample.settings.get("size_from"): # counted from 1
-        base_size = own_sizes[size_from - 1]
-    else: # as in stock
-        base_size = own_sizes[-1]
+        base_size = look(sample.target)[0]
+    else: # size_from counts from 1; without it the last one decides, as in stock
+        base_size = own_sizes[(sample.settings.get("size_from") or 0) - 1]
     target_sizes = []
     for area in geometry["target_pixels"]:
         w, h = fit_size(base_size, area, upscale)
@@ -370,12 +374,12 @@ def plan_sizes(pipe, sample, geometry):
     if is_plus(pipe):
         sample.prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in own_sizes]
     sample.sizes = [base_size, *own_sizes]
+    if sample.mask:
+        check_mask(sample.mask, base_size, look)
     return target_sizes, control_sizes
 
 def check_sample(pipe, sample, max_sequence_length):
-    """InputError for a prompt that is too long, or for a mask of another shape (it may have another size)."""
-    if sample.mask:
-        check_mask(sample.mask, sample.sizes[0])
+    """InputError for a prompt that is too long, alone or with its pictures."""
     tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt, _ in sample.texts)
     if tokens > max_sequence_length:
         raise InputError(f"{sample.name}: prompt of {tokens} tokens, over --max_sequence_length {max_sequence_length}; "
@@ -388,26 +392,27 @@ def check_sample(pipe, sample, max_sequence_length):
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {left} have positions; "
                          "shorten the prompt, or give fewer pictures")
 
-def check_mask(mask, target_size):
-    (w, h), (target_w, target_h) = image_size(mask), target_size
+def check_mask(mask, target_size, look=look_at):
+    """InputError for a mask of another shape (it may have another size)."""
+    (w, h), (target_w, target_h) = look(mask)[0], target_size
     if abs(w / h / (target_w / target_h) - 1) > 0.02:
         raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
 
-def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args):
+def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look_at):
     """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
     encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
-    names what is wrong with it."""
+    names what is wrong with it. look: look_at, or what knows its answers."""
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")
-    target_sizes, control_sizes = plan_sizes(pipe, sample, geometry)
+    target_sizes, control_sizes = plan_sizes(pipe, sample, geometry, look)
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
 
     def cache_file(folder, **fields):
         return Path(args.cache_dir, folder, content_key(**shared, **fields) + ".safetensors")
 
-    control_hashes = [file_hash(path) for path in sample.controls]
-    hashes = control_hashes + [path and file_hash(path) for path in (sample.target, sample.mask)]
+    control_hashes = [look(path)[1] for path in sample.controls]
+    hashes = control_hashes + [path and look(path)[1] for path in (sample.target, sample.mask)]
     auto = {}
     if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:
         auto = dict(mask="auto")
@@ -429,10 +434,13 @@ def plan_samples(pipe, samples, texts_of, geometry, args, quiet):
     good = []
     problems = []
     fingerprints = encoder_fingerprints(Path(pipe.name_or_path))
+    look = look_at
+    if pictures := common.find_extra("pictures"): # without it each start reads every picture, twice
+        look = pictures.look_ahead(samples, look_at, args.cache_dir, quiet, common)
     # disable=None here and elsewhere: tqdm hides itself where there is no terminal
-    for sample in tqdm(samples, desc="reading pictures", unit=" samples", disable=quiet or None, leave=False):
+    for sample in tqdm(samples, desc="planning", unit=" samples", disable=quiet or None, leave=False):
         try:
-            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args)
+            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look)
             good.append(sample)
         except InputError as e:
             problems.append(str(e))
@@ -448,7 +456,7 @@ def files_of(sample):
     return files
 
 def is_cached(sample):
-    return all(file.exists() for file in files_of(sample))
+    return all(map(Path.exists, files_of(sample)))
 
 def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
     """Each process encodes its share of what the cache lacks -> problems, the same on every process; a bad sample does
@@ -456,8 +464,8 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
     With `verify` every file is read, and damaged ones are encoded again."""
     jobs = {} # {file: (sample, encoder, what)}: files that samples share are there once
     for sample in samples:
-        for file, (encoder, what) in files_of(sample).items():
-            jobs[file] = sample, encoder, what
+        for file, job in files_of(sample).items():
+            jobs[file] = sample, *job
     # by key: the processes' lists of missing files may differ, as another one may have written some already
     mine = {file for file in jobs if int(file.stem, 16) % world_size == rank}
     if verify:
@@ -481,34 +489,39 @@ def remove_damaged(files, quiet):
             file.unlink()
 
 def encode_files(pipe, jobs, args, quiet):
-    """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems."""
+    """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems. A thread writes, as
+    it waits for the disk."""
     problems = []
-    loaded = None
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
     reads = common.read_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
-    with common.signals_noted() as stopped:
+
+    def encode_all(): # yields write_tensors' arguments
+        loaded = None
         for file in tqdm(order, desc="encoding", unit=" files", disable=quiet or None):
-            pictures, (sample, encoder, what) = next(reads), jobs[file]
+            if stopped:
+                return
+            pictures = next(reads)
+            sample, encoder, what = jobs[file]
             if encoder != loaded:
                 drop_encoders(pipe)
                 load_encoder(pipe, encoder, args)
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
             try:
-                tensors = encode(pipe, sample, what, pictures.result())
+                yield file, encode(pipe, sample, what, pictures.result()), dict(
+                    version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls])
             except InputError as e:
                 problems.append(str(e))
             except torch.OutOfMemoryError:
                 raise InputError(f"{sample.name}: out of memory in the {encoder} encoder; lower --control_pixels and "
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
-            else:
-                about = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[
-                    sample.target, *sample.controls])
-                common.write_tensors(file, tensors, about)
-            if stopped:
-                reads.close()
-                tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
-                sys.exit(128 + stopped[0])
+
+    with common.signals_noted() as stopped, closing(reads): # also if it ends early
+        for written in common.read_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
+            written.result() # a full disk's InputError
+        if stopped:
+            tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
+            sys.exit(128 + stopped[0])
     drop_encoders(pipe)
     return problems
 
@@ -536,17 +549,21 @@ def run_name(model, roots):
     return f"{model}-{'+'.join(names).removeprefix(model + '-')}"
 
 def write_index(path, samples, geometry, fingerprints):
-    """JSON that read_index reads. Files go by their names below the index's folder, which may be copied elsewhere."""
-    rows = []
-    for s in samples:
-        texts = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
-        rows.append(asdict(s) | dict(texts=texts))
-
+    """JSON that read_index reads, a line for each sample; an index that is right already is left alone. Files go by
+    their names below the index's folder, which may be copied elsewhere."""
     def below(file):
         return file.relative_to(path.parent).as_posix()
 
+    rows = []
+    for s in samples:
+        texts = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
+        rows.append(vars(s) | dict(texts=texts))
     index = dict(version=VERSION, models=fingerprints, geometry=geometry, samples=rows)
-    common.write_file(path, json.dumps(index, indent=1, default=below).encode())
+    data = json.dumps(index, default=below).replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
+    with suppress(OSError):
+        if path.read_bytes() == data:
+            return
+    common.write_file(path, data)
 
 def read_index(path):
     """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
@@ -594,7 +611,8 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
         lambda: plan_training(pipe, folder, args), rank, world_size)
     if encode:
         encoding_problems = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
-        samples, val_samples = list(filter(is_cached, samples)), list(filter(is_cached, val_samples))
+        samples = list(filter(is_cached, samples))
+        val_samples = list(filter(is_cached, val_samples))
         if rank == 0:
             print_problems(encoding_problems)
         problems += encoding_problems
@@ -624,7 +642,7 @@ def plan_training(pipe, folder, args):
 
     def texts_of(sample):
         prompts = [*sample.prompts, ""] if args.caption_dropout_rate else sample.prompts
-        text_keys = [(prompt, with_pictures) for prompt in prompts for with_pictures in picture_choices]
+        text_keys = list(product(prompts, picture_choices))
         return text_keys + [(prompt, True) for prompt in preserve_prompts if sample.controls]
 
     def val_texts_of(sample):

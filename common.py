@@ -422,8 +422,11 @@ def read_dataset(root, job_types=None):
     elif manifest.is_file() and manifest.suffix == ".jsonl":
         samples, problems = read_manifest(manifest, job_types)
     else:
-        held = ", ".join(sorted(path.name for path in root.glob("*"))[:5])
-        raise InputError(f"{root}: does not exist, or is no dataset, and holds {held or 'nothing'}; {LAYOUT}")
+        names = sorted(path.name for path in root.glob("*"))
+        near = [name for name in names if name.lower().rstrip("s") in FOLDERS]
+        remedy = f"rename {near[0]} to {near[0].lower().rstrip('s')}" if near else LAYOUT
+        held = ", ".join(names[:5])
+        raise InputError(f"{root}: does not exist, or is no dataset, and holds {held or 'nothing'}; {remedy}")
     if not samples and not problems:
         raise InputError(f"{root}: nothing in it; {LAYOUT}")
     return samples, problems
@@ -473,12 +476,14 @@ def read_folder(data, folders):
             samples.append(take_sample(data, folders, left, name))
         except InputError as e:
             problems.append(str(e))
-    strays = sum(left.values(), [])
     if (data / "metadata.jsonl").exists():
-        strays.append(data / "metadata.jsonl")
-    for path in strays:
-        problems.append(error_line(f"{path}: not used: no target has this name (controls are NAME, NAME_1, NAME_2, ... "
-                                   "without gaps), or this kind of file is not read; rename, convert or delete it"))
+        problems.append(error_line(f"{data / 'metadata.jsonl'}: not used beside target/; give the file itself as the "
+                                   "dataset, or delete it"))
+    for (_, _, kind), paths in left.items():
+        why = "no target has this name (controls are NAME, NAME_1, NAME_2, ... without gaps); rename or delete it"
+        if kind == "other":
+            why = f"{paths[0].suffix} is not read; convert it to PNG or JPEG"
+        problems += [error_line(f"{path}: not used: {why}") for path in paths]
     return samples, problems
 
 def take_sample(data, folders, left, name):
@@ -537,7 +542,8 @@ def read_row(manifest, n, line, job_types):
         if not target and not is_job:
             raise KeyError("target")
     except KeyError as e:
-        raise InputError(f"{where}: no field {e}; want target, control ([] for none), prompt and maybe mask")
+        want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
+        raise InputError(f"{where}: no field {e}; want {want}")
     except (ValueError, RecursionError, AttributeError, TypeError) as e:
         raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, no comma behind its last field")
     own_settings = {}

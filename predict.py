@@ -25,7 +25,7 @@ import re
 import shlex
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from time import monotonic
@@ -135,6 +135,8 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
         for block in blocks:
             smaller(block).to(device)
         return transformer.to(device)
+    except MemoryError as e: # of the host
+        raise InputError(f"--offload: {e}")
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
                          "in train.py --fsdp too (train.py --plan says how much)")
@@ -269,14 +271,21 @@ def load_weights(transformer, state, path):
         raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file")
     check_loaded(transformer, "default", state, path)
 
-def save_lora(path, transformer, train):
+def save_lora(path, transformer, train, fold=False):
     """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
-    our own entries there."""
-    state = {f"transformer.{k}": v for k, v in get_peft_model_state_dict(transformer).items()}
-    meta = {f"transformer.{k}": v for k, v in transformer.peft_config["default"].to_dict().items()}
+    our own entries there. fold, for use: the scale (alpha / rank) goes into lora_B, and alpha is the rank, as ComfyUI
+    takes it, which reads no metadata. Without, the weights are as trained, bit for bit, for --resume: a checkpoint; its
+    strength is wrong in ComfyUI if alpha is not the rank. (So is any DoRA's: ComfyUI leaves out the magnitudes.)"""
+    state = get_peft_model_state_dict(transformer)
+    meta = transformer.peft_config["default"].to_dict()
     # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing
-    layers = sorted({k.rsplit(".lora_", 1)[0].removeprefix("transformer.") for k in state})
-    meta.update({"transformer.target_modules": layers, "transformer.exclude_modules": None})
+    meta.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None)
+    if fold:
+        for key in [k for k in state if ".lora_B." in k]:
+            state[key] = state[key] * transformer.get_submodule(key.split(".lora_B.")[0]).scaling["default"]
+        meta.update(use_rslora=False, lora_alpha=meta["r"], alpha_pattern=meta["rank_pattern"])
+    state = {f"transformer.{k}": v for k, v in state.items()}
+    meta = {f"transformer.{k}": v for k, v in meta.items()}
     common.write_tensors(path, state, meta | {f"train.{k}": v for k, v in train.items()}, "lora_adapter_metadata")
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
@@ -360,12 +369,21 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 
 @torch.no_grad()
 def decode(vae, latents, img_shapes):
-    """Packed latents (I_0, 64) -> PIL image."""
+    """Packed latents (I_0, 64) -> PIL image. In tiles, once a whole picture was too large for the memory."""
     _, h, w = img_shapes[0]
     z = QwenImageEditPlusPipeline._unpack_latents(latents[None], 16 * h, 16 * w, 8).to(vae.device, vae.dtype)
     mean, std = [torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)]
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
-    return VaeImageProcessor(16).postprocess(vae.decode(z, return_dict=False)[0][:, :, 0])[0]
+    pixels = None
+    with suppress(torch.OutOfMemoryError):
+        pixels = vae.decode(z, return_dict=False)[0]
+    if pixels is None: # not in an except block, which would keep what that attempt has made
+        tqdm.write(f"warning: {vae.device} has too little memory to decode a whole picture; this one and the rest are "
+                   "decoded in tiles (--vae_device cpu decodes whole ones)", file=sys.stderr)
+        torch.cuda.empty_cache()
+        vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
+        pixels = vae.decode(z, return_dict=False)[0]
+    return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 
 def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, live=None, share=slice(None), bar=None):
     """[(sample, settings, seed)] -> yields (place in the list, PIL image), many drawn at once. share: which of the
@@ -397,13 +415,13 @@ def save_png(image, path, key=""):
     common.write_file(path, png.getvalue())
 
 def finished(path, key):
-    """The picture that an earlier call has saved here with the same key, or None."""
+    """Whether an earlier call has saved this picture with the same key. Reads its notes, which precede the pixels."""
     try:
         with Image.open(path) as image:
-            image.load()
-            return image if image.info.get("key") == key else None
+            image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
+            return image.info.get("key") == key and image.fp.read(4) == b"IEND"
     except (OSError, ValueError, SyntaxError): # none, or a broken one: it is drawn again
-        return None
+        return False
 
 # ---- command line: flags; what is to be drawn; drawing ---------------------------------------------------------------
 
@@ -616,7 +634,7 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
 
 def write_sheet(path, pictures):
     """The first rows of pictures, those of earlier calls too, if there are several pictures."""
-    done = [(p, image) for p in pictures if p.row < 24 and (image := finished(p.path, p.key))]
+    done = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
     if len(done) > 1 and (sheet := common.find_extra("sheet")):
         save_png(sheet.results_sheet(done, common.read_image), path)
         print(f"{path}: {len(done)} of them side by side")

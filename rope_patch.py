@@ -660,16 +660,21 @@ def plan_packs(lengths, max_tokens, padded=False):
     """Indices of `lengths` (tokens) in few packs of at most max_tokens each, longest first; a sample that is longer by
     itself makes a pack of its own. Packed: first fit. Padded: neighbours in length together, as each costs as much as
     the longest. A pure function: all processes plan alike."""
-    packs = []
+    # a tree, as to ask every pack for every sample takes the square of their number: free[leaves + n] is pack n's room,
+    # and above it free[k] is the larger of free[2k] and free[2k + 1]
+    leaves = 2 ** len(lengths).bit_length()
+    free = [max_tokens] * (2 * leaves)
+    packs = [[] for _ in range(leaves)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for pack in packs:
-            if padded: # to the first one, which is the longest
-                tokens = lengths[pack[0]] * (len(pack) + 1)
-            else:
-                tokens = sum(lengths[j] for j in pack) + lengths[i]
-            if tokens <= max_tokens:
-                pack.append(i)
-                break
-        else:
-            packs.append([i])
-    return packs
+        node = 1
+        while node < leaves: # down to the first pack with room: to the right where the left has none
+            node = 2 * node + (free[2 * node] < min(lengths[i], max_tokens))
+        pack = packs[node - leaves]
+        pack.append(i)
+        free[node] -= lengths[i]
+        if padded: # one more would count as the first one, which is the longest
+            free[node] = max_tokens if lengths[pack[0]] * (len(pack) + 1) <= max_tokens else -1
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    return [pack for pack in packs if pack]

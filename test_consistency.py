@@ -671,7 +671,7 @@ def test_gradients_equal_stock_one_at_a_time(tmp_path, loss_norm):
     losses, weights = torch.stack(losses), torch.stack(weights)
     loss = (losses / weights).mean() if loss_norm == "sample" else losses.sum() / weights.sum()
     loss.backward()
-    assert log_of(tmp_path / "a")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert log_of(tmp_path / "a")[0]["loss"] == pytest.approx(loss.item(), rel=3e-6) # one of them maybe on a card
     moments, _ = common.read_tensors(tmp_path / "a" / "checkpoint-000001" / "optimizer.safetensors")
     grads = {name: p.grad for name, p in stock.named_parameters() if p.requires_grad and p.grad is not None}
     errors = {name: rel(10 * moments["exp_avg." + name], grad) for name, grad in grads.items() if grad.any()}
@@ -709,7 +709,7 @@ def test_another_mixture_would_change_the_losses(tmp_path, packed_log, monkeypat
     assert all(abs(a / b - 1) > 1e-3 for a, b in zip(losses_of(log), losses_of(packed_log)))
 
 def test_two_ranks_equal_one(tmp_path):
-    """torchrun: the same samples with the same noise, losses to 1e-6, one LoRA file. 5 samples a step, of which one has
+    """torchrun: the same samples with the same noise, losses to 3e-6, one LoRA file. 5 samples a step, of which one has
     two and the other three."""
     flags = ["--max_steps", 3, "--batch_size", 5]
     one = train_log(tmp_path / "one", *flags)
@@ -722,8 +722,8 @@ def test_two_ranks_equal_one(tmp_path):
                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert job.returncode == 0 and "Traceback" not in job.stderr, job.stderr
     two = log_of(tmp_path / "two")
-    show("two processes", max(abs(a / b - 1) for a, b in zip(losses_of(two), losses_of(one))), 1e-6)
-    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-6)
+    show("two processes", max(abs(a / b - 1) for a, b in zip(losses_of(two), losses_of(one))), 3e-6)
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=3e-6) # the one maybe on a card
     assert [r["samples"] for r in two] == [r["samples"] for r in one]
     a, b = lora_of(tmp_path / "one"), lora_of(tmp_path / "two")
     assert rel(torch.cat([b[k].flatten() for k in a]), torch.cat([a[k].flatten() for k in a])) <= 1e-3
@@ -817,7 +817,7 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
     assert predict.read_lora(tmp_path / "a")[1]["transformer.target_modules"] == layers # so that a half is noticed
     for key in [k for k in state if "lora_A" in k]:
         linear = by_hand.get_submodule(key.removeprefix("transformer.").removesuffix(".lora_A.weight"))
-        linear.weight.data += 8 / 4 * state[key.replace("lora_A", "lora_B")] @ state[key]
+        linear.weight.data += state[key.replace("lora_A", "lora_B")] @ state[key] # 8 / 4 is in lora_B
     g = torch.Generator().manual_seed(0)
     x = dict(hidden_states=torch.randn(1, 40, 64, generator=g), timestep=torch.tensor([0.5]),
              encoder_hidden_states=torch.randn(1, 7, base.config.joint_attention_dim, generator=g),

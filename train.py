@@ -2,7 +2,7 @@
 Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
 
 Reads datasets (layout: cache.py), or an index of cache.py. Writes a run folder: log.jsonl, checkpoint-000200/, samples/
-(held-out pictures) and at the end pytorch_lora_weights.safetensors, which predict.py and stock diffusers load.
+(held-out pictures) and at the end pytorch_lora_weights.safetensors: for predict.py, diffusers and (no DoRA) ComfyUI.
 
 $ python train.py                                                           # the toy dataset and model in tiny/
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --plan    # what it would take; trains nothing
@@ -28,7 +28,8 @@ import shutil
 import sys
 import time
 import warnings
-from functools import lru_cache
+from datetime import timedelta
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from pydoc import locate
@@ -85,7 +86,8 @@ flag("--loss_norm", "sample", "mean over samples, or over tokens: large ones wei
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
 flag = predict.add_transformer_flags(parser)
-flag("--gradient_checkpointing", None, "blocks computed twice: more saves memory (default: all)", type=natural)
+flag("--gradient_checkpointing", None, "blocks computed twice: more saves memory (default: all; on a GPU those that do "
+     "not fit)", type=natural)
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)", action="store_true")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc", action="store_true")
 flag = parser.group("run")
@@ -93,6 +95,7 @@ flag("--use_cache", True, "no: encode each batch live, all models loaded", actio
 flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=number(int, 0, 2**64 - 1))
 flag("--out_dir", None, "run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", 0, "steps between validations; 0: only at the end", type=natural)
+flag("--val_pictures", 24, "most held-out samples that are drawn, spread over all; the loss is of all", type=natural)
 flag("--save_every", 200, "steps between checkpoints", type=positive)
 flag("--keep", 2, "how many of the newest checkpoints stay on disk", type=positive)
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
@@ -185,15 +188,25 @@ elif args.resume:
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
-if world_size > 1:
-    dist.barrier() # all have looked at the folder before one writes to it
-if rank == 0 and not args.plan:
-    common.prepare_folder(out_dir)
-    lock = filelock.FileLock(out_dir / ".lock")
+
+def lock_folder(folder):
+    """-> (the run folder, its lock: ours until this process ends, however it ends). Without --out_dir it is the next
+    number if another run was started at the same time."""
+    common.prepare_folder(folder)
+    lock = filelock.FileLock(folder / ".lock")
     try:
-        lock.acquire(blocking=False) # ours until this process ends, however it ends
+        lock.acquire(blocking=False)
+        return folder, lock
     except filelock.Timeout:
-        raise InputError(f"--out_dir {out_dir}: another run is at work in it; wait, or give another folder")
+        if args.out_dir or args.resume:
+            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
+        return lock_folder(folder.with_name(f"{run_name}-{number_of(folder) + 1:03d}"))
+
+if not args.plan:
+    if rank == 0:
+        out_dir, lock = lock_folder(out_dir)
+    out_dir = common.gather_objects(out_dir, world_size)[0] # all have looked at the folder before one writes to it
+    log = out_dir / "log.jsonl"
 
 # ---- data: encode what the cache lacks; the encoders have left the device when make_cache returns --------------------
 
@@ -273,21 +286,26 @@ def pick(position):
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 def load_item(picked):
-    """What the loss needs of what pick has picked, on the device: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or
-    None for the base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,)."""
+    """What the loss needs of what pick has picked: x0 (I_0, C), noise (I_0, C), velocity (I_0, C) or None for the
+    base's, s, controls (sum I_c, C), prompt (T, J), img_shapes, weight (I_0,). On the CPU: a thread that copies to a
+    GPU would wait for all that the GPU has to do."""
     t, shapes = cache.load_latents(picked.sample, picked.resolution, live), picked.resolution["img_shapes"]
-    x0 = t["pixel_latent"].to(args.device, torch.float32)
-    noise = torch.randn(x0.shape, generator=picked.noise_generator).to(args.device)
-    velocity, weight = noise - x0, torch.ones(len(x0), device=args.device)
+    x0 = t["pixel_latent"].to("cpu", torch.float32)
+    noise = torch.randn(x0.shape, generator=picked.noise_generator)
+    velocity, weight = noise - x0, torch.ones(len(x0))
     if "preserved" in picked.resolution: # marked by pick_sample
         velocity = None
     elif "edit_mask" in t:
-        mask = t["edit_mask"].to(args.device)
+        mask = t["edit_mask"]
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
-    controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to(args.device, dtype) # none if dropped
-    prompt = cache.load_text(picked.sample, picked.text_key, live).to(args.device, dtype)
+    controls = t["control_latent"][:sum(h * w for _, h, w in shapes[1:])].to("cpu", dtype) # none if dropped
+    prompt = cache.load_text(picked.sample, picked.text_key, live).to("cpu", dtype)
     return SimpleNamespace(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls, prompt=prompt,
                            img_shapes=shapes, weight=weight)
+
+def to_device(item):
+    moved = {name: x.to(args.device) if torch.is_tensor(x) else x for name, x in vars(item).items()}
+    return SimpleNamespace(**moved)
 
 def predict_velocity(model, items):
     """-> (I_0, C) in fp32 for each of these items, of any sizes, in one forward pass."""
@@ -296,7 +314,7 @@ def predict_velocity(model, items):
         noisy = (1 - i.s) * i.x0 + i.s * i.noise # data at s = 0, noise at s = 1
         latents.append(torch.cat([noisy.to(dtype), i.controls]))
     prompts = [i.prompt for i in items]
-    timesteps = torch.stack([i.s for i in items]).to(latents[0].device)
+    timesteps = torch.stack([i.s for i in items])
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(model, latents, prompts, timesteps, [i.img_shapes for i in items])
     return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # the controls have no loss
@@ -326,7 +344,7 @@ def flow_loss(model, items):
 
 def find_layers(transformer, names):
     """--lora_targets -> LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has: peft
-    is silent as long as any name fits."""
+    is silent as long as any name fits. With use_dora a layer with a row of zeros is left out."""
     linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
     attention = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     presets = {"attention": attention, "all-linear": [*attention, "img_mod.1", "txt_mod.1", "net.0.proj", "net.2"]}
@@ -338,6 +356,10 @@ def find_layers(transformer, names):
     # the text stream of the last block is never read: a LoRA there would get no gradient
     last = len(transformer.transformer_blocks) - 1
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
+    for name in linears if lora_args.get("use_dora") and not args.plan else []:
+        # it divides by each row's norm; of the last block's txt_mod most rows are never read either, and zeros in tiny
+        if not transformer.get_submodule(name).weight.any(1).all():
+            dead += f"|{name}"
     return dict(target_modules=targets, exclude_modules=dead)
 
 transformer = predict.load_transformer(transformer_folder, args.dtype, weights=not args.plan)
@@ -385,7 +407,7 @@ def deal_packs(lengths):
     return dealt
 
 if args.plan: # needs the LoRA's shapes, not its values
-    load_extra("plan").print_plan(args, transformer, lora, folder, len(epoch), pick_sample, count_tokens, deal_packs,
+    load_extra("plan").print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs,
                                   flow_loss, checkpoint_blocks, say)
     sys.exit(0)
 
@@ -395,14 +417,23 @@ if pretrained_lora:
     predict.load_weights(transformer, predict.read_lora(pretrained_lora)[0], pretrained_lora)
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
-if args.gradient_checkpointing != 0: # (only dropout draws random numbers in a block)
-    again = checkpoint_blocks(transformer, args.gradient_checkpointing,
-                              preserve_rng_state=lora_config["lora_dropout"] > 0)
-    say(f"gradient checkpointing: the backward pass computes {again} of {len(transformer.transformer_blocks)} blocks "
-        "again")
 if args.compile: # block by block, as all are alike; dynamic, as every batch has lengths of its own
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
+# only dropout draws random numbers in a block
+recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=lora_config["lora_dropout"] > 0)
+fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
+if fit and fit.has_own_memory(args.device):
+    lengths, gather = fit.lengths_of(samples, count_tokens), partial(common.gather_objects, world_size=world_size)
+    try:
+        recomputed = fit.keep_what_fits(transformer, lengths, flow_loss, recompute, gather, args, say)
+    except torch.OutOfMemoryError:
+        raise InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, all blocks "
+                         "computed again; lower it, or give --quantize or --offload")
+else:
+    recomputed = recompute(args.gradient_checkpointing)
+say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks "
+    "again")
 try:
     optimizer_args = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
     optimizer = optimizer_class(lora.values(), **optimizer_args)
@@ -429,16 +460,16 @@ config.update(geometry=draw_geometry, model=cache.fingerprint(transformer_folder
               data=common.content_key(samples=contents))
 versions = {name: version(name) for name in ("torch", "diffusers", "transformers", "peft")}
 
-def save_lora(path):
-    predict.save_lora(path, transformer, dict(geometry=draw_geometry, model=args.model, step=step, config=config,
-                                              versions=versions))
+def save_lora(path, fold):
+    notes = dict(geometry=draw_geometry, model=args.model, step=step, config=config, versions=versions)
+    predict.save_lora(path, transformer, notes, fold)
 
 def save_checkpoint():
     """A folder that appears whole: LoRA, the optimizer's tensors and numbers, step and configuration. Older ones beyond
     --keep go."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
-    save_lora(tmp / LORA_FILE)
+    save_lora(tmp / LORA_FILE, fold=False)
     tensors, numbers = {}, {} # of the optimizer, by what they are and the parameter's name
     for name, p in lora.items():
         for key, value in optimizer.state[p].items():
@@ -517,6 +548,7 @@ if args.tracker != "none" and rank == 0:
 
 # ---- validation: the loss and the pictures of held-out samples -------------------------------------------------------
 
+sheet = common.find_extra("sheet")
 sampling = predict.SAMPLING | (predict.TINY_SAMPLING if common.is_tiny(args.model) else {})
 
 def validation_loss():
@@ -531,7 +563,7 @@ def validation_loss():
             lengths.append(count_tokens(**what))
     sums = torch.zeros(2, device=args.device)
     for pack, factor in deal_packs(lengths)[rank]:
-        for loss, weight in flow_loss(transformer, [load_item(picked[i]) for i in pack]):
+        for loss, weight in flow_loss(transformer, [to_device(load_item(picked[i])) for i in pack]):
             sums += factor * torch.tensor([loss, weight], device=args.device)
     if world_size > 1:
         dist.all_reduce(sums)
@@ -542,18 +574,17 @@ def load_vae():
     return live.vae if live else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype)
 
 def draw_pictures():
-    """{place in val_samples: PIL image}, drawn by all processes together."""
+    """{place in val_samples: PIL image} of --val_pictures; all processes together draw them, each has its share."""
     share, vae = slice(rank, None, world_size), load_vae() # of the packs
     if args.fsdp: # every process has to join every forward pass, so all draw everything, and the first one decodes it
         share = slice(None)
         vae = vae if rank == 0 else None
-    items = [(s, sampling, args.seed) for s in val_samples]
+    drawn = min(args.val_pictures, len(val_samples))
+    places = [n * len(val_samples) // drawn for n in range(drawn)]
+    items = [(val_samples[i], sampling, args.seed) for i in places]
     images = predict.draw_samples(transformer, vae, scheduler_config, items, args.max_tokens, args.device, live, share)
-    own = dict(tqdm(images, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False))
-    pictures = {}
-    for some in common.gather_objects(own, world_size):
-        pictures |= some
-    return pictures
+    bar = tqdm(images, desc="held-out pictures", unit=" drawn", disable=rank > 0 or None, leave=False)
+    return {places[n]: image for n, image in bar}
 
 @lru_cache # once
 def draw_base_pictures():
@@ -561,8 +592,8 @@ def draw_base_pictures():
         return draw_pictures()
 
 def compare(i, base, picture):
-    """-> (controls, target, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone). Where the
-    sample's pictures are not on this machine, what the VAE makes of their latents stands in."""
+    """-> (i, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone; thumbnails for the sheet).
+    Where the pictures are not on this machine, what the VAE makes of their latents stands in."""
     sample, resolution = val_samples[i], val_samples[i].resolutions[0]
     t, shapes = cache.load_latents(sample, resolution, live), resolution["img_shapes"]
     latents = torch.cat([t["pixel_latent"], t["control_latent"]]).split([h * w for _, h, w in shapes])
@@ -572,23 +603,24 @@ def compare(i, base, picture):
     target, *controls = [common.read_image(path) if Path(path).is_file() else by_vae(n)
                          for n, path in enumerate([sample.target, *sample.controls])]
     target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
-    return controls, target, [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
+    psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
+    return i, psnrs, [sheet.thumbnail(cell) for cell in (controls, base, picture, target)] if sheet else []
 
-def report(val_loss, base_pictures, pictures):
-    """Says and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/."""
-    say(f"step {step}: validation loss {val_loss:.4f}. mean PSNR to the target in dB:\n"
-        f"{'':20} pictures   input    base    LoRA  VAE alone")
-    rows, groups, means, sheets = [], {}, {}, {}
-    for i, sample in enumerate(val_samples):
-        controls, target, psnrs = compare(i, base_pictures[i], pictures[i])
-        rows.append((sample, controls, base_pictures[i], pictures[i], target))
+def report(val_loss, rows):
+    """Says and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/. rows: of
+    compare, sorted."""
+    table = f". mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone"
+    say(f"step {step}: validation loss {val_loss:.4f}{table if rows else ''}")
+    groups, means, sheets = {}, {}, {}
+    for i, psnrs, _ in rows:
+        sample = val_samples[i]
         groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(psnrs)
     for name, psnrs in groups.items():
         means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs), **means[name]))
     write_log(step=step, val_loss=val_loss, psnr=means)
-    if sheet := common.find_extra("sheet"):
-        sheets = sheet.validation_sheets(rows)
+    if sheet and rows:
+        sheets = sheet.validation_sheets(val_samples, rows)
         say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
     for name, image in sheets.items():
         predict.save_png(image, out_dir / "samples" / f"step_{step:06d}_{name}.png")
@@ -598,13 +630,16 @@ def report(val_loss, base_pictures, pictures):
 def validate():
     """Loss, pictures and PSNRs of --val_data, which all processes compute and the first one reports."""
     say(f"step {step}: validation on {len(val_samples)} held-out pictures")
+    torch.cuda.empty_cache() # for cuDNN, whose memory is not torch's (without a GPU it does nothing)
     vae = load_vae().to(args.vae_device)
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            val_loss, base_pictures, pictures = validation_loss(), draw_base_pictures(), draw_pictures()
+            val_loss, base_pictures = validation_loss(), draw_base_pictures()
+            rows = [compare(i, base_pictures[i], picture) for i, picture in draw_pictures().items()]
+            rows = sorted(sum(common.gather_objects(rows, world_size), []))
             if rank == 0:
-                report(val_loss, base_pictures, pictures)
+                report(val_loss, rows)
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share
             raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
@@ -652,6 +687,7 @@ stopped, stopping = signals.enter_context(common.signals_noted()), False # a sig
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
 # while a pack computes, a thread reads and checks the files of the next. (live encoders need the device themselves)
 loaded = common.read_ahead(lambda picked: list(map(load_item, picked)), packs_from(step), most=0 if live else 1)
+begun, first_step = time.monotonic(), step
 while step < args.max_steps and not stopping:
     if due(step): # before the next step: a run that was killed in a validation begins with it when it is resumed
         validate()
@@ -663,15 +699,16 @@ while step < args.max_steps and not stopping:
     for pack, factor in packs:
         torch.manual_seed(generator("dropout", step, rank, pack[0]).initial_seed()) # of LoRA dropout, nothing else
         try:
-            items = next(loaded).result()
+            items = list(map(to_device, next(loaded).result()))
             set_velocities(transformer, items)
             losses = flow_loss(transformer, items)
             pack_loss = factor * sum(loss for loss, _ in losses)
             pack_loss.backward()
         except torch.OutOfMemoryError:
             names = ", ".join(f"{picked[i].sample.name}: {lengths[i]:,}" for i in pack)
-            raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}); "
-                             "lower it, or raise --gradient_checkpointing, then --resume")
+            raise InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}), "
+                             f"with --gradient_checkpointing {recomputed}; lower the one, or raise the other, then "
+                             "--resume")
         for i, (loss, weight) in zip(pack, losses):
             sample_losses[i] += factor * (loss / weight).item()
             weight_sum += factor * weight
@@ -680,8 +717,7 @@ while step < args.max_steps and not stopping:
     # add up with the other processes, divide by what all of them saw, step
     loss_sum, weight_sum, stopping, *sample_losses = sum_over_processes(
         [loss_sum, weight_sum, len(stopped), *sample_losses])
-    for p in lora.values():
-        p.grad /= weight_sum
+    torch._foreach_div_([p.grad for p in lora.values()], weight_sum) # few kernels for hundreds of tensors
     loss, lr = loss_sum / weight_sum, learning_rate(step)
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss): # the same on every process; the step is not taken
@@ -706,8 +742,12 @@ while step < args.max_steps and not stopping:
                   losses=[round(x, 5) for x in sample_losses])
         if track:
             track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-        say(f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
-            f"{args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
+        line = (f"step {step}/{args.max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s"
+                f" | {args.batch_size} img | {tokens:,} tok | {tokens / seconds / 1000:.1f}k tok/s | {memory:.1f} GiB")
+        if step % 10 == 0: # validations so far included
+            left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
+            line += f" | {timedelta(seconds=round(left))} left"
+        say(line)
         if loss > 10:
             say("exploded: predicting nothing has a loss of 2; lower --lr in a new run")
         bar.update()
@@ -721,7 +761,7 @@ if stopping:
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:
     if rank == 0:
-        save_lora(out_dir / LORA_FILE)
+        save_lora(out_dir / LORA_FILE, fold=True)
     if val_samples:
         validate()
     if rank == 0:

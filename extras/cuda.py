@@ -9,12 +9,16 @@ from pathlib import Path
 import torch
 
 
+def first_line(e):
+    return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
+
+
 def problem(device, dtype):
     """Why torch cannot train or sample on this device in this dtype (default: bfloat16 on a card), or None."""
     try:
         torch.empty(0, device=device).cpu() # (meta has no numbers)
     except (RuntimeError, AssertionError) as e:
-        return f"{device!r} cannot be used ({str(e).strip().splitlines()[0][:90]})"
+        return f"{device!r} cannot be used ({first_line(e)})"
     if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
             and torch.cuda.get_device_capability(device) < (8, 0)):
         return (f"{torch.cuda.get_device_name(device)} has no bfloat16 attention; take an Ampere card (A100, RTX 30xx) "
@@ -32,31 +36,55 @@ def too_large_for_cpu(args):
             "cpu")
 
 
+# major capability: what torch can take there instead of its own flash attention (FA2), the package that it then loads,
+# and who has that. None on sm_120, where FA4 crashes (flash-attention issue 2860); PyPI's flash-attn-3 is empty
+FASTER = {9: ("FA3", "flash_attn_interface", "flash-attn-3 (of download.pytorch.org/whl)"),
+          10: ("FA4", "flash_attn.cute", "flash-attn-4")}
+
+
 def find_flash(capability):
-    """The flash attention that torch can take instead of its own (FA2) on such a card, if its package is installed: FA3
-    on Hopper, FA4 on data centre Blackwell. Not FA4 on sm_120, where it crashes (flash-attention issue 2860)."""
-    for impl, package, major in (("FA3", "flash_attn_interface", 9), ("FA4", "flash_attn", 10)):
-        known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
-        if capability[0] == major and impl in known and find_spec(package):
-            return impl
-    return None
+    """-> "FA3" on Hopper, "FA4" on data centre Blackwell, if its package is installed; else None."""
+    impl, package, _ = FASTER.get(capability[0], (None, None, None))
+    if impl not in getattr(torch.nn.attention, "list_flash_attention_impls", list)():
+        return None
+    try:
+        return impl if find_spec(package) else None
+    except (ModuleNotFoundError, ValueError): # no flash_attn at all, or one that is no package
+        return None
+    except (ImportError, RuntimeError, OSError, AttributeError): # its __init__ fails: activate_flash will say how
+        return impl
+
+
+def activate_flash(capability):
+    """Takes the fastest flash attention that can be loaded -> words for the log."""
+    impl = find_flash(capability)
+    if impl:
+        try:
+            torch.nn.attention.activate_flash_attention_impl(impl)
+            return f"flash attention {impl[2:]}"
+        except (ImportError, RuntimeError, OSError, AttributeError) as e: # made for another torch or another CUDA
+            return f"flash attention 2 ({impl} cannot be loaded: {first_line(e)})"
+    if capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
+        return f"flash attention 2; {FASTER[capability[0]][2]} would compute attention faster"
+    return "flash attention 2"
 
 
 def prepare(device, flash_attention):
     """Call it before the first tensor is on the device. flash_attention: auto or 2 -> words for the log."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        # every step has new sizes, which fragment memory; and pinned tensors are not rounded up to powers of two
-        configure_allocator("expandable_segments:True,pinned_max_round_threshold_mb:1", "expandable_segments:True")
+        # every step has new sizes, which fragment memory. pinned tensors are not rounded up to powers of two, and then
+        # must not be cached either: torch 2.13 would give one to a larger tensor (PR 192722)
+        configure_allocator("expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1",
+                            "expandable_segments:True")
     # one family of kernels for stock, padded and packed calls, and no plan for every new shape, as cuDNN would make
     torch.backends.cuda.enable_cudnn_sdp(False)
     varlen = getattr(torch.nn.attention, "varlen", None)
     if hasattr(varlen, "_should_use_cudnn"): # torch after 2.13: five times slower on mixed lengths (issue 187770)
         varlen._should_use_cudnn = lambda *args, **kwargs: False
     torch._dynamo.config.recompile_limit = 64 # past it --compile would go on in eager, without a word
-    impl = find_flash(torch.cuda.get_device_capability(device)) if flash_attention == "auto" else None
-    if impl:
-        torch.nn.attention.activate_flash_attention_impl(impl)
-    return f"{torch.cuda.get_device_name(device)}, flash attention {(impl or 'FA2')[2:]}"
+    capability = torch.cuda.get_device_capability(device)
+    words = activate_flash(capability) if flash_attention == "auto" else "flash attention 2"
+    return f"{torch.cuda.get_device_name(device)}, {words}"
 
 
 def configure_allocator(*choices):

@@ -2,15 +2,18 @@
 --quantize, --quantize_text_encoder: frozen linear layers with 8 or 4 bits a weight.
 
 int8 and fp8 (e4m3): a byte a weight and a scale per row; nf4: bitsandbytes' half byte, and a scale per 64 weights. The
-transformer's eight bits are multiplied as such where the card can, as by torchao's dynamic-activation configs; what is
-encoded once and kept, by the text encoder, gets the more exact road: its weights are unpacked.
+transformer's eight bits are multiplied as such where that saves time (has_product), as by torchao's dynamic-activation
+configs; what is encoded once and kept, by the text encoder, gets the more exact road: its weights are unpacked.
 
 Why not a library's layers: fully_shard fails on int8 and fp8 tensors of torchao 0.18, and autograd keeps bf16 copies of
 their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64, and FSDP2 loses the scales
 of its 4-bit weights; diffusers' layerwise casting has no scales, and cannot load a LoRA. So a model that
 is stored in few bits is refused: quantize the bf16 one. GUIDE.md has the errors that were measured.
 """
+import functools
 import math
+import os
+import sys
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,16 +23,16 @@ TOP = dict(int8=127, fp8=448) # greatest value of a format
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x @ weight.T for a low-bit weight. Where the device multiplies eight bits as such, x and the output's gradient
-    get eight too, with a scale a row. Else the weight is unpacked, in the backward pass anew: autograd alone would keep
-    it in bf16, 27 GB of the real model."""
+    """x @ weight.T for a low-bit weight. Where eight bits are multiplied as such, x and the output's gradient get eight
+    too, with a scale a row. Else the weight is unpacked, in the backward pass anew: autograd alone would keep it in
+    bf16, 27 GB of the real model."""
 
     @staticmethod
     def forward(ctx, x, layer):
         ctx.layer = layer
         if not has_product(x, layer):
             return x @ layer.unpacked(x.dtype).T
-        out = eight_bit_product(*rows_of(x, layer.kind), layer.weight, layer.scale, layer.kind, x.dtype)
+        out = eight_bit_product(*rows_of(x, layer.kind), layer.weight, layer.scale, layer.kind, x.dtype, fast=True)
         return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -45,12 +48,36 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def has_product(x, layer):
-    """fp8 wants Ada or newer, int8 Ampere and more than 16 rows (modulation has few), and both want sides that are
-    multiples of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
-    return (layer.multiply and layer.kind in TOP
-            and x.is_cuda and torch.version.hip is None and x.dtype == torch.bfloat16
-            and torch.cuda.get_device_capability(x.device) >= ((8, 9) if layer.kind == "fp8" else (8, 0))
+    """Whether eight bits are multiplied as such: where that saves time, by count and not by measurement. To quantize x
+    takes several passes over it. On Hopper and data centre Blackwell that is as long as the product saves, unless
+    torch.compile makes one pass of it; on 8.x and 12.x the product saves more: GeForce cards run bf16 with fp32
+    sums at half the rate. The kernels want more than 16 rows (modulation has few), and sides that are multiples
+    of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
+    return (layer.multiply and x.dtype == torch.bfloat16
+            and (torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device)[0] in (8, 12))
             and x.numel() > 16 * x.shape[-1] and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
+
+
+@functools.cache # asked for each block
+def can_multiply(kind, device):
+    """Whether a device has products of eight bits: int8 from Ampere on, fp8 from Ada on. One is tried, as libraries
+    have refused newer cards; that costs speed only, so it is a warning."""
+    device = torch.device(device)
+    if kind not in TOP or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(device) < ((8, 9) if kind == "fp8" else (8, 0)):
+        return False
+    try:
+        rows, scale = quantize_rows(torch.ones(32, 32, dtype=torch.bfloat16, device=device), kind)
+        for fast in (True, False): # the forward and the backward pass, whose layouts are the same
+            eight_bit_product(rows, scale, rows, scale, kind, torch.bfloat16, fast).cpu()
+    except (RuntimeError, ValueError) as e:
+        if os.environ.get("RANK", "0") == "0":
+            reason = str(e).partition("\n")[0][:90]
+            print(f"warning: --quantize {kind}: {device} cannot multiply it as such ({reason}); its weights are "
+                  "unpacked for each product", file=sys.stderr)
+        return False
+    return True
 
 
 def quantize_rows(x, kind):
@@ -74,10 +101,12 @@ def rows_of(x, kind):
     return latest[x][2]
 
 
-def eight_bit_product(rows, row_scale, weight, scale, kind, dtype):
-    """(M, K) @ (N, K).T, times the scales (M, 1) and (N, 1) of their rows -> (M, N)."""
+def eight_bit_product(rows, row_scale, weight, scale, kind, dtype, fast=False):
+    """(M, K) @ (N, K).T, times the scales (M, 1) and (N, 1) of their rows -> (M, N). fast: fp8 with sums of fewer bits,
+    as usual in a forward pass; a gradient's small terms would be lost in them."""
     if kind == "fp8":
-        return torch._scaled_mm(rows, weight.view(torch.float8_e4m3fn).T, row_scale, scale.T, out_dtype=dtype)
+        return torch._scaled_mm(rows, weight.view(torch.float8_e4m3fn).T, row_scale, scale.T, out_dtype=dtype,
+                                use_fast_accum=fast)
     return torch._int_mm(rows, weight.T) * row_scale.to(dtype) * scale.T.to(dtype)
 
 
@@ -121,7 +150,8 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
 
 def make_low_bit(module, kind, device, multiply=False):
     """Quantizes every linear layer under `module` except LoRAs, one at a time, on the device, in place -> module.
-    kind: int8, fp8 or nf4. multiply: eight bits as such, where that is possible: faster, and less exact."""
+    kind: int8, fp8 or nf4. multiply: eight bits as such where has_product says so, which is less exact."""
+    multiply = multiply and can_multiply(kind, device) # here, as nothing can be tried while torch.compile traces
     for name, parent in list(module.named_modules()):
         for child, linear in list(parent.named_children()):
             if type(linear) is torch.nn.Linear and ".lora_" not in f".{name}.{child}":

@@ -6,21 +6,52 @@ parameters are views that stay the same, for autograd and torch.compile, and onl
 where there is one process, copies on the stream that computes, and each tensor twice; and diffusers' group offloading
 has taken a block away when its backward pass begins.
 """
+import os
+
+import psutil # comes with accelerate
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 
+def too_little(blocks, need, found):
+    """A MemoryError whose words are for the user."""
+    return MemoryError(f"{blocks} blocks need {need / 2**30:.1f} GiB of host memory, {found}; offload fewer, or "
+                       "--quantize")
+
+
+def check_host(block, blocks, shards=1):
+    """-> bytes of host memory that the frozen weights of so many blocks like this one take, in this process, which has
+    one of `shards` parts. MemoryError if they do not fit: the kernel would end a process without a word."""
+    need = blocks * sum(p.nbytes for name, p in block.named_parameters() if ".lora_" not in name) // shards
+    host, own = psutil.virtual_memory(), psutil.Process().memory_info()
+    # weights that were converted to another dtype are in memory already, and go while they are copied; others are files
+    converted = own.rss - getattr(own, "shared", own.rss) # (at most; where this is known)
+    if need > host.available + converted:
+        raise too_little(blocks, need, f"{host.available / 2**30:.1f} are free")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) # some may have theirs by now: so not of what is free
+    if processes * need > host.total:
+        raise too_little(blocks, processes * need, f"{host.total / 2**30:.1f} are there for {processes} processes")
+    return need
+
+
 def place(transformer, device, away, smaller):
     """Brings the transformer, with its LoRAs, to the device, one block after the other: smaller(block) first, then the
-    frozen weights of the blocks of the numbers `away` go to pinned host memory, one tensor a block -> transformer."""
+    frozen weights of the blocks of the numbers `away` go to pinned host memory, one tensor a block -> transformer.
+    MemoryError, in words for the user, if the host has too little."""
     device, blocks = torch.device(device), transformer.transformer_blocks
     hosts, buffers = [], []
     for i, block in enumerate(blocks):
         smaller(block)
         if i in away:
+            if not hosts:
+                need = check_host(block, len(away))
             frozen = [p for name, p in block.named_parameters() if ".lora_" not in name]
             sizes = [-(-p.nbytes // 256) * 256 for p in frozen] # aligned as by CUDA's allocator
-            host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            try:
+                host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            except RuntimeError as e: # a system may let less be pinned than is free
+                first_line = str(e).partition("\n")[0][:90]
+                raise too_little(len(away), need, f"which cannot be pinned ({first_line})")
             hosts.append(host)
             if len(buffers) < 2:
                 buffers.append(torch.empty_like(host, device=device))

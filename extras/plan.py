@@ -6,7 +6,9 @@ estimate: on a CPU, with d = 512, it is 6 to 12 % below the growth of the proces
 """
 import os
 import weakref
-from types import SimpleNamespace
+from contextlib import ExitStack
+from functools import cache, partial
+from unittest.mock import patch
 
 import psutil # comes with accelerate
 import torch
@@ -17,8 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+import extras.fit as fit
+
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
+# GB; TFLOP/s in bf16: of its data sheet, of matrix products, of attention forward and backward (FA2); TB/s of its
+# memory, GB/s from the host's. assumed: what such kernels have been seen to reach elsewhere
+RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
+         "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
 
 
@@ -44,11 +52,28 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+class FusedRmsNorm(torch.autograd.Function): # a class because autograd wants one
+    """The memory of F.rms_norm's one kernel on CUDA, and nothing else of it: on a CPU it is taken apart, in fp32."""
+
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(grad), None, None, None
+
 def step_bytes(model, flow_loss, checkpoint_blocks, pack, checkpointed):
     """Peak bytes, beside the weights, of a forward and backward pass over `pack`, a list of (img_shapes, text tokens).
+    In bf16 it counts what CUDA's kernels keep: fake tensors of CUDA have no gradients where there is no CUDA.
     Afterwards the model is of no other use: its parameters are fake tensors."""
-    dtype, width = model.dtype, model.config.joint_attention_dim
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with ExitStack() as stack:
+        if model.dtype == torch.bfloat16:
+            on_card = dict.fromkeys(("use_fused", "has_varlen"), lambda x: True)
+            stack.enter_context(patch.dict(fit.rope_patch_of(model), on_card))
+            stack.enter_context(patch.object(torch.nn.functional, "rms_norm", FusedRmsNorm.apply))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is not None:
@@ -56,13 +81,7 @@ def step_bytes(model, flow_loss, checkpoint_blocks, pack, checkpointed):
                     module._parameters[name] = torch.nn.Parameter(fake, p.requires_grad)
         checkpoint_blocks(model.train(), checkpointed)
         with LiveBytes(model) as live:
-            items = []
-            for shapes, text in pack:
-                target, *controls = [h * w for _, h, w in shapes]
-                items.append(SimpleNamespace(
-                    x0=torch.empty(target, 64), noise=torch.empty(target, 64), velocity=torch.empty(target, 64),
-                    s=torch.empty(()), controls=torch.empty(sum(controls), 64, dtype=dtype),
-                    prompt=torch.empty(text, width, dtype=dtype), img_shapes=shapes, weight=torch.empty(target)))
+            items = fit.blank_items(pack, model)
             sum(loss for loss, _ in flow_loss(model, items)).backward()
         return live.peak
 
@@ -113,50 +132,114 @@ def free_bytes(device):
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
 
 
+def card_room(gb):
+    """Bytes that tensors can have on a card of so many GB."""
+    return gb * GIB - fit.margin(gb * GIB) - 0.5 * GIB # CUDA itself
+
+def step_seconds(transformer, lengths, card, recomputed, selective, copied):
+    """-> (a step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all
+    other kernels, as eager code with a LoRA on the attention has them; its MFU: the useful share of the data sheet's
+    FLOPs in that time). Traffic between GPUs and the unpacking of few bits are not counted. lengths: tokens of its
+    samples; recomputed: share of the blocks; selective: their attention is not; copied: bytes of --offload in all its
+    passes."""
+    _, peak, matmul, forward, backward, memory, host = RATES[card]
+    d, blocks, again = transformer.inner_dim, len(transformer.transformer_blocks), 0 if selective else recomputed
+    seconds = useful = 0
+    for n in lengths:
+        products = 24 * d**2 * n * (2 + recomputed) / matmul # the frozen weights have no gradients
+        attention = 4 * d * n**2 * ((1 + again) / forward + 2.5 / backward)
+        others = d * n * (378 + 150 * recomputed) / memory
+        seconds += blocks * (products + attention + others) / 1e12
+        useful += blocks * (2 * 24 * d**2 * n + 3.5 * 4 * d * n**2) / 1e12
+    seconds = max(seconds, copied / (host * 1e9))
+    return seconds, useful / seconds / peak
+
 def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs, flow_loss,
                checkpoint_blocks, say):
     """args: train.py's flags; transformer, with its LoRA's parameters `lora`, on the meta device; folder: the model's;
-    epoch: samples in one; then train.py's functions."""
-    lengths, packs, padded, processes = [], [], 0, int(os.environ.get("WORLD_SIZE", 1))
-    steps = range(min(args.max_steps, 50)) # so many tell enough
-    for step in steps:
+    epoch: its samples; then train.py's functions."""
+    processes, blocks = int(os.environ.get("WORLD_SIZE", 1)), len(transformer.transformer_blocks)
+    lengths, passes, padded = [], 0, 0
+    steps = min(args.max_steps, 50) # so many tell enough
+    for step in range(steps):
         drawn = [pick_sample(step * args.batch_size + i) for i in range(args.batch_size)]
-        tokens = [count_tokens(*d) for d in drawn]
+        tokens = sorted([count_tokens(*d) for d in drawn], reverse=True)
         lengths += tokens
-        packs += [[drawn[i] for i in pack] for dealt in deal_packs(tokens) for pack, counts in dealt if counts]
-        ordered = sorted(tokens, reverse=True)
-        padded += sum(ordered[i - i % 4] for i in range(len(ordered))) # fours of neighbours in length
-    of_pack = lambda pack: [count_tokens(*d) for d in pack]
-    cost = (lambda n: len(n) * max(n)) if args.batching == "padded" else sum
-    heaviest = max(packs, key=lambda pack: cost(of_pack(pack)))
+        passes += sum(map(len, deal_packs(tokens))) / processes
+        padded += sum(tokens[i - i % 4] for i in range(len(tokens))) # fours of neighbours in length
+    largest = fit.largest_pack(fit.lengths_of(epoch, count_tokens), args)
     lora_bytes, ordered = 4 * sum(p.numel() for p in lora.values()), sorted(lengths)
     say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding fours of "
         f"neighbours in length would compute {padded / sum(lengths):.2f} times as many tokens")
-    say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / epoch:.1f} epochs; "
-        f"{len(packs) / len(steps) / processes:.1f} forward passes a step and process, the heaviest (of {len(steps)} "
-        f"steps) of {len(heaviest)} samples and {cost(of_pack(heaviest)):,} tokens (--max_tokens {args.max_tokens:,})")
+    say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / len(epoch):.1f} "
+        f"epochs; {passes / steps:.1f} forward passes a step and process, the largest that can come of "
+        f"{sum(largest):,} tokens (--max_tokens {args.max_tokens:,})")
     say(f"parameters: {sum(p.numel() for p in transformer.parameters()):,}, of which {lora_bytes // 4:,} in the LoRA")
     encoders = encoder_bytes(folder, transformer.dtype, args.quantize_text_encoder)
     say(f"encoders, in GiB: VAE {encoders[0] / GIB:.1f}, text {encoders[1] / GIB:.1f}; "
         + ("one after the other, before the training" if args.use_cache else "all the time, so in `base`"))
-    say("\nexpected memory of a process, in GiB. an estimate; 1 GiB for CUDA and fragmentation is in `card`\n"
+    resident = 0 if args.use_cache else sum(encoders)
+
+    shapes = list(map(fit.shape_of, largest))
+
+    @cache
+    def step_of_few(number, kept, selective):
+        """Bytes that the largest pack adds in a model of the first blocks alone."""
+        contexts = dict(context_fn=fit.keep_attention) if selective else {}
+        whole, transformer.transformer_blocks = transformer.transformer_blocks, transformer.transformer_blocks[:number]
+        step = step_bytes(transformer, flow_loss, partial(checkpoint_blocks, **contexts), shapes, number - kept)
+        transformer.transformer_blocks = whole
+        return step
+
+    def added(kept, selective=False, quantize=args.quantize):
+        """Bytes that it adds in the whole one: all blocks but the last are alike."""
+        products = product_bytes(transformer, quantize, sum(largest))
+        if blocks <= 5:
+            return products + step_of_few(blocks, kept, selective)
+        few = step_of_few(4, min(kept, 2), selective)
+        recomputed_more = step_of_few(5, 2, selective) - step_of_few(4, 2, selective)
+        kept_more = step_of_few(4, 3, selective) - step_of_few(4, 2, selective)
+        return products + few + (blocks - 4) * recomputed_more + max(0, kept - 2) * kept_more
+
+    def weights(quantize, offload):
+        device, host = transformer_bytes(transformer, quantize, offload, processes if args.fsdp else 1)
+        return device + resident, host
+
+    say("\nexpected memory of a process, in GiB. an estimate; what CUDA and fragments take is in `card`\n"
         f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
-    blocks = len(transformer.transformer_blocks)
-    checkpointed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
-    given = checkpointed, args.quantize, min(args.offload, blocks)
+    recomputed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
+    given = recomputed, args.quantize, min(args.offload, blocks)
     others = [(0, "none", 0), (blocks, "none", 0), (blocks, "int8", 0), (blocks, "nf4", 0),
               (blocks, "none", blocks // 2), (blocks, "none", blocks), (blocks, "int8", blocks)]
-    bases = {row: transformer_bytes(transformer, *row[1:], processes if args.fsdp else 1) for row in [given, *others]}
-    sizes = [([tuple(shape) for shape in resolution["img_shapes"]], sample.texts[text]["tokens"])
-             for sample, resolution, text in heaviest]
-    peaks = {n: step_bytes(transformer, flow_loss, checkpoint_blocks, sizes, n) for n in {checkpointed, 0, blocks}}
-    for row, (base, host) in bases.items():
-        base += 0 if args.use_cache else sum(encoders)
+    for row in dict.fromkeys([given, *others]):
+        again, quantize, offload = row
+        base, host = weights(quantize, offload)
         # weights and two moments; then activations and gradients
-        step = peaks[row[0]] + product_bytes(transformer, row[1], cost(of_pack(heaviest)))
-        device = base, 3 * lora_bytes, max(step, 3 * lora_bytes)
-        cards = [f"{c} GB" for c in CARDS if sum(device) / GIB + 1 <= 0.9375 * c] # of their GB
-        say(" ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host)) + f" {[*cards, '-'][0]:>6}"
-            f"  --gradient_checkpointing {row[0]} --quantize {row[1]} --offload {row[2]}"
-            + " --fsdp" * args.fsdp + " (as given)" * (row == given))
+        device = base, 3 * lora_bytes, max(added(blocks - again, quantize=quantize), 3 * lora_bytes)
+        cards = [f"{gb} GB" for gb in CARDS if sum(device) <= card_room(gb)]
+        numbers = " ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host))
+        say(f"{numbers} {[*cards, '-'][0]:>6}  --gradient_checkpointing {again} --quantize {quantize} --offload "
+            f"{offload}{' --fsdp' if args.fsdp else ''}{' (as given)' if row == given else ''}")
     say(f"{args.device} has {free_bytes(args.device) / GIB:.1f} GiB free")
+
+    if transformer.dtype == torch.bfloat16:
+        say("\nexpected time with the flags as given, counted and not measured (GUIDE.md has the formula)")
+        base, host = weights(args.quantize, args.offload)
+        inputs = fit.input_bytes(transformer, largest)
+        for card, (gb, *_) in RATES.items():
+            free = card_room(gb) - base - fit.STATES * lora_bytes
+            if args.gradient_checkpointing is None:
+                selective = args.batching == "packed" and not args.compile
+                kept, selective, adds = fit.find_fit(blocks, free, inputs, added, selective)
+            else:
+                kept, selective, adds = blocks - recomputed, False, added(blocks - recomputed)
+            if adds > free:
+                say(f"{card:>9}: does not fit")
+                continue
+            copied = 2 * host * passes * processes
+            seconds, mfu = step_seconds(transformer, lengths, card, 1 - kept / blocks, selective, copied)
+            seconds /= steps * processes
+            hours = seconds * args.max_steps / 3600
+            words = ", but not their attention" if selective else ""
+            say(f"{card:>9}: {seconds:6.1f} s a step ({mfu:.0%} of its data sheet), {hours:.1f} h in all; "
+                f"{blocks - kept} of {blocks} blocks computed again{words}")

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 def shard(transformer, device, away, smaller):
     """Brings the transformer, with its LoRAs, to the device, block by block: smaller(block) first, then it is split
-    over the processes, and the blocks of the numbers `away` wait in pinned host memory -> transformer."""
+    over the processes, and the blocks of the numbers `away` wait in pinned host memory -> transformer. MemoryError,
+    in words for the user, if the host has too little."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view") # nothing works in place
     device, blocks = torch.device(device), transformer.transformer_blocks
     if device.type == "cuda": # where FSDP2 works; set_device wants a number
@@ -24,6 +25,9 @@ def shard(transformer, device, away, smaller):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for i, block in enumerate(blocks):
         smaller(block)
+        if i in away[:1]:
+            from extras.offload import check_host # here, as without --offload its file may be gone
+            check_host(block, len(away), dist.get_world_size())
         loras = {p for name, p in block.named_parameters() if ".lora_" in name}
         for p in loras:
             p.data = p.data.to(device)

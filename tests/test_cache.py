@@ -3,6 +3,7 @@ Encoded samples on disk: they are what the stock pipeline computes, they change 
 no damage to them, to their index or to the model's folder goes unnoticed.
 """
 import errno
+import gc
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import threading
 import pickle
 import re
 import shutil
+import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +27,12 @@ from transformers import Qwen2VLProcessor
 import cache
 import common
 import predict
+from extras import pictures
 from models import (DTYPE_NAME, assert_same, cached_files, change_weight, damage_tensors, encode, flip, index_of,
                     ON_DEVICE, is_one_line, load, make_cache, pipes, plus, refused, samples_of, start, start_ranks,
                     train, until)
 from test_consistency import (DEVICE, DTYPE, NATIVE, TINY, add_item, as_v1, copy_model, data, draw_picture,
-                              encoder_flags, rel, run_script, show, stock_area, tiny_v1)
+                              encoder_flags, rel, run_script, save, show, stock_area, tiny_v1)
 
 # ---- encoding equals the stock pipeline ------------------------------------------------------------------------------
 
@@ -144,23 +147,53 @@ def test_the_encoders_are_never_on_the_device_together(data, tmp_path, monkeypat
 def test_pictures_are_read_while_the_encoder_works_but_not_far_ahead(tmp_path, monkeypatch):
     for n in range(12):
         add_item(tmp_path / "data", f"{n}")
-    read, write, begun, written, leads = cache.read_pictures, common.write_tensors, [], [], []
+    read, begun, encoded, leads = cache.read_pictures, [], [], []
 
-    def write_tensors(path, *args):
-        written.append(path)
-        until(lambda: len(begun) >= min(len(written) + 8, 24), seconds=10)
-        leads.append(len(begun) - len(written))
-        write(path, *args)
+    def watched(kind, encode):
+        def watch(*args):
+            encoded.append(kind)
+            until(lambda: len(begun) >= min(len(encoded) + 8, 24), seconds=10)
+            leads.append(len(begun) - len(encoded))
+            return encode(*args)
+        return watch
     monkeypatch.setattr(cache, "read_pictures", lambda *args: begun.append(1) or read(*args))
-    monkeypatch.setattr(common, "write_tensors", write_tensors)
+    for kind in ("latents", "text"):
+        monkeypatch.setattr(cache, f"encode_{kind}", watched(kind, getattr(cache, f"encode_{kind}")))
     result = make_cache(tmp_path / "data", tmp_path / "c")
     assert result.status == 0 and len(begun) == 24 and max(leads) == 8, result.err
-    assert [path.parent.name for path in written] == ["latents"] * 12 + ["text"] * 12
+    assert encoded == ["latents"] * 12 + ["text"] * 12
+
+def test_a_thread_writes_what_is_encoded_and_the_last_file_is_there_before_an_index(tmp_path, monkeypatch):
+    """The next sample is encoded while a file waits for the disk, but no more than a few wait; what the disk refuses at
+    the very end is an error too, in one line."""
+    for n in range(12):
+        add_item(tmp_path / "data", f"{n}")
+    encode, write, encoded, written, behind = cache.encode_latents, common.write_tensors, [], [], []
+
+    def write_tensors(path, *args):
+        if path.parent.name == "latents":
+            until(lambda: len(encoded) >= min(len(written) + 5, 12), seconds=10)
+            behind.append(len(encoded) - len(written))
+        time.sleep(0.02)
+        write(path, *args)
+        written.append(path)
+        if fails and len(written) == 24:
+            path.unlink()
+            raise common.InputError(f"{path}: cannot be written; free some space")
+    monkeypatch.setattr(cache, "encode_latents", lambda *args: encoded.append(1) or encode(*args))
+    monkeypatch.setattr(common, "write_tensors", write_tensors)
+    for fails in (False, True):
+        encoded[:], written[:] = [], []
+        result = make_cache(tmp_path / "data", tmp_path / f"{fails}")
+        assert len(written) == 24 and max(behind) <= 6, (behind, result.err)
+        assert (result.status == 0) is not fails and (tmp_path / f"{fails}/tiny-data.json").exists() is not fails
+    assert len(result.errors) == 1 and is_one_line(result.errors[0], written[-1], "cannot be written")
+    assert "Traceback" not in result.err and len(cached_files(tmp_path / "True")) == 23
 
 def test_a_signal_leaves_alone_what_is_not_being_read_yet(tmp_path, monkeypatch):
     for n in range(12):
         add_item(tmp_path / "data", f"{n}")
-    read, write, shutdown = cache.read_pictures, common.write_tensors, ThreadPoolExecutor.shutdown
+    read, encode, shutdown = cache.read_pictures, cache.encode_latents, ThreadPoolExecutor.shutdown
     begun, stopping = [], threading.Event()
 
     def read_pictures(*args):
@@ -170,10 +203,12 @@ def test_a_signal_leaves_alone_what_is_not_being_read_yet(tmp_path, monkeypatch)
 
     def cancel(pool, wait=True, **how):
         shutdown(pool, wait=False, **how)
-        stopping.set()
+        if pool._max_workers == 4: # the threads that read for the encoders
+            stopping.set()
         shutdown(pool)
     monkeypatch.setattr(cache, "read_pictures", read_pictures)
-    monkeypatch.setattr(common, "write_tensors", lambda *args: write(*args) or os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(cache, "encode_latents", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or encode(*args))
+    gc.collect() # of threads that an earlier test has left
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", cancel)
     result = make_cache(tmp_path / "data", tmp_path / "c")
     assert result.status == 128 + signal.SIGTERM and "stopped by a signal" in result.out, result.err
@@ -465,11 +500,111 @@ def read_counter():
     real = common.image_size
     cache.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
 
+@pytest.fixture
+def opened(monkeypatch):
+    """The names of the pictures that were opened for a plan. All that this test writes counts as settled."""
+    names, real = [], cache.look_at
+    monkeypatch.setattr(pictures, "SETTLED", -10**15)
+    monkeypatch.setattr(cache, "look_at", lambda path: names.append(Path(path).name) or real(path))
+    return names
+
+def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, opened):
+    """Also if a change leaves length and age as they were: other pixels, or two pictures that change places. An index
+    that is right is not written again."""
+    for n in range(3):
+        add_item(data, f"{n}", mask=Image.new("L", (64, 64), 255))
+    for n, seed in enumerate((7, 8)): # a BMP's length tells its size alone
+        draw_picture(seed=seed).save(data / f"control/{n}.bmp")
+        (data / f"control/{n}.png").unlink()
+        os.utime(data / f"control/{n}.bmp", ns=(10**18, 10**18))
+
+    def start():
+        opened.clear()
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("*.*")}
+        result = make_cache(data, tmp_path / "c")
+        assert result.status == 0, result.err
+        changed = {path.name for path in (tmp_path / "c").glob("*.*") if before.get(path) != path.stat().st_mtime_ns}
+        return "encoding" in result.out, changed
+    both = {"pictures.txt", "tiny-data.json"}
+    assert start() == (True, both) and len(set(opened)) == 7
+    assert start() == (False, set()) and not opened
+    shutil.copy(data / "target/2.png", data / "target/0.png")
+    assert start() == (True, both) and {*opened} == {"0.png"}
+    a, b = [data / f"control/{n}.bmp" for n in (0, 1)]
+    stat = a.stat()
+    pixels = a.read_bytes()
+    a.write_bytes(pixels[:-100] + bytes(100))
+    os.utime(a, ns=(10**18, 10**18))
+    assert (a.stat().st_size, a.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert start() == (True, both) and {*opened} == {"0.bmp"}
+    for source, to in ((a, data / "x"), (b, a), (data / "x", b)):
+        time.sleep(0.02) # a tick of the disk's clock
+        source.rename(to)
+    assert start() == (True, both) and {*opened} == {"0.bmp", "1.bmp"}
+    add_item(data, "new")
+    assert start() == (True, both) and {*opened} == {"new.png"}
+
+def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(data, tmp_path, opened):
+    assert make_cache(data, tmp_path / "c").status == 0
+    save(draw_picture((400, 32)), data / "target/cat.png")
+    save(draw_picture((16, 64)), data / "control/good.png")
+    for _ in range(2):
+        opened.clear()
+        result = make_cache(data, tmp_path / "c")
+        assert result.status == 1 and len(result.errors) == 2 and {*opened} == {"cat.png", "good.png"}
+        assert any(is_one_line(line, data / "target/cat.png", "400x32") for line in result.errors), result.err
+    (data / "target/cat.png").unlink()
+    with pytest.raises(common.InputError): # planned a moment before it went
+        sample, = [s for s in index_of(tmp_path / "c").values() if s.name == "cat"]
+        look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True, common)
+        look(sample.target)
+
+def test_a_picture_that_has_just_changed_is_not_remembered(data, tmp_path, opened, monkeypatch):
+    """It may change once more within a tick of the clock."""
+    assert pictures.SETTLED == -10**15
+    monkeypatch.setattr(pictures, "SETTLED", 10**15)
+    for _ in range(2):
+        opened.clear()
+        assert make_cache(data, tmp_path / "c").status == 0
+        assert {*opened} == {"cat.png", "good.png"} and not (tmp_path / "c/pictures.txt").exists()
+
+MEMORIES = {"empty": lambda data: b"", "cut": lambda data: data[:-1], "other": lambda data: b"{}", "binary": flip(7),
+            "a hash": lambda data: data.replace(b'"', b'"0', 30), "a size": flip(8 * 300), "none": None, "folder": None}
+
+@pytest.mark.parametrize("how", MEMORIES)
+def test_a_damaged_memory_of_pictures_is_not_used(data, tmp_path, opened, how):
+    make_cache(data, tmp_path / "c")
+    memory, index = tmp_path / "c/pictures.txt", (tmp_path / "c/tiny-data.json").read_bytes()
+    sound = memory.read_bytes()
+    memory.unlink()
+    if how == "folder":
+        memory.mkdir()
+    elif how != "none":
+        memory.write_bytes(MEMORIES[how](sound))
+    opened.clear()
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 0 and "encoding" not in result.out and {*opened} == {"cat.png", "good.png"}, result.err
+    assert (tmp_path / "c/tiny-data.json").read_bytes() == index and (how == "folder" or memory.read_bytes() == sound)
+
+def test_two_datasets_share_a_memory_and_without_the_extra_all_works_as_well(data, tmp_path, opened, monkeypatch):
+    other = add_item(tmp_path / "other", "dog")
+    for root in (data, other):
+        assert make_cache(root, tmp_path / "c").status == 0
+    opened.clear()
+    for root in (data, other):
+        assert make_cache(root, tmp_path / "c").status == 0
+    assert not opened
+    files, index = cached_files(tmp_path / "c"), (tmp_path / "c/tiny-data.json").read_bytes()
+    monkeypatch.setattr(common, "find_extra", lambda name: None)
+    result = make_cache(data, tmp_path / "c")
+    assert result.status == 0 and opened and cached_files(tmp_path / "c") == files, result.err
+    assert (tmp_path / "c/tiny-data.json").read_bytes() == index
+
 def test_the_first_process_alone_reads_a_dataset_and_its_error_ends_all(data, tmp_path, start):
     flags = ["--data", data, "--val_data", "--cache_dir", tmp_path / "c", *ON_DEVICE, *NATIVE]
     first, second = start_ranks(start, *flags, preludes=(read_counter, read_counter), script="cache.py")
     assert first.wait() == second.wait() == 0, first.output() + second.output()
-    assert first.output().count("opened") == 4 and "opened" not in second.output()
+    assert len(set(re.findall("opened .*", first.output()))) == 4 and "opened" not in second.output()
     assert sorted(index_of(tmp_path / "c")) == ["cat", "good"]
     (data / "controls").mkdir() # an error that ends the planning
     first, second = start_ranks(start, *flags, preludes=(None, None), script="cache.py")

@@ -1,5 +1,6 @@
 """What happens with --device cuda, as far as a machine without a card can tell."""
 import os
+import re
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
@@ -77,6 +78,7 @@ def test_a_card_before_ampere_is_refused_before_a_model_is_loaded(card, monkeypa
 
 def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
     """It would take 82 GB in float32, and hours a step; the usual reason is a driver older than the CUDA build."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False) # on a machine with a card too
     (tmp_path / "transformer").mkdir()
     with open(tmp_path / "transformer/model.safetensors", "wb") as f:
         f.truncate(5 * 10**9) # takes no space
@@ -95,11 +97,13 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     before, limit = torch.backends.cuda.cudnn_sdp_enabled(), torch._dynamo.config.recompile_limit
     try:
         assert "attention 2" in cuda.prepare("cuda:0", "auto") and not active
         assert not torch.backends.cuda.cudnn_sdp_enabled() and torch._dynamo.config.recompile_limit >= 64
-        assert "expandable_segments:True" in settings[0] and "pinned_max_round_threshold_mb:1" in settings[0]
+        assert settings[0].split(",") == ["expandable_segments:True", "pinned_max_round_threshold_mb:1",
+                                          "pinned_max_cached_size_mb:1"]
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128") # the user's own wins
         monkeypatch.setattr(cuda, "find_spec", lambda name: name)
         for capability, want in (((9, 0), "FA3"), ((10, 0), "FA4"), ((12, 0), None), ((8, 9), None)):
@@ -109,11 +113,40 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
             assert active == [want] * bool(want)
         active.clear()
         card.capability = (9, 0)
-        cuda.prepare("cuda:0", "2")
+        assert cuda.prepare("cuda:0", "2") == "a card, flash attention 2"
         assert not active and len(settings) == 1
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
         torch._dynamo.config.recompile_limit = limit
+
+BROKEN = "raise {}('undefined symbol: _ZN3c10\\nsecond line')"
+
+@pytest.mark.parametrize("capability, files, words", [
+    ((9, 0), {}, "2; flash-attn-3 (of download.pytorch.org/whl) would compute attention faster"),
+    ((10, 3), {}, "2; flash-attn-4 would compute attention faster"),
+    ((10, 0), {"flash_attn.py": ""}, "2; flash-attn-4 would compute attention faster"),
+    ((10, 0), {"flash_attn/__init__.py": ""}, "2; flash-attn-4 would compute attention faster"), # flash-attn 2
+    ((10, 0), {"flash_attn/__init__.py": BROKEN.format("OSError")},
+     "2 (FA4 cannot be loaded: undefined symbol: _ZN3c10)"),
+    ((10, 0), {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": "", "flash_attn/cute/interface.py":
+               "import a_package_of_nvidias"}, "2 (FA4 cannot be loaded: No module named 'a_package_of_nvidias')"),
+    ((9, 0), {"flash_attn_interface.py": BROKEN.format("ImportError")},
+     "2 (FA3 cannot be loaded: undefined symbol: _ZN3c10)"),
+    ((9, 0), {"flash_attn_interface.py": ""},
+     "2 (FA3 cannot be loaded: Module 'flash_attn_interface' does not expose FA3 forward kernels)"),
+    ((12, 0), {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": ""}, "2"), ((8, 9), {}, "2")])
+def test_a_flash_attention_that_cannot_be_loaded_leaves_torchs_own(capability, files, words, tmp_path, monkeypatch):
+    """No traceback: the log says why, or what to install. Torch's real activation, with packages that lack all."""
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None) # as if it were not there; the end of the test restores it
+        if any(re.split("[./]", file)[0] == name.split(".")[0] for file in files):
+            del sys.modules[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cuda.activate_flash(capability) == f"flash attention {words}"
+    assert torch.nn.attention.current_flash_attention_impl() is None
 
 def test_what_the_tools_time_is_set_up_as_a_training_is(card, monkeypatch):
     """bench.py once left cuDNN's attention on."""
@@ -138,27 +171,71 @@ def test_an_allocator_setting_that_torch_does_not_know_is_left_out(monkeypatch):
     cuda.configure_allocator("a:1,new:1", "a:1", "b:1")
     assert tried == ["a:1,new:1", "a:1"]
 
-@pytest.mark.parametrize("kind, capability, rows, columns, tokens, able", [
-    ("fp8", (8, 9), 1280, 3072, 40, True), ("fp8", (8, 6), 1280, 3072, 40, False),
-    ("int8", (8, 0), 1280, 3072, 40, True), ("nf4", (9, 0), 1280, 3072, 40, False),
-    ("int8", (9, 0), 1280, 3072, 16, False), ("fp8", (9, 0), 1280, 3420, 40, False),
-    ("fp8", (9, 0), 3420, 1280, 40, False)])
-def test_eight_bit_products_need_a_card_and_sides_that_can(kind, capability, rows, columns, tokens, able, card):
+@pytest.mark.parametrize("capability, compiled, rows, columns, tokens, gains", [
+    ((8, 0), False, 1280, 3072, 40, True), ((8, 9), False, 1280, 3072, 40, True),
+    ((12, 0), False, 1280, 3072, 17, True), ((9, 0), False, 1280, 3072, 40, False),
+    ((10, 0), False, 1280, 3072, 40, False),
+    ((9, 0), True, 1280, 3072, 40, True), ((8, 9), True, 1280, 3072, 40, True), ((9, 0), True, 1280, 3072, 16, False),
+    ((8, 9), False, 1280, 3420, 40, False), ((8, 9), False, 3420, 1280, 40, False)])
+def test_eight_bits_are_multiplied_as_such_where_it_saves_time(capability, compiled, rows, columns, tokens, gains, card,
+                                                               monkeypatch):
     """Of sides like 3420, in Qwen2.5-VL's vision MLP, _scaled_mm raises; of 16 rows or fewer _int_mm does."""
     card.capability = capability
-    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", shape=(1, tokens, columns),
-                        numel=lambda: tokens * columns)
-    layer = SimpleNamespace(kind=kind, in_features=columns, out_features=rows, multiply=True)
-    assert low_bit.has_product(x, layer) == (able and torch.version.hip is None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    x = torch.empty(1, tokens, columns, dtype=torch.bfloat16, device="meta")
+    layer = SimpleNamespace(in_features=columns, out_features=rows, multiply=True)
+    assert low_bit.has_product(x, layer) == gains and not low_bit.has_product(x.float(), layer)
     layer.multiply = False
     assert not low_bit.has_product(x, layer)
 
-def test_only_the_transformer_multiplies_eight_bits():
-    """What the text encoder makes is kept in the cache, whose keys know no card."""
+@pytest.fixture
+def trials(card, monkeypatch):
+    """The products that low_bit tries on `card`, whose refusals a test may list by (kind, fast)."""
+    tried, product = SimpleNamespace(calls=[], refused=[]), low_bit.eight_bit_product
+
+    def multiply(*args):
+        tried.calls.append(args[4::2])
+        if tried.calls[-1] in tried.refused:
+            raise ValueError("not supported\nby this library")
+        return product(*args)
+    monkeypatch.setattr(low_bit, "eight_bit_product", multiply)
+    monkeypatch.setattr(torch, "ones", lambda *args, device, real=torch.ones, **kwargs: real(*args, **kwargs))
+    monkeypatch.setattr(torch.version, "hip", None)
+    low_bit.can_multiply.cache_clear()
+    yield tried
+    low_bit.can_multiply.cache_clear()
+
+@pytest.mark.parametrize("kind, capability, able", [
+    ("int8", (8, 0), True), ("int8", (7, 5), False), ("fp8", (8, 9), True), ("fp8", (8, 6), False),
+    ("fp8", (12, 0), True), ("nf4", (9, 0), False)])
+def test_a_cards_products_of_eight_bits_are_tried_once(kind, capability, able, card, trials):
+    """In both passes; and not where the card is older than such products."""
+    card.capability = capability
+    for _ in range(60): # blocks
+        assert low_bit.can_multiply(kind, "cuda:0") == able
+    assert not low_bit.can_multiply(kind, "cpu") and trials.calls == [(kind, True), (kind, False)] * able
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_card_that_refuses_eight_bits_unpacks_them_and_says_so_once(fast, trials, monkeypatch, capsys):
+    trials.refused.append(("fp8", fast))
+    for rank, warnings in ((None, 1), ("0", 1), ("1", 0)): # of torchrun's processes one speaks
+        low_bit.can_multiply.cache_clear()
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        assert not any(low_bit.can_multiply("fp8", "cuda:0") for _ in range(60))
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == warnings
+        assert not warnings or said.startswith("warning: --quantize fp8: cuda:0") and "(not supported)" in said
+    assert low_bit.can_multiply("int8", "cuda:0") and not capsys.readouterr().err
+
+@pytest.mark.parametrize("able", [True, False])
+def test_only_the_transformer_multiplies_eight_bits(able, monkeypatch):
+    """And it only where the device can. What the text encoder makes is kept in the cache, whose keys know no card."""
+    monkeypatch.setattr(low_bit, "can_multiply", lambda kind, device: able)
     pipe = cache.load_pipeline(TINY)
     cache.load_encoder(pipe, "text", encoder_flags(quantize_text_encoder="int8"))
     transformer = predict.place_transformer(predict.load_transformer(TINY, "float32"), torch.device("cpu"), "int8")
-    for model, multiply in ((pipe.text_encoder, False), (transformer, True)):
+    for model, multiply in ((pipe.text_encoder, False), (transformer, able)):
         assert {m.multiply for m in model.modules() if isinstance(m, low_bit.LowBitLinear)} == {multiply}
 
 def test_a_low_bit_weight_is_unpacked_by_one_kernel_to_the_same_bits():

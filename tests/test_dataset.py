@@ -95,23 +95,27 @@ STRAYS = { # what is put beside two good items, and what the one line about it m
     "mask": (lambda d: save(draw_picture(), d / "mask/dog.png"), "mask/dog.png"),
     "numbered mask": (lambda d: save(draw_picture(), d / "mask/cat_1.png"), "mask/cat_1.png"),
     "caption": (lambda d: (d / "target/dog.txt").write_text("add a border"), "target/dog.txt"),
-    "picture in another format": (lambda d: animation(d / "target/dog.gif"), "target/dog.gif"),
+    "picture in another format": (lambda d: animation(d / "target/dog.gif"), "target/dog.gif", ".gif is not read"),
+    "picture of an iPhone": (lambda d: (d / "target/dog.HEIC").write_bytes(b"x"), "target/dog.HEIC", "to PNG or JPEG"),
     "link to a folder": (lambda d: (d / "target/dog").symlink_to(add_item(d / "../x", "x") / "target"), "target/dog"),
-    "manifest": (lambda d: (d / "metadata.jsonl").write_text("{}"), "metadata.jsonl"),
+    "manifest": (lambda d: (d / "metadata.jsonl").write_text("{}"), "metadata.jsonl", "give the file itself"),
 }
 
 @pytest.mark.parametrize("kind", STRAYS)
 def test_no_file_is_passed_over_in_silence(data, plus, kind):
-    stray, name = STRAYS[kind]
+    stray, name, *words = STRAYS[kind]
     stray(data)
     samples, problems = samples_of(plus, data)
-    assert set(samples) == {"good", "cat"} and len(problems) == 1 and is_one_line(problems[0], data / name), problems
+    assert set(samples) == {"good", "cat"} and len(problems) == 1, problems
+    assert is_one_line(problems[0], data / name, *words), problems
 
 NO_DATASET = { # what is there instead of a dataset, and what else the one line must name
     "nothing": (lambda d: None,),
     "empty folder": (Path.mkdir, "target/NAME.png"),
     "empty folders": (lambda d: [(d / name).mkdir(parents=True) for name in ("target", "control")],),
     "unknown folders": (lambda d: (d / "after").mkdir(parents=True), "after", "target/NAME.png", "import_data.py"),
+    "folders almost of the right names": (lambda d: [(d / x).mkdir(parents=True) for x in ("Targets", "controls")],
+                                          "rename Targets to target"),
     "two folders of one meaning": (lambda d: [(d / x).mkdir(parents=True) for x in ("target", "training_images")],
                                    "training_images", "target"),
     "a misspelt folder": (lambda d: [(d / x).mkdir(parents=True) for x in ("target", "contorl")], "contorl",

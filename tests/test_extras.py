@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from functorch.compile import make_boxed_func
 from PIL import Image
+from torch._dynamo.backends.common import aot_autograd
 
 import cache
 import common
@@ -139,6 +141,8 @@ def test_a_low_bit_base_errs_by_what_its_format_explains(quantize, multiplied, l
     needs(quantize)
     if multiplied:
         multiply_eight_bits(monkeypatch)
+    else: # on a card too, whatever it has
+        monkeypatch.setattr(low_bit, "has_product", lambda x, layer: False)
     want, got = [out_and_gradients(*hot_base(q, outliers)) for q in ("none", quantize)]
     for name, a, b, limit in zip(("outputs", "LoRA gradients"), got, want, limits):
         limit *= 10 if outliers and quantize == "int8" else 3 if outliers else 1
@@ -219,6 +223,27 @@ def test_a_low_bit_layer_compiles_without_a_break(quantize, monkeypatch):
             got, want = compiled(x), low(x)
         assert torch.equal(got, want) and torch.equal(*[torch.autograd.grad(y.sum(), x)[0] for y in (got, want)])
     torch._dynamo.reset()
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_compiled_blocks_multiply_eight_bits_on_every_card(quantize, monkeypatch):
+    """In both passes, in one graph; on Hopper, where blocks that are not compiled unpack them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    graphs, products = [], (torch.ops.aten._int_mm.default, torch.ops.aten._scaled_mm.default)
+
+    def keep(graph, inputs):
+        graphs.append([node for node in graph.graph.nodes if node.target in products])
+        return make_boxed_func(graph.forward)
+    low = low_bit.LowBitLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16), quantize, multiply=True)
+    x = torch.randn(1, 20, 64, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(low, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=keep))
+    got, = torch.autograd.grad(compiled(x).sum(), x)
+    torch._dynamo.reset()
+    [forward], [backward] = graphs
+    assert [True in node.args for node in (forward, backward)] == [quantize == "fp8", False] # fast sums
+    plain, = torch.autograd.grad(low(x).sum(), x)
+    want, = torch.autograd.grad((x @ low.unpacked(x.dtype).T).sum(), x)
+    assert torch.equal(plain, want) and 0 < rel(got, want) < 0.1
 
 def test_predict_py_draws_from_a_low_bit_base_in_host_memory(tmp_path, photos):
     """The flags together, as a user gives them; the picture is near the plain one, and not the same. Offloaded blocks
@@ -311,7 +336,7 @@ def tell_peak():
 def test_the_plan_s_memory_is_what_the_training_takes(tmp_path, start, checkpointed):
     """The growth of a process from its start to the peak of a step, d = 512, against what --plan adds up."""
     folder, data = large_model(tmp_path, torch.float32), tmp_path / "data"
-    for name, size in (("a", (384, 384)), ("b", (512, 384))):
+    for name, size in (("a", (384, 512)), ("b", (512, 384))): # so the largest pack that can come is the one that comes
         add_item(data, name, [size, size], "words " * 190)
     flags = ["--model", folder, "--cache_dir", tmp_path / "c", "--val_data", *EXACT, "--device", "cpu"]
     assert run_script("cache.py", "--data", data, *flags, *NATIVE).status == 0

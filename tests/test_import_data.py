@@ -1,12 +1,15 @@
 """
 tools/import_data.py: what comes out is what went in; what is wrong is named, and then nothing comes out.
 
-$ python -m pytest -q tests/test_import_data.py    # 20 seconds; one test needs the package datasets
+$ python -m pytest -q tests/test_import_data.py    # 20 seconds; two tests need the package pyarrow
 """
 import json
+import os
 import pickle
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,21 +20,22 @@ from models import assert_same, index_of, is_one_line, load, make_cache, refused
 import cache
 import common
 import predict
-from test_consistency import NATIVE, add_item, draw_picture, run_script, save
+from test_consistency import HERE, NATIVE, add_item, draw_picture, run_script, save
 
 PICTURES = [np.asarray(draw_picture((64, 32), seed=n)) for n in range(6)] # told apart by their numbers
 
 def put(source, files, captions=()):
     """Pictures 0, 1, ... under these names, and captions."""
     for n, name in enumerate(files.split()):
-        save(draw_picture((64, 32), seed=n), source / name)
+        save(draw_picture((64, 32), seed=n), source / name, format="PNG") # also as .jpg: content counts
     for name in captions:
         (source / name).write_text("go")
     return source
 
 def import_data(source, out, *flags, status=0):
-    """-> result with the samples by name: prompts, numbers of target and controls, number of the mask."""
-    result = run_script("tools/import_data.py", source, out, *flags)
+    """-> result with the samples by name: prompts, numbers of target and controls, number of the mask. source: or None,
+    if flags name the folders."""
+    result = run_script("tools/import_data.py", *[source] * (source is not None), out, *flags)
     assert result.status == status and out.exists() != bool(status), result.err
     assert all(map(is_one_line, result.errors)) and not list(out.parent.glob(".import-*"))
     no_dataset = status or list(out.glob("*.json")) # but a cache
@@ -49,12 +53,15 @@ FOLDERS = { # files that hold target, first and second control and mask of cat
                            "control_images/cat_mask.png",
     "mask beside the target": "targets/cat.png controls/cat.png controls/cat_1.PNG targets/cat_mask.png",
     "musubi-tuner": "images/cat.png control/cat_0000.png control/cat_0001.png masks/cat_mask.png",
+    "musubi-tuner's documents": "image_dir/cat.jpg control_dir/cat_0.png control_dir/cat_1.png mask/cat.png",
+    "SimpleTuner": "edited-images/cat.png reference-images/cat.png reference-images/cat_1.png mask/cat.png",
+    "capitals": "Target/cat.png Control/cat.png Control/cat_1.png MASK/cat.png",
     "below a folder": "target/a/cat.png control/a/cat.png control/a/cat_1.png mask/a/cat.png"}
 @pytest.mark.parametrize("layout", FOLDERS)
 def test_folders_of_other_trainers_give_the_same_sample(tmp_path, layout):
     """The source stays as it is, and the pictures take no space."""
     target, *_ = files = FOLDERS[layout].split()
-    source = put(tmp_path / "source", FOLDERS[layout], [target.replace(".png", ".txt")])
+    source = put(tmp_path / "source", FOLDERS[layout], [Path(target).with_suffix(".txt")])
     before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
     [(name, sample)] = import_data(source, tmp_path / "out").samples.items()
     assert name.endswith("cat") and sample == (["go"], [0, 1, 2], 3)
@@ -97,7 +104,8 @@ def test_names_and_prompts_are_made_such_that_the_folders_mean_the_same(tmp_path
 def test_pictures_without_controls_become_a_folder_without_controls(tmp_path):
     path = put(tmp_path / "source", "a.png b.png") / "faces.csv"
     write_rows(path, "image,text", "a.png,a face", "b.png,the face")
-    assert len(import_data(path, tmp_path / "out", status=1).errors) == 2 # without the flag a control is missing
+    [error] = import_data(path, tmp_path / "out", status=1).errors # said once, not for each row
+    assert is_one_line(error, "faces.csv:2: no control, only image, text", "--columns control=NAME", "--alone")
     samples = import_data(path, tmp_path / "out", "--alone").samples
     assert samples == {"000000-a": (["a face"], [0], None), "000001-b": (["the face"], [1], None)}
     write_rows(path, "image,source,text", "a.png,b.png,a face")
@@ -124,9 +132,8 @@ def test_everything_wrong_in_folders_is_listed_and_the_rest_can_be_had(tmp_path)
     (source / "target/silent.txt").unlink(), (source / "control/lonely.png").unlink()
     (source / "target/empty.txt").write_text(" \n")
     (source / "control/link").symlink_to("../target")
-    write_rows(source / "metadata.jsonl", {})
     wrong = """target/lonely.png target/gap.png target/empty.txt control/twins control/two_1.png target/m_1.png
-               mask/masked.png target/silent.png stray.png good.gif x.png control/link metadata.jsonl""".split()
+               mask/masked.png target/silent.png stray.png good.gif x.png control/link""".split()
     errors = import_data(source, tmp_path / "out", status=1).errors
     assert not [named for named in wrong if not any(named in error for error in errors)]
     got = import_data(source, tmp_path / "out", "--skip_bad")
@@ -135,35 +142,45 @@ def test_everything_wrong_in_folders_is_listed_and_the_rest_can_be_had(tmp_path)
 ROW = dict(target="a.png", control=["b.png"], prompt="go")
 BAD_ROWS = { # line 2 of a manifest, and what is named beside the line's number
     "no JSON": ('{"target": "a.png", ',), "no object": (["a.png"],), "deep": ("[" * 100_000,),
-    "no target": (ROW | dict(target=None), "target"), "no control": (ROW | dict(control=[]), "control"),
+    "no target": (ROW | dict(target=None), "target"), "no control": (ROW | dict(control=[]), "control", "--skip_bad"),
     "number": (ROW | dict(control=["b.png", 5]), "5"), "NaN": (ROW | dict(prompt=float("nan")), "prompt"),
     "blank prompt": (ROW | dict(prompt=" "), "prompt"), "missing": (ROW | dict(control="tom.png"), "tom.png"),
     "outside": (ROW | dict(control=["../secret.png"]), "../secret.png"), "link": (ROW | dict(mask="link.png"), "link"),
-    "duplicate": (ROW | dict(target="x/../a.png", prompt="so"), "m.jsonl:1"), "csv: few": ("a.png,b.png", "prompt"),
+    "duplicate": (ROW | dict(target="x/../a.png", prompt="so"), "metadata.jsonl:1"),
+    "csv: few": ("a.png,b.png", "prompt"),
     "two masks": (ROW | dict(mask=["c.png"] * 2), "masks"), "two targets": (ROW | dict(image="a.png"), "image"),
-    "mixed": (ROW | dict(source_1="c.png"), "source_1"), "spelled": (ROW | dict(control_path="b.png"), "control_path"),
+    "mixed": (ROW | dict(source_1="c.png"), "source_1"),
+    "spelled": (ROW | dict(control_path="b.png"), "control_path", "--columns control=control_path"),
     "csv: no prompt": ("a.png,b.png,", "prompt"), "csv: NaN": ("a.png,b.png,NaN", "prompt"),
     "csv: no control": ("a.png,,go", "control"), "csv: no quotes": ("a.png,b.png,make it red, not blue", "comma")}
 @pytest.mark.parametrize("kind", BAD_ROWS)
 def test_a_bad_row_is_named_by_line_and_column(tmp_path, kind):
     source, (row, *named) = put(tmp_path / "source", "a.png b.png c.png x/d.png ../secret.png"), BAD_ROWS[kind]
     (source / "link.png").symlink_to("../secret.png")
-    name, *good = ("m.jsonl", ROW | dict(prompt="so")) if not kind.startswith("csv") else (
-        "m.csv", "target,control,prompt", "a.png,b.png,so")
-    got = import_data(write_rows(source / name, *good, row), tmp_path / "out", "--skip_bad")
+    name, *good = ("metadata.jsonl", ROW | dict(prompt="so")) if not kind.startswith("csv") else (
+        "metadata.csv", "target,control,prompt", "a.png,b.png,so")
+    write_rows(source / name, *good, row)
+    got = import_data(source, tmp_path / "out", "--skip_bad")
     assert list(got.samples.values()) == [(["so"], [0, 1], None)]
     assert len(got.errors) == 1 and is_one_line(got.errors[0], f"{name}:{len(good) + 1}", *named), got.errors
 
 UNKNOWN = { # files of a folder, what is in them, and what is named
-    "no dataset": ("after/cat.png", "", "after", "target/NAME.png"), "no JSON": ("metadata.json", "{", "JSON list"),
-    "two names": ("target/a.png images/a.png", "", "images"), "Latin-1": ("metadata.csv", "caf\xe9", "UTF-8"),
-    "two manifests": ("metadata.csv metadata.json", "", "two"), "no samples": ("target/notes.md", "", "no sample"),
-    "no header": ("metadata.csv", "a.png,b.png,go\na.png,b.png,go\n", "no target"),
+    "no dataset": ("after/cat.png", "", "after", "--target DIR --control DIR"),
+    "no JSON": ("metadata.json", "{", "JSON list"),
+    "two names": ("target/a.png images/a.png", "", "images", "--control DIR"),
+    "Latin-1": ("metadata.csv", "caf\xe9", "UTF-8"), "empty": (".hidden", "", "holds .hidden", "--target DIR"),
+    "no samples": ("target/notes.md control/notes.md", "", "no sample", "--target DIR"),
+    "no header": ("metadata.csv", "a.png,b.png,go\na.png,b.png,go\n", "no target, control, prompt, only a.png",
+                  "--columns target=NAME control=NAME prompt=NAME"),
+    "no names": ("target/a.png control/b/a.png", "", "target: no control has the name", "--control DIR"),
+    "a table too": ("target/a.png control/a.png metadata.csv", "", "metadata.csv: not used", "as SOURCE"),
     "two columns": ("metadata.csv", "target,control,prompt,prompt\na.png,b.png,go,go\n", "two columns"),
     "open quote": ("metadata.csv", 'target,"control,prompt\na.png,b.png,go\n', "close its quote"),
     "open cell": ("metadata.csv", 'target,control,prompt\na.png,b.png,x\na.png,b.png,"go\na.png,b.png,so\n', "csv:2"),
-    "a configuration": ("config.toml", "[general]", "config.toml"),
-    "two folders of controls": ("target/a.png control1/a.png control2/a.png", "", "control1, control2")}
+    "a configuration": ("config.toml", "[general]", "config.toml", "configuration itself"),
+    "pictures": ("a.png a.txt", "", "a.png", "--target DIR", "--alone"),
+    "no table": ("a.xlsx", "", "a.xlsx", "a table"),
+    "two of controls": ("target/a.png control1/a.png control2/a.png", "", "control1, control2", "--control DIR")}
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_source_that_cannot_be_understood_is_named(tmp_path, kind):
     files, text, *named = UNKNOWN[kind]
@@ -172,23 +189,290 @@ def test_a_source_that_cannot_be_understood_is_named(tmp_path, kind):
     errors = import_data(tmp_path / "source", tmp_path / "out", status=1).errors
     assert len(errors) == 1 and is_one_line(errors[0], tmp_path / "source", *named), errors
 
+def write_parquet(path, rows):
+    import pyarrow.parquet
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
 def test_parquet_files_become_a_dataset_if_something_here_can_read_them(tmp_path, monkeypatch):
     source, path = put(tmp_path / "source", "0.png 1.png 2.png"), tmp_path / "hf/data/train-00000-of-00001.parquet"
     write_rows(path, "PAR1")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in import_data(tmp_path / "hf", tmp_path / "out", status=1).errors[0]
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert "pip install pyarrow" in import_data(tmp_path / "hf", tmp_path / "out", status=1).errors[0]
     monkeypatch.undo()
-    pytest.importorskip("datasets")
-    import pyarrow.parquet
+    pytest.importorskip("pyarrow")
     assert "cannot be read" in import_data(tmp_path / "hf", tmp_path / "out", status=1).errors[0]
-    cells, image = [dict(bytes=(source / f"{n}.png").read_bytes(), path="") for n in range(3)], dict(_type="Image")
-    table = pyarrow.table(dict(input_image=[cells, cells[1:], []], edit_prompt=["a\nb", "c", "d"], edited_image=cells))
-    types = dict(input_image=[image], edit_prompt=dict(_type="Value", dtype="string"), edited_image=image)
-    table = table.replace_schema_metadata({"huggingface": json.dumps(dict(info=dict(features=types)))})
-    pyarrow.parquet.write_table(table, path)
-    got = import_data(tmp_path / "hf", tmp_path / "out", "--skip_bad")
-    assert [*got.samples.values()] == [(["a b"], [0, 0, 1, 2], None), (["c"], [1, 1, 2], None)]
-    assert len(got.errors) == 1 and is_one_line(got.errors[0], "hf: row 2", "control")
+    cells = [dict(bytes=(source / f"{n}.png").read_bytes(), path="") for n in range(3)]
+    rows = [dict(input_image=cells[n:], edit_prompt=["a\nb", "c"][n], edited_image=cells[n]) for n in range(2)]
+    write_parquet(path, rows + [dict(input_image=[], edit_prompt="d", edited_image=cells[2])])
+    write_parquet(path.with_name("test-00000-of-00001.parquet"), [rows[0] | dict(edit_prompt="held out")])
+    for source in (tmp_path / "hf", path):
+        got = import_data(source, tmp_path / f"out of {source.name}", "--skip_bad")
+        assert [*got.samples.values()] == [(["a b"], [0, 0, 1, 2], None), (["c"], [1, 1, 2], None)]
+        assert len(got.errors) == 1 and is_one_line(got.errors[0], f"{path.name}: row 2", "empty control", "--skip_bad")
+
+# ---- as the documents of other trainers write it ---------------------------------------------------------------------
+
+MUSUBI = """# general configurations
+[general]
+resolution = [960, 544]
+caption_extension = ".txt"
+batch_size = 1
+enable_bucket = true
+bucket_no_upscale = false
+
+[[datasets]]
+image_directory = "/path/to/image_dir"
+control_directory = "/path/to/control_dir"
+cache_directory = "/path/to/cache_directory" # recommended to set cache directory
+num_repeats = 1 # optional, default is 1. Number of times to repeat the dataset.
+control_resolution = [1024, 1024]
+no_resize_control = false
+"""
+MUSUBI_JSONL = """[general]
+resolution = [960, 544]
+
+[[datasets]]
+image_jsonl_file = "/path/to/metadata.jsonl"
+cache_directory = "/path/to/cache_directory" # required for metadata jsonl file
+"""
+JSONL = ('{"image_path": "/path/to/image1.jpg", "control_path": "/path/to/control1.png", '
+         '"caption": "A caption for image1"}\n'
+         '{"image_path": "/path/to/image2.jpg", "control_path_0": "/path/to/control2_0.png", '
+         '"control_path_1": "/path/to/control2_1.png", "caption": "A caption for image2"}\n')
+AITOOLKIT = """---
+job: extension
+config:
+  # this name will be the folder and filename name
+  name: "my_first_qwen_image_edit_2509_lora_v1"
+  process:
+    - type: 'diffusion_trainer'
+      # root folder to save training sessions/samples/weights
+      training_folder: "output"
+      datasets:
+        # datasets are a folder of images. captions need to be txt files with the same name as the image
+        - folder_path: "/path/to/images/folder"
+          # can do up to 3 control image folders, file names must match target file names
+CONTROLS
+          caption_ext: "txt"
+          # default_caption: "a person" # if caching text embeddings, if you don't have captions, this will get cached
+          caption_dropout_rate: 0.05  # will drop out the caption 5% of time
+          resolution: [ 512, 768, 1024 ]  # qwen image enjoys multiple resolutions
+meta:
+  name: "[name]"
+  version: '1.0'
+"""
+LIST = """          control_path:
+            - "/path/to/control/images/folder1"
+            - "/path/to/control/images/folder2"
+            - "/path/to/control/images/folder3\""""
+TEXT = '          control_path: "/path/to/control/images/folder"'
+NUMBERED = """          mask_path: "/path/to/mask"
+          mask_min_value: 0.1
+          control_path_1: "/path/to/control/images/folder1"
+          control_path_2: "/path/to/control/images/folder2"
+          control_path_3: null"""
+BESIDE = """          mask_path: null
+          control_path: "/path/to/control/images/folder1"
+          control_path2: "/path/to/control/images/folder2\""""
+FOLDER = "images/folder/a.png control/images/folder1/a.png control/images/folder2/a.jpg control/images/folder3/a.png"
+
+CONFIGS = { # file, its text, pictures below /path/to, captions, and the samples
+    "musubi-tuner, folders": ("dataset.toml", MUSUBI, "image_dir/image1.jpg control_dir/image1.png "
+                              "image_dir/image2.jpg control_dir/image2_0000.png control_dir/image2_0001.png",
+                              "image_dir/image1.txt image_dir/image2.txt", dict(image1=[0, 1], image2=[2, 3, 4])),
+    "musubi-tuner, captions": ("dataset.toml", MUSUBI.replace(".txt", ".caption"), "image_dir/a.jpg control_dir/a.png",
+                               "image_dir/a.caption", dict(a=[0, 1])),
+    "musubi-tuner, jsonl": ("dataset.toml", MUSUBI_JSONL, "image1.jpg control1.png image2.jpg control2_0.png "
+                            "control2_1.png", "", {"000000-image1": [0, 1], "000001-image2": [2, 3, 4]}),
+    "ai-toolkit, list": ("train.yaml", AITOOLKIT.replace("CONTROLS", LIST), FOLDER, "images/folder/a.txt",
+                         dict(a=[0, 1, 2, 3])),
+    "ai-toolkit, text": ("train.yml", AITOOLKIT.replace("CONTROLS", TEXT), "images/folder/a.png "
+                         "control/images/folder/a.jpg", "images/folder/a.txt", dict(a=[0, 1])),
+    "ai-toolkit, numbers": ("train.yaml", AITOOLKIT.replace("CONTROLS", NUMBERED), FOLDER + " mask/a.png",
+                            "images/folder/a.txt", dict(a=[0, 1, 2])),
+    "ai-toolkit, 2": ("train.yaml", AITOOLKIT.replace("CONTROLS", BESIDE), FOLDER, "control/images/folder2/a.txt",
+                      dict(a=[0, 1, 2]))}
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_configuration_is_read_as_its_trainer_documents_it(tmp_path, kind):
+    """All paths are absolute, and the configuration lies elsewhere. The captions may lie beside a control."""
+    name, text, pictures, captions, want = CONFIGS[kind]
+    source = put(tmp_path / "data", pictures, captions.split())
+    for file, content in ((source / "metadata.jsonl", JSONL), (tmp_path / name, text)):
+        write_rows(file, content.replace("/path/to", str(source)))
+    got = import_data(tmp_path / name, tmp_path / "out")
+    assert {name: sample[1] for name, sample in got.samples.items()} == want and not got.errors
+    assert {sample[2] for sample in got.samples.values()} == {4 if kind == "ai-toolkit, numbers" else None}
+    prompts = [sample[0] for sample in got.samples.values()]
+    captions = [["A caption for image1"], ["A caption for image2"]]
+    assert prompts == (captions if "jsonl" in kind else [["go"]] * len(want))
+
+def test_datasets_of_one_configuration_keep_apart_and_what_is_not_taken_over_is_said(tmp_path):
+    """Paths may begin at the working folder, or beside the configuration; names may meet."""
+    put(tmp_path, "a/x.png b/x.png c/x.png d/x.png", ["a/x.txt", "c/x.txt"])
+    write_rows(tmp_path / "rows.jsonl", dict(image_path="a/x.png", control_path="b/x.png", caption="row"))
+    text = "[[datasets]]\nnum_repeats = 3\nimage_directory = 'a'\ncontrol_directory = 'b'\n"
+    text += text.replace("'a'", "'c'").replace("'b'", "'d'") + "[[datasets]]\nimage_jsonl_file = 'rows.jsonl'\n"
+    got = import_data(write_rows(tmp_path / "dataset.toml", text), tmp_path / "out")
+    assert got.samples == {"0/x": (["go"], [0, 1], None), "1/x": (["go"], [2, 3], None),
+                           "2/000000-x": (["row"], [0, 1], None)}
+    assert "num_repeats is not taken over; train.py --repeats" in got.out
+    config = write_rows(tmp_path / "elsewhere/dataset.toml", text)
+    assert len(import_data(config, tmp_path / "none", status=1).errors) == 1
+    (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere/rows.jsonl") # its own paths are not beside it any more
+    write_rows(config, text.replace("rows.jsonl", "elsewhere/rows.jsonl"))
+    command = [sys.executable, str(HERE / "tools/import_data.py"), str(config), "second"]
+    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert len(list((tmp_path / "second/target").rglob("*.png"))) == 3
+
+BROKEN = { # file: its text, and what is named
+    "config.toml": ("[general]", "'datasets'"),
+    "dataset.toml": ("[[datasets]]\nvideo_directory = 'x'", "image_directory"),
+    "cut.toml": ("[[datasets", "TOMLDecodeError"), "list.toml": ("datasets = [1]", "TypeError"),
+    "path.toml": ("[[datasets]]\nimage_directory = 5", "TypeError"), "cut.yaml": ("a: [", "ParserError"),
+    "text.yaml": ("hello", "TypeError"), "none.yaml": ("config: {process: [{datasets: null}]}", "TypeError"),
+    "gone.toml": (MUSUBI, "/path/to/image_dir: no folder"),
+    "code.yaml": ("!!python/object/apply:os.getcwd []", "ConstructorError"),
+    "ext.yaml": ("config: {process: [{datasets: [{folder_path: x, caption_ext: 5}]}]}", "AttributeError"),
+    "table.toml": (MUSUBI_JSONL, "metadata.jsonl: does not exist"), "alone.toml": (
+        "[[datasets]]\nimage_directory = 'a'", "a: no control has the name", "--alone")}
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_configuration_that_cannot_be_used_names_the_flags_that_would_do(tmp_path, name):
+    text, *named = BROKEN[name]
+    put(tmp_path, "a/x.png", ["a/x.txt"])
+    errors = import_data(write_rows(tmp_path / name, text), tmp_path / "out", status=1).errors
+    assert len(errors) == 1 and is_one_line(errors[0], *named), errors
+    assert "--target DIR --control DIR" in errors[0] or name == "table.toml"
+    if name == "alone.toml":
+        assert import_data(tmp_path / name, tmp_path / "out", "--alone").samples == {"x": (["go"], [0], None)}
+
+def test_captions_of_several_lines_are_joined_and_those_beside_the_target_come_first(tmp_path):
+    source = put(tmp_path / "edited-images", "cat.png dog.png").parent
+    put(source / "reference-images", "cat.png dog.png", ["cat.txt", "dog.txt"])
+    (source / "edited-images/cat.txt").write_text("a cat\nin  the rain\n")
+    samples = import_data(source, tmp_path / "out").samples
+    assert samples == {"cat": (["a cat in  the rain"], [0, 0], None), "dog": (["go"], [1, 1], None)}
+
+def test_a_picture_that_is_called_as_a_mask_is_a_target_if_it_has_a_caption(tmp_path):
+    pictures = "target/a.png target/a_mask.png target/b.png target/b_mask.png control/a.png control/b.png"
+    source = put(tmp_path / "source", pictures, ["target/a.txt", "target/a_mask.txt", "target/b.txt"])
+    got = import_data(source, tmp_path / "out", "--skip_bad")
+    assert got.samples == {"a": (["go"], [0, 4], None), "b": (["go"], [2, 5], 3)}
+    assert len(got.errors) == 1 and is_one_line(got.errors[0], "target/a_mask.png: no control")
+
+def test_onetrainer_s_single_folder(tmp_path):
+    source = put(tmp_path / "concept", "0001.jpg 0001-condlabel.png 0001-masklabel.png x-masklabel.png",
+                 ["0001.txt", "x-masklabel.txt"])
+    errors = import_data(source, tmp_path / "none", status=1).errors # it has a caption: it is a target
+    assert len(errors) == 1 and is_one_line(errors[0], "x-masklabel.png", "no control")
+    got = import_data(source, tmp_path / "out", "--skip_bad").samples
+    assert got == {"0001": (["go"], [0, 1], 2)}
+    assert "leave --alone out" in import_data(source, tmp_path / "none", "--alone", status=1).errors[0]
+
+def test_a_repository_of_the_hub_is_read_from_its_root(tmp_path):
+    """The documents' columns: file_name and *_file_name. Only the split train is taken."""
+    for n, (folder, suffix) in enumerate((("train", "csv"), ("data", "jsonl"), (".", "csv"))):
+        hub = put(tmp_path / f"hub{n}", f"{folder}/0001.png {folder}/in/0001.png test/0002.png")
+        row = dict(edited_image_file_name="0001.png", original_image_file_name="in/0001.png", edit_prompt="go")
+        row = row if n else dict(file_name="0001.png", original_file_name="in/0001.png", text="go")
+        lines = [",".join(row), ",".join(row.values())] if suffix == "csv" else [row]
+        write_rows(hub / folder / f"metadata.{suffix}", *lines)
+        for split in ("test", "data") if folder != "data" else ("test",):
+            write_rows(hub / split / "metadata.csv", "file_name", "gone.png")
+        assert import_data(hub, tmp_path / f"out{n}").samples == {"000000-0001": (["go"], [0, 1], None)}
+
+def test_two_tables_of_one_folder_are_one_dataset(tmp_path):
+    """DiffSynth-Studio's, as csv and as json: a row in both is one sample, a row twice in one is an error."""
+    source = put(tmp_path / "example_image_dataset", "images/edited_1.jpg images/source_1.jpg images/source_2.jpg")
+    write_rows(source / "metadata.csv", "image,edit_image,prompt,sample_id",
+               'images/edited_1.jpg,images/source_1.jpg,"a cat is sleeping",1')
+    first = dict(image="images/edited_1.jpg", prompt="a cat is sleeping", edit_image="images/source_1.jpg")
+    both = first | dict(prompt="make it red", edit_image=["images/source_1.jpg", "images/source_2.jpg"])
+    (source / "metadata.json").write_text(json.dumps([first, both], indent=4))
+    got = import_data(source, tmp_path / "out").samples
+    assert got == {"000000-edited_1": (["a cat is sleeping"], [0, 1], None),
+                   "000002-edited_1": (["make it red"], [0, 1, 2], None)}
+    (source / "metadata.json").write_text(json.dumps([first, both, both]))
+    [error] = import_data(source, tmp_path / "none", status=1).errors
+    assert is_one_line(error, "metadata.json:3: the same as", "metadata.json:2")
+
+def test_a_table_that_is_named_may_name_any_file_and_one_that_is_found_may_not(tmp_path):
+    put(tmp_path, "a.png b.png")
+    rows = [dict(image_path=str(tmp_path / "a.png"), control_path="../b.png", caption="go")]
+    table = write_rows(tmp_path / "data/metadata.jsonl", *rows)
+    assert import_data(table, tmp_path / "out").samples == {"000000-a": (["go"], [0, 1], None)}
+    [error] = import_data(tmp_path / "data", tmp_path / "none", status=1).errors
+    assert is_one_line(error, "metadata.jsonl:1", "outside", f"give {table} itself")
+
+# ---- folders and columns that a person names -------------------------------------------------------------------------
+
+def test_any_folders_are_taken_by_name(tmp_path):
+    """Several controls, in their order, a mask, one folder in another; names match without their suffixes."""
+    put(tmp_path, "my_lora/x/a.png my_lora/before/x/a.jpg ref/x/a.bmp masks_of_me/x/a.png", ["ref/x/a.txt"])
+    flags = ["--target", tmp_path / "my_lora", "--control", tmp_path / "ref", tmp_path / "my_lora/before"]
+    got = import_data(None, tmp_path / "out", *flags, "--mask", tmp_path / "masks_of_me")
+    assert got.samples == {"x/a": (["go"], [0, 2, 1], 3)}
+    twice = import_data(None, tmp_path / "twice", *flags[:4], "--control", tmp_path / "my_lora/before")
+    assert twice.samples == {"x/a": (["go"], [0, 2, 1], None)}
+    alone = import_data(None, tmp_path / "alone", "--target", tmp_path / "ref", "--alone")
+    assert alone.samples == {"x/a": (["go"], [2], None)}
+
+WRONG_FLAGS = { # flags, exit status, and what is named
+    "--control b": (2, "--target: missing"), "--mask b": (2, "--target: missing"),
+    "--target a": (1, "--control DIR", "--alone"),
+    "--target a --control a": (1, "both targets and controls"), "--target a --control gone": (1, "gone: no folder"),
+    "--target a --control b --alone": (1, "leave --alone out"), "--target a --control b c": (1, "no control in", "c;"),
+    "--target a --control b --columns target=x": (1, "--columns: ", "leave it out"),
+    "--columns x=y": (2, "target=NAME"), "--columns target=": (2, "target=NAME"),
+    "--columns target=x target=y": (2, "target is given twice")}
+@pytest.mark.parametrize("flags", WRONG_FLAGS)
+def test_flags_that_do_not_go_together_are_one_line(tmp_path, flags):
+    put(tmp_path, "a/x.png b/x.png c/y.png", ["a/x.txt"])
+    status, *named = WRONG_FLAGS[flags]
+    flags = [tmp_path / word if word in ("a", "b", "c", "gone") else word for word in flags.split()]
+    source = None if {"--target", "--control", "--mask"} & set(map(str, flags)) else tmp_path
+    errors = import_data(source, tmp_path / "out", *flags, status=status).errors
+    assert any(is_one_line(error, *named) for error in errors), errors
+
+TABLE = [dict(dst="a.png", src="b.png", ref="c.png", instr="go", image="d.png", text="not this", hole="d.png")]
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "tsv", "parquet", "a folder of parquet", "pictures inside"])
+def test_columns_of_any_table_are_taken_by_name(tmp_path, kind):
+    """Even where other columns have the names that are known."""
+    source = put(tmp_path / "source", "a.png b.png c.png d.png")
+    path = source / f"table.{kind}"
+    if kind in ("csv", "tsv"):
+        separator = "," if kind == "csv" else "\t"
+        write_rows(path, separator.join(TABLE[0]), separator.join(TABLE[0].values()))
+    elif kind in ("json", "jsonl"):
+        path.write_text(json.dumps(TABLE if kind == "json" else TABLE[0]))
+    else:
+        pytest.importorskip("pyarrow")
+        rows = TABLE
+        if kind == "pictures inside":
+            inside = {column: dict(bytes=(source / name).read_bytes(), path=name) for column, name in TABLE[0].items()
+                      if name.endswith(".png")}
+            rows = [TABLE[0] | inside]
+        path = write_parquet(source / "data.parquet", rows)
+        path = source if kind.startswith("a folder") else path
+    flags = ["--columns", "target=dst", "control=src,ref", "prompt=instr", "mask=hole"]
+    [sample] = import_data(path, tmp_path / "out", *flags).samples.values()
+    assert sample == (["go"], [0, 1, 2], 3)
+    repeated = ["--columns", "control=src", "target=dst", "control=ref", "--columns", "prompt=text"]
+    [sample] = import_data(path, tmp_path / "two", *repeated).samples.values()
+    assert sample == (["not this"], [0, 1, 2], None)
+    for wrong, named in (("control=src,reff", "no column reff, only dst, src"), ("control=instr", "go")):
+        [error] = import_data(path, tmp_path / "none", *flags[:2], wrong, *flags[3:], status=1).errors
+        assert is_one_line(error, named), error
+    [error] = import_data(path, tmp_path / "none", status=1).errors # src, dst, instr are nobody's names
+    assert "fill in" not in error and is_one_line(error, "=NAME", "--alone"), error
+
+def test_a_folder_without_anything_says_so(tmp_path):
+    (tmp_path / "source").mkdir()
+    [error] = import_data(tmp_path / "source", tmp_path / "out", status=1).errors
+    assert is_one_line(error, "source: holds nothing; name the folders: OUT --target DIR --control DIR")
+    [error] = import_data(tmp_path / "gone", tmp_path / "out", status=1).errors
+    assert is_one_line(error, "gone: does not exist; check the name")
 
 # ---- caches of version 1.0, and pickles ------------------------------------------------------------------------------
 
@@ -228,6 +512,19 @@ def test_version_1_dictionaries_become_today_s_cache(tmp_path, caches, form):
         got, want = [index_of(folder)[name] for folder in (tmp_path / "out", caches / "new")]
         assert got.sizes == want.sizes and got.resolutions[0]["img_shapes"] == want.resolutions[0]["img_shapes"]
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_shapes_of_one_sample_are_read_with_and_without_a_batch_dimension(tmp_path, caches, dims):
+    for name in ("cat", "dog"):
+        tensors = safetensors.torch.load_file(caches / f"padded/{name}.safetensors")
+        shapes = tensors_of(caches / "new", name)["img_shapes"].to(torch.int64)
+        tensors = {k: v for k, v in tensors.items() if not k.startswith(("height", "width"))}
+        tensors |= dict(img_shapes=shapes[None] if dims == 3 else shapes, version=torch.tensor(1.0))
+        (tmp_path / "old").mkdir(exist_ok=True)
+        safetensors.torch.save_file(tensors, tmp_path / f"old/{name}.safetensors")
+    import_data(tmp_path / "old", tmp_path / "out")
+    for name in ("cat", "dog"):
+        assert_same(tensors_of(tmp_path / "out", name), tensors_of(caches / "new", name))
+
 def test_they_train_as_today_s_cache_does(tmp_path, caches):
     import_data(caches / "padded", tmp_path / "out")
     new, old = [train(index, tmp_path, "--caption_dropout_rate", 0.5)
@@ -236,7 +533,8 @@ def test_they_train_as_today_s_cache_does(tmp_path, caches):
 
 SPOILS = [dict(height=None), dict(width_control=None), dict(pixel_latent=None), dict(height=torch.tensor([32])),
           dict(height=torch.tensor([[64, 64, 64]])), dict(prompt_embeds_mask=torch.ones(3)),
-          dict(pixel_latent=torch.zeros(16)), dict(edit_mask=torch.ones(3)), {}] # the last one of another version
+          dict(pixel_latent=torch.zeros(16)), dict(edit_mask=torch.ones(3)), {}, # the last ones of another version
+          dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(img_shapes=torch.ones(2, 2))]
 def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path, caches):
     source = shutil.copytree(caches / "padded", tmp_path / "old")
     for n, spoil in enumerate(SPOILS):
@@ -244,7 +542,10 @@ def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path,
         tensors = {k: v for k, v in tensors.items() if v is not None}
         safetensors.torch.save_file(tensors, source / f"{n}.safetensors", dict(version="1.7" if n == 8 else "1.0"))
     errors = import_data(source, tmp_path / "out", status=1).errors
-    assert len(errors) == 9 and all(f"/{n}.safetensors: " in e for n, e in enumerate(errors)) and "1.7" in errors[-1]
+    named = dict(enumerate(errors)) if len(errors) == 12 else {} # 0, 1, 10, 11, 2, ... in their order
+    order = sorted(range(12), key=str)
+    assert all(f"/{order[n]}.safetensors: " in error for n, error in named.items()) and named
+    assert "version 1.7)" in errors[order.index(8)] and "version 1.0, 3.0" in errors[order.index(9)]
     assert import_data(source, tmp_path / "out", "--skip_bad").errors == errors
     assert index_of(tmp_path / "out").keys() == {"cat", "dog"}
 

@@ -174,48 +174,113 @@ def first_item(ns):
 
 def stock_loss(ns, *loras):
     """The stock model's loss, with LoRAs loaded by the stock pipeline, for the first sample of this training."""
-    pipe, item = stock_pipeline(TINY), first_item(ns)
+    pipe = stock_pipeline(TINY)
     for i, path in enumerate(loras):
         pipe.load_lora_weights(str(path), adapter_name=f"l{i}")
         pipe.set_adapters([f"l{j}" for j in range(i + 1)])
+    return loss_of(pipe.transformer, ns)
+
+def loss_of(transformer, ns):
+    item = first_item(ns)
     x = torch.cat([(1 - item.s) * item.x0 + item.s * item.noise, item.controls])
     with torch.no_grad():
-        v = pipe.transformer(hidden_states=x[None], encoder_hidden_states=item.prompt[None], timestep=item.s[None],
-                             img_shapes=[item.img_shapes], return_dict=False)[0][0]
+        v = transformer(hidden_states=x[None], encoder_hidden_states=item.prompt[None], timestep=item.s[None],
+                        img_shapes=[item.img_shapes], return_dict=False)[0][0]
     error = (v[:len(item.noise)] - (item.noise - item.x0)).square().mean(-1)
     return ((error * item.weight).sum() / item.weight.sum()).item()
 
 ONE = ["--batch_size", 1, "--lr_scheduler", "constant", "--device", "cpu"]
 
-@pytest.mark.parametrize("kind", ["use_rslora=true", "use_dora=true"])
+def comfyui_model(path):
+    """tiny with this file, as ComfyUI adds it (comfy/lora.py and comfy/weight_adapter/lora.py of its commit 17358c8).
+    It knows layers by three prefixes, reads no metadata, and where a layer has no .alpha it takes the rank -> (model,
+    the file's keys that it leaves out, which its console lists)."""
+    model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
+    tensors = safetensors.torch.load_file(path)
+    left = set(tensors)
+    for name, weight in model.state_dict().items():
+        for prefix in ("", "transformer.", "diffusion_model."):
+            layer = prefix + name.removesuffix(".weight")
+            b, a, alpha = keys = [f"{layer}.{end}" for end in ("lora_B.weight", "lora_A.weight", "alpha")]
+            if b in tensors:
+                scale = tensors[alpha].item() / len(tensors[a]) if alpha in tensors else 1.0
+                weight += scale * (tensors[b] @ tensors[a])
+                left -= set(keys)
+    return model, left
+
+def short_run(tmp_path, *flags):
+    """Two steps with these flags, all-linear -> result of run_script, and the loss of the model that was trained."""
+    run = train_toy(tmp_path / "a", *ONE, "--lora_targets", "all-linear", "--max_steps", 2, *flags)
+    assert run.status == 0, run.err
+    return run, loss_of(run.globals["transformer"], run.globals)
+
+ALPHA = ["--lora_rank", 4, "--lora_alpha", 6]
+KINDS = { # -> flags, and the scales in training
+    "plain": (ALPHA, {1.5}),
+    "rsLoRA": ([*ALPHA, "--lora_args", "use_rslora=true"], {3.0}),
+    "DoRA": ([*ALPHA, "--lora_args", "use_dora=true"], {1.5}),
+    "patterns": ([*ALPHA, "--lora_args", 'rank_pattern={"to_q":2,"net.2":8}', 'alpha_pattern={"to_k":3}'],
+                 {3.0, 1.5, 0.75})}
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog):
-    """The file in the stock pipeline, and as --pretrained_lora, give the loss of the model that was trained; stock says
-    nothing about its metadata; it resumes bit for bit; damaged it is refused. all-linear: every layer that learns."""
-    targets = "all-linear" if "rslora" in kind else "to_q"
-    run = [*ONE, "--lora_rank", 4, "--lora_alpha", 6, "--lora_args", kind, "--lora_targets", targets, "--max_steps", 2]
-    whole = train_toy(tmp_path / "a", *run)
-    assert whole.status == 0, whole.err
-    train_log(tmp_path / "r", *run, "--max_steps", 1)
-    assert curve(train_log(tmp_path / "r", *run, "--resume")) == curve(log_of(tmp_path / "a"))
+    """The file and a checkpoint's in the stock pipeline, and as --pretrained_lora, give the loss of the model that was
+    trained; stock says nothing about their metadata; it resumes bit for bit; damaged it is refused. Every layer learns:
+    with DoRA, which divides by the norm of a row, all but tiny's txt_mod with rows of zeros."""
+    flags, _ = KINDS[kind]
+    run, want = short_run(tmp_path, *flags)
+    again = [*ONE, "--lora_targets", "all-linear", *flags]
+    train_log(tmp_path / "r", *again, "--max_steps", 1)
+    assert curve(train_log(tmp_path / "r", *again, "--max_steps", 2, "--resume")) == curve(log_of(tmp_path / "a"))
     assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
     meta = predict.read_lora(tmp_path / "a")[1]
-    assert meta["train.config"]["lora_args"] == [[kind.split("=")[0], True]] and meta["train.config"]["data"]
+    lora_args = [list(common.key_value(text)) for text in flags[5:]]
+    assert meta["train.config"]["lora_args"] == lora_args and meta["train.config"]["data"]
     assert {"torch", "peft"} <= meta["train.versions"].keys()
-    log = train_log(tmp_path / "b", "--pretrained_lora", tmp_path / "a", *ONE, "--max_steps", 1)
-    caplog.clear()
-    want = stock_loss(whole.globals, tmp_path / "a")
-    assert not [r for r in caplog.records if r.name.startswith("diffusers")], caplog.text
-    assert log[0]["loss"] == pytest.approx(want, rel=1e-6) and abs(want / stock_loss(whole.globals) - 1) > 1e-4
-    if targets == "all-linear":
-        model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
-        linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "_blocks." in n}
-        last = rf"blocks\.{len(model.transformer_blocks) - 1}\.(attn\.(add_q_proj|to_add_out)|txt_mlp)"
-        dead = {n for n in linears if re.search(last, n)}
-        assert set(layers_of(lora_of(tmp_path / "a"))) == linears - dead and len(dead) == 4
-        assert all(v.any() for k, v in lora_of(tmp_path / "a").items() if "lora_B" in k)
+    assert abs(want / stock_loss(run.globals) - 1) > 1e-4
+    for path in (tmp_path / "a", tmp_path / "a/checkpoint-000002"):
+        caplog.clear()
+        assert stock_loss(run.globals, path / predict.LORA_FILE) == pytest.approx(want, rel=1e-6)
+        assert not [r for r in caplog.records if r.name.startswith("diffusers")], caplog.text
+        log = train_log(tmp_path / f"p{path.name}", "--pretrained_lora", path, *ONE, "--max_steps", 1)
+        assert log[0]["loss"] == pytest.approx(want, rel=1e-6)
+    model = QwenImageTransformer2DModel.from_pretrained(TINY / "transformer")
+    linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "_blocks." in n}
+    last = rf"blocks\.{len(model.transformer_blocks) - 1}\.(attn\.(add_q_proj|to_add_out)|txt_mlp)"
+    dead = {n for n in linears if re.search(last, n)}
+    zeros = {"transformer_blocks.2.txt_mod.1"} if kind == "DoRA" else set()
+    assert set(layers_of(lora_of(tmp_path / "a"))) == linears - dead - zeros and len(dead) == 4
+    assert all(v.any() for k, v in lora_of(tmp_path / "a").items() if "lora_B" in k)
     damage_tensors(tmp_path / "a" / predict.LORA_FILE)
     with refused(tmp_path / "a"):
         predict.read_lora(tmp_path / "a")
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_s_file_has_its_strength_in_comfyui_too(tmp_path, kind):
+    """Its alpha is its rank in every layer, and a training goes on from there; a checkpoint keeps the alpha, which
+    ComfyUI does not know: tools/convert_lora.py tells it. ComfyUI leaves out a DoRA's magnitudes, and nothing else."""
+    flags, scales = KINDS[kind]
+    run, want = short_run(tmp_path, *flags)
+    folders = tmp_path / "a", tmp_path / "a/checkpoint-000002"
+    for folder, expected in zip(folders, ({1.0}, scales)):
+        layers = [m for m in tiny_with(folder).modules() if hasattr(m, "lora_A")]
+        assert {m.scaling["lora0"] for m in layers} == expected
+    (model, left), (of_checkpoint, _) = [comfyui_model(folder / predict.LORA_FILE) for folder in folders]
+    if kind == "DoRA":
+        assert left == {k for k in lora_of(folders[0]) if "magnitude" in k} and left
+        return
+    assert not left and loss_of(model, run.globals) == pytest.approx(want, rel=1e-6)
+    assert loss_of(of_checkpoint, run.globals) != pytest.approx(want, rel=1e-5)
+    for n, folder in enumerate(folders):
+        file = tmp_path / f"{n}.safetensors"
+        assert run_script("tools/convert_lora.py", folder, "--to", "comfyui", "--out", file).status == 0
+        model, left = comfyui_model(file)
+        assert not left and loss_of(model, run.globals) == pytest.approx(want, rel=1e-6)
+
+def test_with_alpha_as_the_rank_a_run_s_file_is_its_last_checkpoint_s(tmp_path):
+    short_run(tmp_path, "--lora_rank", 4)
+    files = [tmp_path / folder / predict.LORA_FILE for folder in ("a", "a/checkpoint-000002")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 def test_a_base_lora_is_part_of_the_frozen_base(tmp_path, two_loras):
     """The first loss is stock's with the base LoRA loaded; only the trained one is saved; both in stock give the loss

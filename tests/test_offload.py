@@ -1,15 +1,17 @@
 """extras/offload.py: the numbers of a model that is all on the device, to the bit, with copies that come late."""
+import math
 import re
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import predict
 import rope_patch
-from extras import plan
-from models import small
+from extras import offload, plan, shard
+from models import is_one_line, refused, small
 from test_consistency import (FULL, TINY, assert_bitwise, hot_model, losses_of, log_of, make_batch, patched_copy, run,
                               run_script)
 
@@ -174,3 +176,77 @@ def test_train_py_copies_what_the_plan_counts_and_a_pack_shares_it(tmp_path, sma
         pinned = sum(s.nbytes for s in late.sources)
         assert host <= pinned < host + 256 * len(list(transformer.parameters()))
         assert device == plan.transformer_bytes(transformer, "none", 0, 1)[0] - host // 3
+
+# ---- a host with too little memory -----------------------------------------------------------------------------------
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host with all the memory there is; a test may change it, in bytes. asked: what is allocated there."""
+    host = SimpleNamespace(available=math.inf, total=math.inf, rss=7, shared=7, asked=[])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: host))
+
+    def empty(*size, real=torch.empty, **kwargs):
+        if "pin_memory" in kwargs:
+            host.asked.append(size[0])
+        return real(*size, **kwargs)
+    monkeypatch.setattr(torch, "empty", empty)
+    return host
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_what_does_not_fit_into_the_host_is_refused_before_any_of_it_is_there(quantize, host, late):
+    """Three of five blocks, as they will wait there. What was converted to another dtype is in memory already, and goes
+    while it is copied."""
+    block = build(0, quantize, blocks=1)[0].transformer_blocks[0]
+    need = 3 * sum(p.nbytes for name, p in block.named_parameters() if ".lora_" not in name)
+    for converted in (0, need // 3):
+        host.available, host.rss = need - converted, host.shared + converted
+        build(3, quantize)
+        assert len(host.asked) == 3 and sum(host.asked) == pytest.approx(need, rel=0.02)
+        host.asked.clear()
+        host.available -= 1
+        with refused("--offload", "3 blocks need", "--quantize"):
+            build(3, quantize)
+        assert not host.asked
+
+def test_processes_share_the_memory_of_their_host(host, monkeypatch):
+    """Some may have theirs by now, so what all take is compared with all that there is."""
+    block = torch.nn.Linear(2**15, 2**14, bias=False, dtype=torch.bfloat16, device="meta") # 1 GiB
+    host.available, host.total = 60 * 2**30, 480 * 2**30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert offload.check_host(block, 60) == offload.check_host(block, 120, shards=2) == 60 * 2**30
+    for name, blocks, words in (
+            ("total", 60, "60 blocks need 480.0 GiB of host memory, 479.5 are there for 8 processes; "),
+            ("available", 60, "60 blocks need 60.0 GiB of host memory, 59.5 are free; "),
+            ("available", 119, "119 blocks need 59.5 GiB of host memory, 59.0 are free; ")):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match=words):
+            patch.setattr(host, name, getattr(host, name) - 2**29 * (1 + blocks % 2))
+            offload.check_host(block, blocks, shards=1 + blocks % 2)
+
+def test_shards_that_do_not_fit_into_the_host_are_refused_before_they_are_made(host, monkeypatch):
+    """One half of each block, in each of two processes."""
+    model = hot_model(dtype=torch.float32)
+    need = sum(p.nbytes for p in model.transformer_blocks.parameters()) // 2
+    made = []
+    monkeypatch.setattr(shard, "init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(shard, "fully_shard", lambda module, **_: made.append(module))
+    monkeypatch.setattr(shard.dist, "get_world_size", lambda: 2)
+    host.available = need
+    predict.place_transformer(patched_copy(model), "cpu", offload=2, fsdp=True)
+    assert len(made) == 3
+    host.available -= 1
+    with refused("--offload", "2 blocks need"):
+        predict.place_transformer(patched_copy(model), "cpu", offload=2, fsdp=True)
+    assert len(made) == 3
+    predict.place_transformer(patched_copy(model), "cpu", fsdp=True)
+
+def test_memory_that_cannot_be_pinned_is_one_line(tmp_path, small, host, late, monkeypatch):
+    """CUDA says so in an error that is no torch.OutOfMemoryError, and in several lines."""
+    def empty(*size, real=torch.empty, **kwargs):
+        if "pin_memory" in kwargs and len(host.asked) == 1:
+            raise torch.AcceleratorError("CUDA error: out of memory\nCompile with this and that")
+        return real(*size, **kwargs)
+    monkeypatch.setattr(torch, "empty", empty)
+    result = run_script("train.py", *small.flags, "--offload", "all", "--out_dir", tmp_path / "run")
+    assert result.status == 1 and len(host.asked) == 1
+    assert is_one_line(result.errors[-1], "--offload: 3 blocks need", "(CUDA error: out of memory)"), result.err

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 import cache
 import common
@@ -135,6 +135,7 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
     assert result.status == 0 and "1 of 4 pictures are there already" in result.out and "/3.png:" not in result.out
     assert len(list(out.glob("[0-3].png"))) == 4 and (out / "3.png").stat().st_mtime_ns == before
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("pixels read"))
     assert "4 of 4 pictures" in call().out
     monkeypatch.undo()
     (out / "2.png").write_bytes((out / "2.png").read_bytes()[:-30]) # a damaged result is drawn again
@@ -197,23 +198,27 @@ def test_a_dataset_is_drawn_whatever_its_names(tmp_path, name):
 
 # ---- folders, seeds, scales ------------------------------------------------------------------------------------------
 
-def test_a_folder_times_seeds_times_scales_is_one_batch_and_one_sheet(tmp_path, photos, two_loras):
+def test_a_folder_times_seeds_times_scales_is_one_batch_and_one_sheet(tmp_path, photos, two_loras, monkeypatch):
     """Each of the pictures is the one that a call for it alone draws: scale 0 the base without a LoRA, scale 1 what no
     flag gives, 0.5 half of each --lora_scale. Names are kept; a second call draws what is missing."""
     for name, photo in (("a.png", photos[0]), ("deep/b.jpg", photos[1]), ("deep/b.png", photos[2])):
         save(Image.open(photo), tmp_path / "in" / name)
+    held, real = [], sheet.contact_sheet
+    monkeypatch.setattr(sheet, "contact_sheet", lambda rows, titles: held.extend(
+        cell.size for row in rows for cell in row if isinstance(cell, Image.Image)) or real(rows, titles))
     flags = ["--image", tmp_path / "in", "--prompt", "go", "--out_dir", tmp_path / "out", "--lora", *two_loras,
              "--lora_scale", 2, 3, "--seed", 4, 5, "--scales", 0, 0.5, 1]
     result = draw(*flags)
     ends = [f"-s{seed}-x{scale}.png" for seed in (4, 5) for scale in ("0", "0.5", "1")]
     names = {stem + end for stem in ("a", "deep/b.jpg", "deep/b.png") for end in ends}
-    out, sheet = tmp_path / "out", Image.open(tmp_path / "out/sheet.png")
+    out, shown = tmp_path / "out", Image.open(tmp_path / "out/sheet.png")
     assert {p.relative_to(out).as_posix() for p in out.rglob("*.png")} == names | {"sheet.png"}
-    assert sheet.size == (8 * 200, 3 * 200 + 24) and "18 of them" in result.out
+    assert shown.size == (8 * 200, 3 * 200 + 24) and "18 of them" in result.out
+    assert len(held) == 3 + 18 and {max(size) for size in held} == {192} # of all that it shows at once
     for column, end in enumerate(ends): # of the second row
         cell = ImageOps.contain(Image.open(out / f"deep/b.jpg{end}"), (192, 192), Image.Resampling.LANCZOS)
         x, y = (2 + column) * 200 + 100 - cell.width // 2, 200 + 124 - cell.height // 2
-        assert np.array_equal(sheet.crop((x, y, x + cell.width, y + cell.height)), cell)
+        assert np.array_equal(shown.crop((x, y, x + cell.width, y + cell.height)), cell)
     alone = ["--image", tmp_path / "in/deep/b.jpg", "--prompt", "go", "--seed", 5, "--lora"]
     for end, loras in (("0", [""]), ("0.5", [*two_loras, "--lora_scale", 1, 1.5]),
                        ("1", [*two_loras, "--lora_scale", 2, 3])):
@@ -340,6 +345,54 @@ def test_the_shipped_base_copies_and_follows(tmp_path):
     (keep, ceiling), (background, _) = [np.mean(found[k], axis=0) for k in ("keep", "background")]
     print(f"keep {keep:.1f} dB, background {background:.1f} dB, VAE alone {ceiling:.1f} dB")
     assert ceiling >= 30 and keep >= ceiling - 3 and background >= 22
+
+@pytest.mark.parametrize("tiles_fit", [True, False], ids=["tiles fit", "tiles do not fit"])
+def test_from_the_first_picture_on_that_is_too_large_to_decode_all_are_decoded_in_tiles(tmp_path, monkeypatch,
+                                                                                        tiles_fit):
+    """Its latents have taken minutes, and so have those of its pack. Tiles give nearly the same picture; if they do not
+    fit either, what is drawn stays."""
+    sizes = dict(a=(96, 96), b=(400, 320), c=(96, 128), d=(96, 304), e=(288, 96)) # drawn as b, d, e, c, a
+    rows = []
+    for name, size in sizes.items():
+        image = save(draw_picture(size, seed=4), tmp_path / f"{name}.png")
+        rows.append(dict(image=[str(image)], prompt="go", out=image.name))
+    flags = ["--jobs", write_jobs(tmp_path, rows), "--lora", "", "--cache_dir", tmp_path / "c", "--num_inference_steps",
+             2, *EXACT, "--device", "cpu"]
+    assert run_script("predict.py", *flags, "--out_dir", tmp_path / "whole").status == 0
+    decoded = []
+    def watched(name, fails):
+        real = getattr(predict.AutoencoderKLQwenImage, name)
+        def call(vae, z, **kwargs):
+            decoded.append((name, *z.shape[-2:]))
+            if fails(z):
+                raise torch.OutOfMemoryError
+            return real(vae, z, **kwargs)
+        monkeypatch.setattr(predict.AutoencoderKLQwenImage, name, call)
+    watched("decode", lambda z: z.shape[-2:] == (40, 12)) # of d
+    watched("tiled_decode", lambda z: not tiles_fit)
+    result = run_script("predict.py", *flags, "--out_dir", tmp_path / "tiles")
+    tried = [("decode", 40, 48), ("decode", 40, 12), ("tiled_decode", 40, 12)]
+    assert result.err.count("warning: ") == 1 and re.search("^warning: cpu .*--vae_device cpu", result.err, re.M)
+    if not tiles_fit:
+        assert decoded == tried and [path.name for path in tmp_path.glob("tiles/*")] == ["b.png"]
+        assert result.status == 1 and is_one_line(result.errors[-1], "--vae_device"), result.err
+        return
+    assert result.status == 0 and [call[0] for call in decoded[3:]] == ["tiled_decode"] * 3 and decoded[:3] == tried
+    distances = {name: apart(tmp_path / "tiles" / f"{name}.png", tmp_path / "whole" / f"{name}.png") for name in sizes}
+    print(distances)
+    assert distances["a"] == distances["b"] == distances["c"] == 0 # whole, or one tile
+    assert 0 < distances["d"] <= 8 and 0 < distances["e"] <= 8 # levels of 255
+
+def test_a_training_that_draws_in_tiles_still_encodes_whole_pictures(monkeypatch):
+    """With the same VAE, if it has no cache."""
+    pipe, image = cache.load_pipeline(TINY), draw_picture((320, 64))
+    cache.load_encoder(pipe, "vae", encoder_flags())
+    before = cache.encode_image(pipe, image)
+    def fails(vae, z, **kwargs):
+        raise torch.OutOfMemoryError
+    monkeypatch.setattr(predict.AutoencoderKLQwenImage, "decode", fails)
+    predict.decode(pipe.vae, before, [(1, 4, 20)])
+    assert torch.equal(cache.encode_image(pipe, image), before)
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp
 def test_lines_that_cannot_be_right_are_one_line(tmp_path, flags, text, named):
     result = run_script("train.py", *flags, text, "--out_dir", tmp_path / "o", "--max_steps", 1)
     assert result.status in (1, 2) and len(result.errors) == 1 and is_one_line(result.errors[0], named), result.err
-    assert not (tmp_path / "c").exists() and not list(tmp_path.glob("o/*.safetensors"))
+    assert not (tmp_path / "c/latents").exists() and not list(tmp_path.glob("o/*.safetensors"))
 
 # ---- what it is good for ---------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 import predict
 import rope_patch
+import test_consistency
 from rope_patch import QwenDoubleStreamAttnProcessor2_0_MultiRes, patch_qwen_model_for_multi_resolution
 from test_consistency import (BATCHES, C, DEVICE, E, EQUAL, FULL, MIXED, MIXED_MODES, MODES, add_lora, assert_bitwise,
                               assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model, image_lens,
@@ -70,6 +71,27 @@ def test_packs_hold_every_sample_once_within_the_limit(lengths, padded):
     assert all(len(pack) == 1 or tokens(pack) <= 1000 for pack in packs)
     pairs = itertools.pairwise(packs) if padded else itertools.combinations(packs, 2)
     assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in pairs)
+
+def first_fit(lengths, max_tokens, padded):
+    """plan_packs as one writes it on a board: each sample asks each pack."""
+    packs = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for pack in packs:
+            tokens = lengths[pack[0]] * (len(pack) + 1) if padded else sum(lengths[j] for j in [*pack, i])
+            if tokens <= max_tokens:
+                pack.append(i)
+                break
+        else:
+            packs.append([i])
+    return packs
+
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
+def test_packs_are_those_of_first_fit(padded):
+    rng = random.Random(0)
+    for n, longest in [(n, longest) for n in (0, 1, 2, 3, 7, 8, 9, 50) for longest in (3, 300, 1100)] + [(1000, 700)]:
+        lengths = rng.choices(range(longest + 1), k=n)
+        for max_tokens in (1, 999, 1000):
+            assert rope_patch.plan_packs(lengths, max_tokens, padded) == first_fit(lengths, max_tokens, padded)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batched_rotation_is_stocks_for_each_sample(dtype):
@@ -390,8 +412,20 @@ def varlen_backward(grad, q, k, v, out, lse, cu_q, cu_k, *_, **__):
             x[slice(*there)] = value.transpose(0, 1)
     return tuple(grads)
 
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Models and samples there, whatever --device is: the kernel above is a CPU's, and takes float32, which a card's
+    does not."""
+    shared = hot_model, patched_model, stock_answer # which remember those on --device
+    monkeypatch.setattr(test_consistency, "DEVICE", torch.device("cpu"))
+    for function in shared:
+        function.cache_clear()
+    yield
+    for function in shared:
+        function.cache_clear()
+
 @pytest.mark.parametrize("variant", ["v1", "2511"])
-def test_packed_attention_in_one_kernel_call(variant, monkeypatch):
+def test_packed_attention_in_one_kernel_call(variant, on_cpu, monkeypatch):
     """What CUDA gets, with the kernel written out: one call a block, its bounds made once per forward pass."""
     calls, layouts, real = [], [], rope_patch.make_layout
     monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
@@ -454,9 +488,11 @@ def test_linears_see_no_pads_when_packed_and_no_text_that_nobody_reads(mode):
                       if not re.match(r"1\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp)", name)}
 
 @pytest.mark.parametrize("varlen", [True, False])
-def test_compiled_blocks_do_not_compile_anew_for_new_lengths(varlen, monkeypatch):
+def test_compiled_blocks_do_not_compile_anew_for_new_lengths(varlen, request, monkeypatch):
     """After one batch of several samples and one of a single one, every other mixture runs what is compiled. A block
     whose attention is one kernel is one graph."""
+    if varlen:
+        request.getfixturevalue("on_cpu")
     monkeypatch.setattr(rope_patch, "has_varlen", lambda x: varlen)
     plain = patched_copy(hot_model("2511" if varlen else "v1", torch.float32))
     predict.add_lora(plain.requires_grad_(False), r=4, target_modules=["to_q", "net.2"], init_lora_weights=False)

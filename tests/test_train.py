@@ -9,7 +9,9 @@ import shutil
 import threading
 from collections import Counter
 from math import prod
+from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,8 @@ import cache
 import common
 import predict
 import rope_patch
-from models import cached_files, damage_tensors, is_one_line, pipes, plus, small, start, start_ranks, train, until
+from models import (cached_files, damage_tensors, error_of, is_one_line, pipes, plus, small, start, start_ranks, train,
+                    until)
 from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, globals_of_train, log_of,
                               lora_of, losses_of, rel, run_script, show, tiny_v1, toy_cache, train_log, train_toy)
 
@@ -381,6 +384,20 @@ def test_runs_are_numbered_and_resume_takes_the_newest(tmp_path, small, start):
     names = sorted(p.name for p in (tmp_path / "out").iterdir() if (p / "DONE").exists())
     assert len(names) == 2 and f"{names[1]}: going on after step 2" in run("--max_steps", 3, "--resume")
 
+def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
+    """One that was told its folder does not look for another; with two processes both go to the same one."""
+    here = functools.partial(os.chdir, tmp_path)
+    name = f"tiny-{Path(small.flags[1]).stem.removeprefix('tiny-')}"
+    folders = [tmp_path / "out" / f"{name}-{n:03d}" for n in (1, 2)]
+    folders[0].mkdir(parents=True)
+    with filelock.FileLock(folders[0] / ".lock"):
+        told = start("train.py", *small.flags, "--max_steps", 1, "--out_dir", folders[0], prelude=here)
+        assert told.wait() == 1 and is_one_line(error_of(told), f"--out_dir {folders[0]}", "another run")
+        ranks = start_ranks(start, *small.flags, "--max_steps", 10, preludes=(here, here))
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+    assert (folders[1] / "DONE").exists() and len(list((tmp_path / "out").iterdir())) == 2
+    assert re.findall(r"^step (\d+)/10 .* \| 0:00:00 left$", ranks[0].output(), re.M) == ["10"]
+
 def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
     assert train_toy(tmp_path / "base").status == 0
     result = train_toy(tmp_path / "my run", "--base_lora", tmp_path / "base")
@@ -470,6 +487,39 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
     with torch.no_grad():
         assert ns["validation_loss"]() == pytest.approx(masked[-1])
     assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_samples"])) and len(levels) >= 8
+
+@pytest.mark.parametrize("most, drawn", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])
+def test_a_validation_draws_at_most_val_pictures_and_computes_the_loss_of_all(tmp_path, monkeypatch, most, drawn):
+    """They are spread over all samples, and in the sheet. What goes to the first process are numbers and thumbnails."""
+    for n in range(5):
+        add_item(tmp_path / "data", f"{n}/cat", [(256, 256), (224, 256)])
+    losses, sent, real_draw, real_gather = [], [], predict.draw_samples, common.gather_objects
+    names, first = [], None
+
+    def draw_samples(transformer, vae, config, items, *args):
+        names.append([int(sample.name[0]) for sample, *_ in items])
+        return real_draw(transformer, vae, config, items, *args)
+
+    def gather_objects(value, world_size):
+        sent.extend(picture for row in value for picture in row[2]) if isinstance(value, list) else None
+        return real_gather(value, world_size)
+    monkeypatch.setattr(predict, "draw_samples", draw_samples)
+    monkeypatch.setattr(predict, "denoise", lambda model, config, jobs, *_: [job.noise for job in jobs])
+    monkeypatch.setattr(common, "gather_objects", gather_objects)
+    for flags in (["--val_pictures", most], []):
+        result = train(tmp_path / "data", tmp_path, "--cache_dir", tmp_path / "c", "--val_data", tmp_path / "data",
+                       "--max_steps", 1, *flags, *NATIVE, *EXACT)
+        assert result.status == 0, result.err
+        first = first or result
+        losses += [r["val_loss"] for r in validations_of(tmp_path / f"run-{len(losses)}")]
+    assert losses[0] == losses[1] and names == [drawn] * 2 + [[0, 1, 2, 3, 4]] * 2 # base and LoRA
+    assert len(sent) == 4 * (len(drawn) + 5) and max(max(picture.size) for picture in sent) == 192
+    record, = validations_of(tmp_path / "run-0")
+    sheets = [Image.open(path).size[1] for path in (tmp_path / "run-0/samples").glob("*")]
+    assert sheets == [200 * len(drawn) + 24] * bool(drawn)
+    assert list(record["psnr"]) == [f"data/{n}" for n in drawn] and ("PSNR" in first.out) is bool(drawn)
+    whole, = validations_of(tmp_path / "run-1")
+    assert record["psnr"].items() <= whole["psnr"].items() # each compared with its own target
 
 def test_two_processes_share_a_validation(tmp_path, start, data):
     """The same validation loss, PSNRs and sheet as one process."""

@@ -1,9 +1,12 @@
 """
-What bench.py and gpu_check.py share: models with random weights, samples of noise, FLOPs, clocks, memory.
+What bench.py, gpu_check.py and gpu_numbers.py share: models with random weights, samples of noise, FLOPs, clocks,
+memory.
 """
 import ctypes
 import gc
+import os
 import re
+import signal
 import time
 from types import SimpleNamespace
 
@@ -17,7 +20,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 import cache
 import common
 import predict
-from extras import cuda
+import rope_patch
+from extras import cuda, fit, low_bit
 
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
@@ -33,7 +37,8 @@ def open_device(device, dtype):
     """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
     used."""
     if problem := cuda.problem(device, str(dtype).removeprefix("torch.")):
-        raise common.InputError(f"--device {device}: {problem}; give cpu or cuda")
+        other = "cpu" if device.startswith("cuda") else "cpu or cuda"
+        raise common.InputError(f"--device {device}: {problem}; give {other}")
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
@@ -51,9 +56,9 @@ def make_model(config, dtype, device):
     torch.set_default_dtype(before)
     return model.requires_grad_(False)
 
-def with_lora(model, ours=True):
+def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dropout=0.0):
     """fp32 weights, far from zero; ours: cast when used, as train.py does, or else peft's own layer."""
-    config = dict(r=16, lora_alpha=16, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
+    config = dict(r=16, lora_alpha=16, target_modules=list(targets), lora_dropout=dropout)
     if ours:
         predict.add_lora(model, **config)
     else:
@@ -64,6 +69,22 @@ def with_lora(model, ours=True):
     for p in model.lora.values():
         p.data = torch.randn(p.shape, device=p.device).mul(.02)
     return model.train()
+
+def recompute(model, which):
+    """Gradient checkpointing of all blocks, of all but their attention (where it is one kernel), or of none."""
+    options = dict(context_fn=fit.keep_attention) if which == "all but attention" else {}
+    rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
+
+def unpack(model):
+    """Eight-bit weights are unpacked from now on, also where the card could multiply them as they are."""
+    for module in model.modules():
+        if isinstance(module, low_bit.LowBitLinear):
+            module.multiply = False
+
+def multiplies(model, dtype, device):
+    """Whether the eight-bit weights of this model are multiplied as they are."""
+    layer = next(module for module in model.modules() if isinstance(module, low_bit.LowBitLinear))
+    return low_bit.has_product(torch.empty(32, layer.in_features, dtype=dtype, device=device), layer)
 
 def share(source):
     """A stock model on the frozen weights of `source` itself: the device never holds a second copy."""
@@ -130,6 +151,11 @@ def flops(config, lens, checkpointed=0, tail=True):
             total -= (22 + 20 * (checkpointed == layers)) * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
     return total
 
+def run_on(model, samples):
+    """All samples in one packed forward pass -> their predictions."""
+    return rope_patch.run_packed(model, [s.latents for s in samples], [s.prompt for s in samples],
+                                 torch.stack([s.timestep for s in samples]), [s.shapes for s in samples])
+
 def loss_of(samples, preds):
     return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
 
@@ -184,3 +210,9 @@ def matmul_rate(dtype, device):
     n = 8192 if device.startswith("cuda") else 1024
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
+
+def end(process):
+    """With the processes that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -2,7 +2,8 @@
 A LoRA in another form: for ComfyUI, in ours (which is diffusers'), or merged into the weights of a complete model.
 
 LORA is what predict.py --lora takes: a file, a run folder, user/repo of the hub; or a folder of peft
-(adapter_model.safetensors and adapter_config.json).
+(adapter_model.safetensors and adapter_config.json). ComfyUI takes a finished run's file as it is; a checkpoint's, if
+--lora_alpha was not the rank, only in the form for ComfyUI; and a DoRA only merged.
 
 $ python tools/convert_lora.py out/RUN --to comfyui --out snow.safetensors
 $ python tools/convert_lora.py FOLDER_OF_PEFT --to diffusers --out snow.safetensors

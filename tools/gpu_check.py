@@ -8,15 +8,20 @@ $ python tools/gpu_check.py --device cpu                 # a small model: shows 
 
     claims     pytest on the device, in fp32 and in bf16, in processes of their own
     distance   packed and padded against stock one at a time, beside the distance between two attention kernels of stock
+    numbers    outputs and LoRA gradients, offloaded, recomputed, compiled, by FA3, of low bits, against the plain way;
+               train.py resumed, and sharded
     offload    a step with all blocks in host memory, without any there, and the copies alone
-    attention  a step with torch's own flash attention (FA2), and with FA3 or FA4 where its package is installed
-    encoding   a prompt with its picture, through a text encoder of the real shape
-    speed      s/step, tokens/s, MFU and memory, planned and measured: low bits x compiled x checkpointed x packs
+    attention  alone and in a step: torch's own (FA2), FA3 or FA4 where its package is installed, on Hopper cuDNN's
+    encoding   a prompt with its picture, through a text encoder of the real shape; the VAE's decoder
+    fit        what extras/fit.py keeps on this card, and whether three real steps then fit
+    speed      s/step, tokens/s, share of the matmul rate, and memory, planned and measured: low bits x compiled x
+               checkpointed x packs
 
 The last lines are Markdown tables for README. --out has everything and is rewritten after every line, so that a kill
-loses one at most. Status 1: a claim is false or something broke; that line says what is `wrong`. To run out of memory
-is no failure but a result.
+loses one at most. When --minutes are over all ends: a line says what was at work, and what was not run. Status 1: a
+claim is false or something broke; that line says what is `wrong`. To run out of memory is no failure but a result.
 """
+import contextlib
 import functools
 import gc
 import itertools
@@ -35,12 +40,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+BEGUN = time.monotonic() # the imports below count too
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without it its sums may differ from call to call
+
 import diffusers
 import peft
 import torch
+import torch.nn.functional as F
 import transformers
 from accelerate import init_empty_weights
-from diffusers import QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -49,10 +58,13 @@ sys.path.insert(0, str(HERE))
 import cache
 import common
 import predict
-from extras import cuda, plan
+import rope_patch
+from extras import fit, plan
 from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed, run_padded
-from tools.bench_common import (MODELS, flops, heat, loss_of, make_model, make_samples, make_text_encoder, matmul_rate,
-                                open_device, seconds, share, timed, used_gib, with_lora)
+from tools import gpu_numbers
+from tools.bench_common import (MODELS, end, flops, heat, loss_of, make_model, make_samples, make_text_encoder,
+                                matmul_rate, multiplies, open_device, recompute, run_on, seconds, share, timed,
+                                unpack, used_gib, with_lora)
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PACKS = dict(
@@ -63,17 +75,17 @@ PACKS = dict(
     small={"one": [([(6, 6), (6, 6)], 9)], "mixed": [([(4, 8), (4, 8)], 9), ([(4, 4), (2, 4), (4, 2)], 5)],
            "equal": [([(4, 4), (4, 4)], 6)] * 3})
 # (--quantize, compiled): the more important first, and eager before what takes a minute to compile
-GROUPS = [("none", False), ("none", True), ("int8", False), ("nf4", False), ("fp8", False), ("int8", True),
-          ("fp8", True), ("nf4", True)]
+GROUPS = [("none", False), ("none", True), ("int8", False), ("int8 unpacked", False), ("nf4", False), ("fp8", False),
+          ("int8", True), ("fp8", True), ("nf4", True)]
 TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/test_rope_patch.py",
                                                  "tests/test_cuda.py", "tests/test_extras.py"])
-STAGES = ["claims", "distance", "offload", "attention", "encoding", "speed"]
+STAGES = ["claims", "distance", "numbers", "offload", "attention", "encoding", "fit", "speed"]
 
 parser = common.Parser(__doc__)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to do, in this order")
-parser.add_argument("--minutes", type=common.number(float, 0), default=10.0, help="after which nothing new is begun; "
-                    "claims get two fifths of them. what is begun may take two more, where it compiles")
-parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+parser.add_argument("--minutes", type=common.number(float, 0, 1e5), default=10.0, help="after which it ends, with "
+                    "what it has found so far; claims get two fifths of them")
+parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; cpu: shows only that this script runs")
 parser.add_argument("--size", choices=MODELS, help="full: the real shape, 41 GB (default: full on a card, else small)")
 parser.add_argument("--tests", choices=TESTS, default="quick", help="claims: test_consistency.py, or what else has "
                     "something to say about a device too")
@@ -86,10 +98,12 @@ if args.out.is_dir():
 on_card = args.device.startswith("cuda")
 args.size = args.size or ("full" if on_card else "small")
 dtype = torch.bfloat16 if args.size == "full" else torch.float32
-device_name, deadline = open_device(args.device, dtype), time.monotonic() + 60 * args.minutes
+device_name = open_device(args.device, dtype)
+deadline = BEGUN + 0.98 * 60 * args.minutes # a kernel at work cannot be interrupted
 config, packs = MODELS[args.size], PACKS[args.size]
 layers, (first_pack, mixed_pack, _) = config["num_layers"], packs.values()
-matmul = matmul_rate(dtype, args.device) # FLOP/s, of which MFU is a part
+one_kernel = rope_patch.has_varlen(torch.empty(0, dtype=dtype, device=args.device)) # attention, of a pack
+matmul = matmul_rate(dtype, args.device) # FLOP/s of a large product
 
 # ---- correctness -----------------------------------------------------------------------------------------------------
 
@@ -114,12 +128,6 @@ def check_claims():
     finally: # a test left behind would hold the card
         for _, _, process in running:
             end(process)
-
-def end(process):
-    """With the processes that it has started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 def result_of(name, output, process, took):
     output.seek(0)
@@ -160,31 +168,33 @@ def check_distance():
             row = dict(model=f"{blocks} blocks, {str(kind)[6:]}", what=what, distance=distance, limit=limit)
             yield row if good else row | dict(wrong="on the wrong side of the limit")
 
+def check_numbers():
+    with contextlib.closing(gpu_numbers.comparisons(config, mixed_pack, dtype, args.device)) as comparisons:
+        for rows in comparisons:
+            yield from (dict(what=rows.__name__) | row for row in guarded(rows))
+
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 def build(quantize="none", compiled=False):
     """The model as train.py sets it up, on the device, every block checkpointed."""
     model = patch_qwen_model_for_multi_resolution(make_model(config, dtype, args.device))
     predict.place_transformer(with_lora(model), args.device, quantize)
+    recompute(model, "all")
     for block in model.transformer_blocks if compiled else []:
         block.compile(dynamic=True)
     return model
-
-def loss_on(model, samples):
-    return loss_of(samples, run_packed(model, [s.latents for s in samples], [s.prompt for s in samples],
-                                       torch.stack([s.timestep for s in samples]), [s.shapes for s in samples]))
 
 def measure(model, pack):
     """Time and memory of a training step over a pack: forward, loss, backward."""
     def step():
         model.zero_grad()
-        loss_on(model, samples).backward()
+        loss_of(samples, run_on(model, samples)).backward()
 
     gc.collect() # what a step that ran out of memory has left
     samples = make_samples(config, pack, dtype, args.device)
     row, lens = timed(step, args.device, before=model.zero_grad), [s.lens for s in samples]
     return row | {"tokens/s": sum(map(sum, lens)) / row["seconds"],
-                  "MFU": flops(config, lens, tail=False) / row["seconds"] / matmul}
+                  "of matmul": flops(config, lens, tail=False) / row["seconds"] / matmul}
 
 def check_offload():
     """A step copies twice, forward and backward. hiding: 1 if it takes no longer than its copies or its work, whichever
@@ -205,18 +215,39 @@ def check_offload():
            "hiding": far["seconds"] / max(near, copies), "unhidden": (near + copies) / max(near, copies),
            "added GiB": far["added GiB"], "host GiB": away / 2**30}
 
-def check_attention():
-    found = cuda.find_flash(torch.cuda.get_device_capability()) if on_card else None
-    if not found:
-        yield dict(kernel="FA3, FA4", note="not installed, or not for this device")
-        return
-    model = build()
-    for kernel in (found, "FA2", found): # extras/cuda.py has chosen it for all else here
-        if kernel == "FA2":
-            torch.nn.attention.restore_flash_attention_impl()
+def attention_alone(kernel):
+    """Forward and backward pass of the attention of one sample."""
+    samples = make_samples(config, first_pack, dtype, args.device)
+    n, heads, dim = sum(samples[0].lens), config["num_attention_heads"], config["attention_head_dim"]
+    q, k, v = [torch.randn(n, heads, dim, dtype=dtype, device=args.device, requires_grad=True) for _ in range(3)]
+    bounds, grad = torch.tensor([0, n], dtype=torch.int32, device=args.device), torch.randn_like(q)
+
+    def both_passes():
+        if kernel == "cuDNN":
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                out = F.scaled_dot_product_attention(*[x.transpose(0, 1)[None] for x in (q, k, v)])[0].transpose(0, 1)
         else:
+            out = rope_patch.varlen_attn(q, k, v, bounds, bounds, n, n)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    row = timed(both_passes, args.device)
+    return row | {"TFLOP/s": 3.5 * 4 * n**2 * heads * dim / row["seconds"] / 1e12}
+
+def check_attention():
+    if not one_kernel:
+        yield dict(kernel="FA2, FA3, FA4", note="not for this device")
+        return
+    found = torch.nn.attention.current_flash_attention_impl() # extras/cuda.py has chosen it for all else here
+    model = build()
+    for kernel in (found, "FA2", found) if found else ("FA2",):
+        if kernel == "FA2" and found:
+            torch.nn.attention.restore_flash_attention_impl()
+        elif found:
             torch.nn.attention.activate_flash_attention_impl(found)
-        yield dict(kernel=kernel) | measure(model, mixed_pack)
+        yield dict(kernel=kernel, of="one sample, alone") | attention_alone(kernel)
+        yield dict(kernel=kernel, of="a step") | measure(model, mixed_pack)
+    if on_card and torch.cuda.get_device_capability() == (9, 0): # which may be worth a road of its own
+        yield dict(kernel="cuDNN", of="one sample, alone") | attention_alone("cuDNN")
 
 @torch.no_grad()
 def check_encoding():
@@ -226,9 +257,47 @@ def check_encoding():
     pipe.processor.image_processor = cache.Qwen2VLImageProcessorPil() # tiny's makes pictures smaller
     pipe.text_encoder = make_text_encoder(folder, depths, dtype, args.device)
     image, prompt = Image.effect_noise((384, 384), 64).convert("RGB"), "let a storm come up behind the house. " * 8
-    yield {"layers": str(depths or "small"), "tokens": cache.prompt_length(pipe, prompt, [(384, 384)]),
+    yield {"what": "prompt and picture", "layers": str(depths or "small"),
+           "tokens": cache.prompt_length(pipe, prompt, [(384, 384)]),
            "weights GiB": plan.model_bytes(pipe.text_encoder) / 2**30} | timed(
                lambda: cache.encode_prompt(pipe, prompt, [image]), args.device)
+    pipe.text_encoder = None
+    shape = {} if args.size == "full" else AutoencoderKLQwenImage.load_config(folder / "vae")
+    vae = torch.nn.Module.to(AutoencoderKLQwenImage.from_config(shape), args.device, dtype) # diffusers' own .to warns
+    for side in (64, 128) if args.size == "full" else (4, 8): # in tokens
+        latents = torch.randn(side * side, 64, device=args.device)
+        yield {"what": f"decoding {16 * side} x {16 * side}", "weights GiB": plan.model_bytes(vae) / 2**30} | timed(
+            lambda: predict.decode(vae, latents, [(1, side, side)]), args.device)
+
+def losses(model, items):
+    """train.py's flow_loss, of its items."""
+    samples = [SimpleNamespace(latents=torch.cat([i.x0.to(dtype), i.controls]), prompt=i.prompt, target=i.x0,
+                               timestep=i.s, shapes=i.img_shapes) for i in items]
+    return [(loss_of(samples, run_on(model, samples)), 1)]
+
+def check_fit():
+    if not on_card:
+        yield dict(note="only on a card")
+        return
+    model, said = build(), []
+    samples = make_samples(config, first_pack, dtype, args.device)
+    tokens = sum(map(sum, [s.lens for s in samples]))
+    flags = SimpleNamespace(device=args.device, batching="packed", batch_size=1, max_tokens=tokens, compile=False)
+    recompute_first = functools.partial(checkpoint_blocks, model)
+    optimizer = torch.optim.AdamW(model.lora.values())
+    try:
+        again = fit.keep_what_fits(model, {tokens}, losses, recompute_first, lambda x: [x], flags, said.append)
+        for _ in range(3):
+            loss_of(samples, run_on(model, samples)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except torch.OutOfMemoryError:
+        yield dict(said=said, wrong="what was kept does not fit")
+        return
+    free, total = torch.cuda.mem_get_info(args.device)
+    row = {"recomputed": again, "said": said[0], "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+           "reserved GiB": torch.cuda.max_memory_reserved() / 2**30, "free GiB": free / 2**30}
+    yield row if free > 0.02 * total else row | dict(wrong="less than 2 % are free")
 
 # ---- speed and memory ------------------------------------------------------------------------------------------------
 
@@ -239,46 +308,71 @@ def plan_memory():
         model = QwenImageTransformer2DModel(**config).requires_grad_(False)
     model = with_lora(patch_qwen_model_for_multi_resolution(torch.nn.Module.to(model, dtype)))
     lora = sum(p.nbytes for p in model.lora.values()) / 2**30
-    base = {quantize: plan.transformer_bytes(model, quantize, 0, 1)[0] / 2**30 for quantize, _ in GROUPS}
-    as_ours = lambda i: SimpleNamespace(latents=torch.cat([i.x0.to(dtype), i.controls]), prompt=i.prompt, target=i.x0,
-                                        timestep=i.s, shapes=i.img_shapes)
-    losses = lambda model, items: [(loss_on(model, [as_ours(i) for i in items]), 1)] # as train.py's flow_loss
-    sizes = {name: [([(1, *hw) for hw in pictures], text) for pictures, text in pack] for name, pack in packs.items()}
+    base = {name: plan.transformer_bytes(model, name.split()[0], 0, 1)[0] / 2**30 for name, _ in GROUPS}
     steps = {}
-    for name, blocks in itertools.product(sizes, (layers, 0)):
-        tokens = sum(text + sum(h * w for h, w in pictures) for pictures, text in packs[name])
-        step = plan.step_bytes(model, losses, checkpoint_blocks, sizes[name], blocks)
-        for quantize in base:
-            steps[name, blocks, quantize] = (step + plan.product_bytes(model, quantize, tokens)) / 2**30
+    for name, pack in packs.items():
+        sizes = [([(1, *hw) for hw in pictures], text) for pictures, text in pack]
+        tokens = sum(text + sum(h * w for h, w in pictures) for pictures, text in pack)
+        all_again, none_again = [plan.step_bytes(model, losses, checkpoint_blocks, sizes, n) for n in (layers, 0)]
+        kept = config["attention_head_dim"] * dtype.itemsize + 4 # of a head and token: its output, and a scale in fp32
+        attention = layers * tokens * config["num_attention_heads"] * kept
+        peaks = {"all": all_again, "all but attention": all_again + attention, "none": none_again}
+        for (again, peak), quantize in itertools.product(peaks.items(), base):
+            steps[name, again, quantize] = (peak + plan.product_bytes(model, quantize, tokens)) / 2**30
     return base, lora, steps
 
+def cells():
+    """-> (quantize, compiled, checkpointed, name of the pack)"""
+    for quantize, compiled in GROUPS:
+        plain = quantize == "none" and not compiled
+        ways = ("all", "all but attention", "none") if plain else ("all", "none")
+        yield from itertools.product([quantize], [compiled], ways, packs)
+
+def why_not(quantize, again):
+    if time.monotonic() > deadline:
+        return "not run"
+    if quantize == "nf4" and not find_spec("bitsandbytes"):
+        return "bitsandbytes is not installed"
+    if again == "all but attention" and not one_kernel:
+        return "attention is not one kernel here"
+
+def counted(model, pack, again):
+    """What --plan expects of such a step on this card, if it knows it."""
+    lengths = [text + sum(h * w for h, w in pictures) for pictures, text in pack]
+    cards = [card for card in plan.RATES if re.search(rf"\b{card}\b", device_name)]
+    return {"counted": plan.step_seconds(model, lengths, card, again != "none", again == "all but attention", 0)[0]
+            for card in cards}
+
 def check_speed():
-    base, lora, step = plan_memory()
-    cells = itertools.product(GROUPS, (layers, 0), packs.items())
-    for (quantize, compiled), blocks, (name, pack) in cells:
-        if blocks and pack is first_pack: # of a group
+    group = None
+    for quantize, compiled, again, name in cells():
+        row = dict(pack=name, weights=quantize, checkpointed=again, compiled=compiled)
+        if group != (quantize, compiled):
+            group = quantize, compiled
             model = failure = None
-        row = dict(pack=name, weights=quantize, checkpointed="all" if blocks else "none", compiled=compiled,
-                   planned=[base[quantize], lora, step[name, blocks, quantize]])
-        if time.monotonic() > deadline:
-            row["note"] = "not run"
-        elif quantize == "nf4" and not find_spec("bitsandbytes"):
-            row["note"] = "bitsandbytes is not installed"
+        if note := why_not(quantize, again):
+            row["note"] = note
         elif failure:
             row |= failure
         else:
             try:
+                base, lora, steps = plan_memory()
+                row["planned"] = [base[quantize], lora, steps[name, again, quantize]]
                 if model is None:
                     torch._dynamo.reset() # its graphs would keep the model before
                     before = used_gib(args.device)
-                    model = build(quantize, compiled)
+                    model = build(quantize.split()[0], compiled)
                     base_gib = used_gib(args.device) - before - lora
-                checkpoint_blocks(model, blocks)
-                row |= measure(model, pack)
+                    if "unpacked" in quantize:
+                        unpack(model)
+                recompute(model, again)
+                row |= measure(model, packs[name])
+                if group == ("none", False): # which is what it counts
+                    row |= counted(model, packs[name], again)
                 row["measured"] = [base_gib, lora, row.pop("added GiB")]
-                if quantize == "fp8" and not (on_card and torch.cuda.get_device_capability() >= (8, 9)):
-                    row["remark"] = "unpacked: no fp8 products here"
-            except (Exception, common.InputError) as e: # of the compiler, say: other cells may have figures
+                if quantize in ("int8", "fp8") and not multiplies(model, dtype, args.device):
+                    row["remark"] = "unpacked: no such products here"
+            except (Exception, common.InputError, OutOfTime) as e: # of the compiler, say: other cells may have figures
                 problem = reason(e)
                 row |= problem
                 failure = problem if model is None else None # the group's, which cannot be built
@@ -286,8 +380,22 @@ def check_speed():
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
+class OutOfTime(BaseException): # a class because libraries catch every Exception
+    """--minutes are over."""
+
+def ring(number, frame):
+    raise OutOfTime
+
+def set_alarm(on):
+    """It rings again if no one hears: what is raised in a destructor is lost."""
+    left = max(1e-3, deadline - time.monotonic())
+    signal.setitimer(signal.ITIMER_REAL, left if on else 0, 5)
+
 def reason(e):
     """What a line has instead of figures. (place_transformer makes an InputError of it.)"""
+    if isinstance(e, OutOfTime):
+        set_alarm(False)
+        return dict(note="out of time")
     if torch.OutOfMemoryError in (type(e), type(e.__context__)):
         return dict(note="out of memory")
     traceback.print_exception(e)
@@ -298,7 +406,7 @@ def text_of(value):
 
 def table(rows):
     """Markdown."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = sorted(dict.fromkeys(key for row in rows for key in row), key=["limit", "note", "wrong"].count)
     lines = [columns, ["---"] * len(columns), *[[text_of(row.get(c, "")) for c in columns] for row in rows]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
@@ -306,6 +414,8 @@ def beside(rows, figures):
     """The rows of `speed`, a compiled one beside its eager one."""
     pairs = {}
     for row in rows:
+        if "pack" not in row: # of the stage itself, which broke
+            row = dict(pack="-", weights="-", checkpointed="-", compiled=False) | row
         key = row["pack"], row["weights"], row["checkpointed"]
         pair = pairs.setdefault(key, dict(zip(("pack", "weights", "checkpointed blocks"), key)))
         said = [figures(row)] if "seconds" in row else []
@@ -319,16 +429,16 @@ def summary(found):
     tables = {stage: rows for stage, rows in found.items() if stage != "speed"}
     if "speed" in found:
         tables["Speed, of a step"] = beside(found["speed"], lambda row: (
-            f"{row['seconds']:.3g} s, {row['tokens/s']:,.0f} tok/s, {row['MFU']:.0%}"))
+            f"{row['seconds']:.3g} s ({text_of(row.get('counted', '-'))} counted), {row['tokens/s']:,.0f} tok/s, "
+            f"{row['of matmul']:.0%}"))
         tables["Memory in GiB: base + LoRA + step; planned -> measured"] = beside(found["speed"], lambda row: (
             f"{sums(row['planned'])} -> {sums(row['measured'])}"))
     return "\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in tables.items())
 
-def rows_of(stage):
-    """Lines of a stage; one that breaks does not end the others."""
+def guarded(rows):
+    """These rows; if one breaks, a line that says so is the last."""
     try:
-        late = time.monotonic() > deadline and stage != "speed" # whose cells say so one by one
-        yield from [dict(note="not run")] if late else globals()[f"check_{stage}"]()
+        yield from rows
     except (Exception, common.InputError) as e: # (the latter is none of the former)
         yield reason(e)
 
@@ -340,14 +450,31 @@ about = dict(command=shlex.join(["python", *sys.argv]), device=device_name, driv
              cuda=torch.version.cuda, **{m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
 print(*[f"{key}: {value}" for key, value in about.items()], sep="\n")
 found = {}
+
+def write(stage, row):
+    found[stage].append(row)
+    print(f"{stage}: " + ", ".join(f"{key} {text_of(value)}" for key, value in row.items()), flush=True)
+    common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
+
+signal.signal(signal.SIGALRM, ring)
 for stage in [stage for stage in STAGES if stage in args.stages]:
     print(f"{stage} ...", flush=True)
-    rows, begin = found.setdefault(stage, []), time.monotonic()
-    for row in rows_of(stage):
-        rows.append(row)
-        print(f"{stage}: " + ", ".join(f"{key} {text_of(value)}" for key, value in row.items()), flush=True)
-        common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
+    found[stage], begin = [], time.monotonic()
+    late = begin > deadline
+    rows = guarded(globals()[f"check_{stage}"]())
+    if late and stage != "speed": # whose cells say so one by one
+        rows = guarded([dict(note="not run")])
+    try:
+        set_alarm(not late)
+        for row in rows:
+            write(stage, row)
+    except OutOfTime as e:
+        row = reason(e) # no more alarms
+        rows.close() # ends the processes of that stage
+        write(stage, row)
+    set_alarm(False)
     gc.collect()
+    torch.cuda.empty_cache()
     print(f"{stage}: {time.monotonic() - begin:.0f} s")
 print(f"\n{summary(found)}\n{args.out}")
-sys.exit(any("wrong" in row for rows in found.values() for row in rows))
+sys.exit(int(any("wrong" in row for rows in found.values() for row in rows)))

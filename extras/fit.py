@@ -1,0 +1,166 @@
+"""
+--gradient_checkpointing on a GPU, if no number is given: as few blocks are computed again as its memory allows.
+
+Found by measuring, before the first step: a pass over the largest pack that can come, with no block kept, then with as
+many as fit for sure, and with more as long as there is room; so any card, --quantize, --offload and --compile are right
+by themselves. The gradients of these passes are thrown away, and train.py seeds dropout anew for each pack.
+"""
+from functools import partial
+from itertools import product
+from math import inf, isqrt
+from types import SimpleNamespace
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+GIB = 2**30
+STATES = 5 # of each parameter beside its weight: a gradient, and AdamW's two moments or Prodigy's four
+
+# ---- the largest pack ------------------------------------------------------------------------------------------------
+
+def lengths_of(samples, count_tokens):
+    """All lengths that train.py may draw, in tokens. count_tokens: its function."""
+    lengths = set()
+    for sample in samples:
+        for resolution, (prompt, with_pictures) in product(sample.resolutions, sample.texts):
+            shapes = resolution["img_shapes"]
+            if not with_pictures: # --prompt_image_dropout_rate drops the controls too
+                shapes = shapes[:1]
+            lengths.add(count_tokens(sample, dict(img_shapes=shapes), (prompt, with_pictures)))
+    return lengths
+
+def largest_pack(lengths, args):
+    """-> lengths of one or more samples that take as much memory as any forward pass of samples of `lengths`; packed,
+    that is a question of their sum."""
+    if args.batching == "padded": # a row costs as much as the longest one
+        rows = {n: max(1, min(args.batch_size, args.max_tokens // n)) for n in lengths}
+        heaviest = max(lengths, key=lambda n: n * rows[n])
+        return [heaviest] * rows[heaviest]
+    longest = max(lengths)
+    limit = min(args.max_tokens, args.batch_size * longest)
+    sums = 1 # all sums that samples can have, as the bits of one integer: at first 0
+    for _ in range(args.batch_size):
+        fewer = sums # of one sample less
+        for n in lengths:
+            sums |= (fewer << n) & ((2 << limit) - 1)
+        if sums == fewer or sums >> limit: # nothing new, or the limit itself
+            break
+    most = sums.bit_length() - 1
+    return [longest, most - longest] if most > longest + 1 else [max(longest, most)]
+
+def shape_of(tokens):
+    """-> (img_shapes, text tokens) of a sample of so many tokens, or a few more."""
+    text = min(256, tokens // 2)
+    height = isqrt(tokens - text)
+    width = -(-(tokens - text) // height)
+    return [(1, height, width)], text
+
+def blank_items(shapes, model, device=None):
+    """train.py's items, as its load_item makes them, of zeros. shapes: (img_shapes, text tokens) of each."""
+    zeros = partial(torch.zeros, device=device)
+    items = []
+    for img_shapes, text in shapes:
+        target, *controls = [h * w for _, h, w in img_shapes]
+        items.append(SimpleNamespace(
+            x0=zeros(target, 64), noise=zeros(target, 64), velocity=zeros(target, 64), s=zeros(()),
+            controls=zeros(sum(controls), 64, dtype=model.dtype), weight=torch.ones(target, device=device),
+            prompt=zeros(text, model.config.joint_attention_dim, dtype=model.dtype), img_shapes=img_shapes))
+    return items
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+def has_own_memory(device):
+    return device.startswith("cuda")
+
+def margin(total):
+    """Bytes of a card's memory that stay free, for fragments and for what CUDA and its libraries take."""
+    return max(0.05 * total, GIB)
+
+def room(device):
+    """Bytes that this process can still take on the device, less the margin."""
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused - margin(total)
+
+def added_bytes(f, device):
+    """Peak bytes of the tensors on the device while f() runs, less those before; inf if it runs out of memory."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        f()
+        return torch.cuda.max_memory_allocated(device) - before
+    except torch.OutOfMemoryError:
+        return inf
+    finally:
+        torch.cuda.reset_peak_memory_stats(device) # the log's `memory` is the training's
+        torch.cuda.empty_cache()
+
+def learning_bytes(transformer):
+    """What comes beside a pass: gradients of the packs before it, and the optimizer's state."""
+    return STATES * sum(p.nbytes for p in transformer.parameters() if p.requires_grad)
+
+def input_bytes(transformer, pack):
+    """The inputs of all blocks, which a recomputed pass saves."""
+    return len(transformer.transformer_blocks) * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
+
+def find_fit(blocks, free, inputs, added, selective):
+    """-> (how many of the blocks are kept, whether the others keep their attention, bytes that a pass adds then).
+    free: bytes that it may add; added(kept, selective): what it does add, inf if it runs out of memory; inputs: of
+    added(0) the saved inputs of all blocks. The rest is one block at work, and a block that is kept costs no more.
+    selective: whether attention can be kept alone. It is as large as the inputs, and costs most to compute again."""
+    kept, adds = 0, added(0, False)
+    one_block = adds - inputs
+    if selective and free >= adds + 1.05 * inputs:
+        adds = added(0, True)
+    else:
+        selective = False
+    while kept < blocks and free - adds >= one_block:
+        more = min(blocks, kept + int((free - adds) // one_block))
+        more_adds = added(more, selective)
+        if more_adds > free: # fragments, or another process
+            break
+        kept, adds = more, more_adds
+    return kept, selective and kept < blocks, adds
+
+def keep_attention():
+    """For torch.utils.checkpoint: recomputed blocks keep what the attention kernel gives."""
+    return create_selective_checkpoint_contexts([torch.ops.torch_attn._varlen_attn.default])
+
+def rope_patch_of(transformer):
+    """The names of the module that has patched it."""
+    return transformer.forward.__func__.__globals__
+
+def keep_what_fits(transformer, lengths, flow_loss, recompute, gather, args, say):
+    """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths:
+    lengths_of's; flow_loss, say: train.py's functions; recompute(number, **options): checkpoint_blocks; gather(value):
+    that of each process. torch.OutOfMemoryError if the largest pack does not fit although all blocks are computed
+    again."""
+    blocks, pack = len(transformer.transformer_blocks), largest_pack(lengths, args)
+    items = blank_items(map(shape_of, pack), transformer, args.device)
+
+    def step():
+        try:
+            sum(loss for loss, _ in flow_loss(transformer, items)).backward()
+        finally:
+            for p in transformer.parameters():
+                p.grad = None
+
+    def keep(kept, selective):
+        contexts = dict(context_fn=keep_attention) if selective else {}
+        return recompute(blocks - kept, **contexts)
+
+    def added(kept, selective):
+        keep(kept, selective)
+        return max(gather(added_bytes(step, args.device)))
+
+    added(0, False) # the first pass loads kernels and libraries, which take memory too
+    free = min(gather(room(args.device) - learning_bytes(transformer)))
+    one_kernel = rope_patch_of(transformer)["has_varlen"](items[0].prompt) and args.batching == "packed"
+    selective = one_kernel and not args.compile # (with which it was not tried)
+    kept, selective, adds = find_fit(blocks, free, input_bytes(transformer, pack), added, selective)
+    if adds == inf:
+        raise torch.OutOfMemoryError(f"a pass of {sum(pack)} tokens does not fit")
+    words = ", the attention of the others" if selective else ""
+    say(f"gradient checkpointing: {kept} blocks{words} are kept; a pass of {sum(pack):,} tokens, the largest, takes "
+        f"about {adds / GIB:.1f} of {free / GIB:.1f} GiB")
+    return keep(kept, selective)

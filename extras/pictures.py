@@ -1,0 +1,67 @@
+"""
+Remembers what was found in a dataset's pictures, so that a start opens only those that are new or changed; without this
+file every start reads every picture.
+
+CACHE_DIR/pictures.txt holds a picture's content hash and size under its path, with the file's length and times when it
+was looked at. A picture that has not passed all checks is never in it. Of two processes that write it at once the last
+one wins, and what the other has seen is read once more. Deleting it does no harm.
+"""
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+SETTLED = 2 * 10**9 # ns: a file that changes twice within a tick of its disk's clock (2 s on FAT) keeps its times
+
+
+def look_ahead(samples, look, cache_dir, quiet, common):
+    """-> look, cache.py's function of a path, with the answers for all pictures of these samples known already: from
+    pictures.txt, or read now by threads. What is wrong with one it says when it is asked. common: the module."""
+    memory = Path(cache_dir, "pictures.txt")
+    remembered, known, new, fresh = read_memory(memory), {}, [], {}
+    for path in dict.fromkeys(path for s in samples for path in (s.target, s.mask, *s.controls) if path):
+        stamp, (old_stamp, size, content) = stamp_of(path), remembered.get(os.path.abspath(path), (None, None, None))
+        if stamp and stamp == old_stamp:
+            known[path] = tuple(size), content
+        else:
+            new.append((path, stamp))
+    before = time.time_ns() - SETTLED
+    found = common.read_ahead(lambda item: look(item[0]), new, threads=8, most=32)
+    for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
+        with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned
+            known[path] = next(found).result()
+            if max(stamp[1:]) < before:
+                fresh[os.path.abspath(path)] = stamp, *known[path]
+    if fresh:
+        write_memory(memory, read_memory(memory) | fresh, common.write_file) # another process may have written it
+    return lambda path: known.get(path) or look(path)
+
+
+def stamp_of(path):
+    """[length in bytes, time of the last change of the content, and of the file: ns], or None if it is not there. The
+    second time also changes if another file is moved here that has the same length and age."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def read_memory(path):
+    """{absolute path: (stamp, size, content hash)}, or {} if there is none, or a damaged one."""
+    with contextlib.suppress(OSError, ValueError):
+        digest, text = path.read_text().split("\n", 1)
+        if digest == hashlib.sha256(text.encode()).hexdigest():
+            return json.loads(text)
+    return {}
+
+
+def write_memory(path, remembered, write_file):
+    text = json.dumps(remembered, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    with contextlib.suppress(SystemExit): # an InputError: nothing is lost but time
+        write_file(path, f"{digest}\n{text}".encode())
