@@ -4,8 +4,10 @@ import runpy
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import cache
+import common
 import predict
 from models import is_one_line
 from test_consistency import HERE, TINY, add_item, draw_picture, encoder_flags, run_script, save
@@ -70,3 +72,35 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     assert "vae" not in plain and plain["shift"] == pytest.approx(np.median(moved[:3])) and plain["shift"] > 0.001
     result = run_script("tools/measure.py", tmp_path / "data", tmp_path / "data")
     assert result.status == 1 and is_one_line(result.errors[-1], "none of the pictures")
+
+def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
+    """By predict.py's names. A name that itself ends in -s1 is a name; a picture that only one sample lacks is an
+    error."""
+    rng, drawn = np.random.default_rng(0), {}
+    for name in ("a", "a-s1", "deep/b"):
+        add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
+        target = common.read_image(tmp_path / f"data/target/{name}.png")
+        for seed in (0, 1):
+            for scale, noise in (("0", 60), ("0.5", 5), ("1", 20), ("1e-05", 50)):
+                noisy = np.asarray(target) + rng.normal(0, noise, (64, 96, 3))
+                noisy = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+                if (name, seed, scale) == ("a", 1, "1"): # drawn by another call, at another size
+                    noisy = noisy.resize((48, 32), Image.BOX)
+                save(noisy, tmp_path / f"out/{name.replace('/', '-')}-s{seed}-x{scale}.png")
+                folder = "data/deep" if "/" in name else "data"
+                drawn.setdefault(f"{folder} x{scale}", []).append(
+                    predict.psnr(noisy, target.resize(noisy.size, Image.LANCZOS)))
+    flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
+    result = run_script("tools/measure.py", *flags)
+    assert result.status == 0, result.err
+    found = json.loads((tmp_path / "m.json").read_text())
+    scales = ["0", "1e-05", "0.5", "1"]
+    assert list(found) == [f"{folder} x{scale}" for folder in ("data", "data/deep") for scale in scales]
+    for group, values in drawn.items():
+        assert found[group]["pictures"] == len(values) and found[group]["drawn"] == pytest.approx(np.mean(values))
+        assert [line for line in result.out.splitlines() if line.startswith(group + "  ")], result.out
+    assert found["data x0.5"]["drawn"] > found["data x1"]["drawn"] + 5
+    (tmp_path / "out/a-s1-x0.5.png").rename(tmp_path / "out/a.png") # of a, seed 1; now it has one without an end
+    result = run_script("tools/measure.py", *flags)
+    named = sorted(error.split("/")[-1].split(":")[0] for error in result.errors)
+    assert result.status == 1 and named == ["a-s1-x0.5.png", "a-s1.png", "deep-b.png"], result.err

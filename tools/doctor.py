@@ -3,9 +3,11 @@ What is wrong with a dataset, before a training is spent on it? Reads datasets a
 prints a table of what they hold, and looks for pairs that teach the wrong thing:
 
     identical       target and control are the same picture; good as examples of "keep the image", else a mistake
-    moved           the target shows the scene shifted or zoomed, so that the LoRA will learn to move pictures
+    moved           the target shows the scene shifted, zoomed or turned: the LoRA would learn to move pictures
     recoloured      all its colours have changed, also where nothing was edited
     other shape     target and control differ in aspect, or by twice the side
+    enlarged        training would blow the picture up to 1.5 times its sides or more, which teaches blur: train with
+                    --no-upscale, or at other --target_pixels and --control_pixels
     duplicate       the same pair and instruction twice
     other caption   the same pair with another instruction
     other target    the same control and instruction with another target
@@ -15,8 +17,9 @@ report.json (a line for each sample) and sheet_*.png (each finding's pictures) t
 
 --mask auto draws the masks that train.py would make with it. --align DIR writes the dataset again, to a new folder in
 which what has moved is repaired: the target is warped onto its control, and both (and the mask) are cropped to what
-they share. All other pictures are copied byte for byte, also those of another shape. A pair that still moves after that
-is listed and left out, and so is a sample with an error.
+they share. All other pictures are copied byte for byte, also those of another shape. The motion is then measured
+again, in two halves of the picture: a pair that still moves is listed and left out, and so are one that is turned by
+more than 4 degrees and a sample with an error.
 
 $ python tools/doctor.py photos                          # -> out/doctor-photos
 $ python tools/doctor.py photos drawings --out report
@@ -24,6 +27,8 @@ $ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 """
 import argparse
+import cmath
+import functools
 import json
 import math
 import os
@@ -33,6 +38,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1") # the pairs have a thread for each core already. Read by numpy when loaded
 import numpy as np
 from PIL import Image, ImageChops
 from tqdm import tqdm
@@ -42,8 +48,9 @@ import cache
 import common
 from cache import CONDITION_IMAGE_SIZE, is_plus
 from common import InputError, fit_size, pixels, read_image
-from extras.motion import ASPECT, auto_mask, copy_size, find_cast, find_motion, fit_motion
-from extras.sheet import contact_sheet, shown_prompt
+from extras.motion import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
+                           inverse, remaining_motion)
+from extras.sheet import contact_sheet, shown_prompt, thumbnail
 from predict import save_png
 from tools.import_data import picture_suffix, places_of, write_caption
 
@@ -51,10 +58,15 @@ from tools.import_data import picture_suffix, places_of, write_caption
 SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of 8x8 pixels, so that a small edit counts
 SCALE = 2.0 # other shape: quotient of the two sides (and ASPECT)
+ENLARGED = 1.5 # quotient of the sides in training and in the file
+# what --align takes for repaired
+TURNED = 4.0 # degrees, at most: tests/test_motion.py plants up to 3
+REMAINS = 0.5 # pixels, in copies of at most 1024, that the worst corner may seem to move by: right fits stay below 0.4
 # twins, on copies of 16x16 pixels
 TWIN = 4.0 # RMS in levels: re-encoded copies stay below 3
 OTHER = 16.0 # RMS in levels of targets that are clearly different
-KINDS = ["identical", "moved", "recoloured", "other shape", "duplicate", "other caption", "other target"]
+KINDS = ["identical", "moved", "recoloured", "other shape", "enlarged", "duplicate", "other caption", "other target"]
+ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels and --control_pixels")
 
 # ---- a pair; pairs of pairs ------------------------------------------------------------------------------------------
 
@@ -72,62 +84,97 @@ def examine_pair(target, control):
     whole, blocks = [np.subtract(*shrunk(factor), dtype=float) for factor in (1, 8)]
     if np.sqrt((whole.mean(-1) ** 2).mean()) < SAME_RMS and abs(blocks).max() < SAME_BLOCK:
         return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}
-    if aspect < math.log(ASPECT) and (motion := find_motion(target, control, size)) is not None:
-        dx, dy = motion[:2] * max(w, h) / max(size)
-        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * motion[2]:+.1f} %"
-    if (cast := find_cast(*shrunk(max(1, max(size) / 64)))) is not None:
-        found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast[0])
+    motion, cast = find_change(target, control)
+    if motion is not None:
+        (dx, dy), zoomed = motion[:2] * max(w, h) / max(size), complex(1 + motion[2], motion[3])
+        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * abs(zoomed) - 100:+.1f} %"
+        degrees = math.degrees(cmath.phase(zoomed))
+        if abs(degrees) >= 0.05:
+            found["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
+    if cast is not None:
+        found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
     return found
 
 def find_twins(samples, thumbnails):
-    """-> [(kind, index of a sample, index of its twin)]. thumbnails: 16x16 of targets and of controls, (2, N, 768)."""
+    """-> [(kind, index of a sample, index of its twin)]. thumbnails: 16x16 of targets and of controls, (2, N, 768).
+    Sorted by their controls' means, only near ones can be twins, as an RMS is at least the difference of the means."""
+    order = np.argsort(thumbnails[1].mean(-1), kind="stable")
+    samples, mean = [samples[i] for i in order], thumbnails[1, order].mean(-1)
     numbered = lambda values: np.unique(values, return_inverse=True)[1]
     asked = numbered([" ".join(s.prompts[0].lower().split()) for s in samples])
     further = numbered([f"{s.controls[1:]} {bool(s.controls)}" for s in samples])
     edits, twins = np.array([bool(s.controls) for s in samples]), []
-    x = thumbnails.astype(np.float32) - 128
-    square = (x ** 2).sum(-1)
-    for i in range(len(samples)): # a row at a time: N x N distances of 20,000 samples would take 3 GB
-        target, control = [np.sqrt(abs(sq[i:] + sq[i] - 2 * y[i:] @ y[i]) / 768) for sq, y in zip(square, x)]
-        near, same = (control < TWIN) & (further[i:] == further[i]), asked[i:] == asked[i]
+    targets, controls = thumbnails[:, order].astype(np.float32) - 128
+    for start in range(0, len(samples), 256):
+        stop = min(start + 256, len(samples))
+        rows, others = slice(start, stop), slice(start, np.searchsorted(mean, mean[stop - 1] + TWIN, "right"))
+        near = (distances(controls[rows], controls[others]) < TWIN) & (further[rows, None] == further[others])
+        near = np.triu(near, 1) # each pair once
+        if not near.any():
+            continue
+        target, same = distances(targets[rows], targets[others]), asked[rows, None] == asked[others]
         for kind, which in (("duplicate", near & same & (target < TWIN)),
                             ("other caption", near & ~same & (target < TWIN)),
-                            ("other target", near & same & edits[i:] & (target > OTHER))):
-            twins += [(kind, i, i + j) for j in np.flatnonzero(which).tolist() if j]
-    return twins
+                            ("other target", near & same & edits[others] & (target > OTHER))):
+            twins += [(kind, *sorted(order[start + pair].tolist())) for pair in np.argwhere(which)]
+    return sorted(twins, key=lambda twin: (twin[1], KINDS.index(twin[0]), twin[2]))
+
+def distances(a, b):
+    """RMS in levels between each of a and each of b: (M, 768), (N, 768) -> (M, N)."""
+    square_a, square_b = (a ** 2).sum(-1), (b ** 2).sum(-1)
+    return np.sqrt(abs(square_a[:, None] + square_b - 2 * a @ b.T) / 768)
 
 # ---- a dataset -------------------------------------------------------------------------------------------------------
 
-def read_sample(sample, pipe, args):
-    """-> (target, first control or None, row of report.json). Opens every picture. InputError for what is wrong."""
+def enlargement(uses):
+    """[(whose, its size, its size in training)] -> the one that is enlarged most, in words; None if that is little."""
+    def factor(use):
+        _, (w, h), (to_w, to_h) = use
+        return math.sqrt(to_w * to_h / (w * h))
+    worst = max(uses, key=factor)
+    whose, (w, h), (to_w, to_h) = worst
+    return f"{whose}{w}x{h} -> {to_w}x{to_h}" if factor(worst) >= ENLARGED else None
+
+def examine_sample(sample, args):
+    """-> (row of report.json, {kind of finding: in words}, thumbnails of target and control for find_twins). Opens
+    every picture. InputError for what is wrong."""
     (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
     if sample.mask:
         cache.check_mask(sample.mask, (w, h))
     pictures = [read_image(path) for path in [sample.target, *sample.controls, *filter(None, [sample.mask])]]
-    controls = [fit_size(size, args.control_pixels) for size in control_sizes]
-    targets = [fit_size((w, h), area) for area in args.target_pixels]
+    controls = [fit_size(size, args.control_pixels, args.upscale) for size in control_sizes]
+    targets = [fit_size((w, h), area, args.upscale) for area in args.target_pixels]
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(sample.controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
-    if pipe:
-        seen = [fit_size(size, CONDITION_IMAGE_SIZE) for size in control_sizes] if is_plus(pipe) else controls
-        row["text_tokens"] = [cache.prompt_length(pipe, prompt, seen) for prompt in sample.prompts]
-    return pictures[0], pictures[1] if sample.controls else None, row
+    found = examine_pair(*pictures[:2]) if sample.controls else {}
+    uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
+    if words := enlargement(uses):
+        found["enlarged"] = words
+    target, control = pictures[0], pictures[1 if sample.controls else 0]
+    small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
+    return row, found, small
 
 def examine(samples, pipe, args):
     """-> (good samples, rows of report.json, {kind: [(words, index of the sample and maybe its twin's)]}, problems)."""
     good, rows, found, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
-    for sample in tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False):
+    threads = min(16, os.cpu_count() or 1) # each holds a pair's pictures
+    examined = common.read_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
+    bar = tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)
+    for sample, future in zip(bar, examined):
         try:
-            target, control, row = read_sample(sample, pipe, args)
+            row, wrong, small = future.result()
         except InputError as e:
             problems.append(str(e))
             continue
-        wrong = examine_pair(target, control) if control else {}
+        if pipe: # here, as a tokenizer serves one thread at a time
+            area, upscale = (CONDITION_IMAGE_SIZE, True) if is_plus(pipe) else (args.control_pixels, args.upscale)
+            seen = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
+            row["text_tokens"] = [cache.prompt_length(pipe, prompt, seen) for prompt in sample.prompts]
         for kind, words in wrong.items():
             found[kind].append((f"{sample.name}: {words}", [len(good)]))
         rows.append(row | dict(findings=[f"{kind}: {words}" for kind, words in wrong.items()]))
-        thumbnails.append([np.asarray(im.resize((16, 16), Image.BOX)).flatten() for im in (target, control or target)])
+        thumbnails.append(small)
         good.append(sample)
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)) if good else []:
         found[kind].append((f"{good[i].name}: and {good[j].name}", [i, j]))
@@ -138,10 +185,10 @@ def cells_of(sample):
     """A sample on a sheet: its controls and its target."""
     return [list(map(read_image, sample.controls)), read_image(sample.target)]
 
-def masked_cells(sample, area):
+def masked_cells(sample, area, upscale):
     """... and what of the target --mask auto takes for edited, at the area that is trained; the rest is dark."""
     target = read_image(sample.target)
-    target = target.resize(fit_size(target.size, area))
+    target = target.resize(fit_size(target.size, area, upscale))
     mask = auto_mask(target, read_image(sample.controls[0]))
     dark = target.point(lambda level: level // 4)
     edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
@@ -157,7 +204,7 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
     for old in folder.glob(file("*")):
         old.unlink()
     for page, start in enumerate(range(0, len(entries), 24), 1):
-        lines = [[words, *[cell for i in of for cell in cells(samples[i])]]
+        lines = [[words, *[thumbnail(cell) for i in of for cell in cells(samples[i])]]
                  for words, of in entries[start:start + 24]]
         above = ["", *(titles or ["control", "target", "its control", "its target"])][:len(lines[0])]
         save_png(contact_sheet(lines, above), folder / file(page))
@@ -193,31 +240,47 @@ def copy_to(folder, sample, taken):
 
 def align_pair(target, control, mask):
     """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they
-    share. The control's pixels are only cropped; the target's are resampled."""
-    start = find_motion(target, control, copy_size(target.size))
-    dx, dy, zoom = fit_motion(target, control, -start)
-    left, right, width, x, step_x = shared_part(target.width, control.width, dx, zoom)
-    top, bottom, height, y, step_y = shared_part(target.height, control.height, dy, zoom)
-    warp = lambda image: image and image.resize(target.size).transform(
-        (width, height), Image.AFFINE, (step_x, 0, x, 0, step_y, y), Image.BICUBIC)
-    return warp(target), control.crop((left, top, right, bottom)), warp(mask)
+    share; or why that cannot be done. The control's pixels are only cropped; the target's are resampled."""
+    motion = fit_motion(target, control, inverse(find_motion(target, control, copy_size(target.size))))
+    degrees = abs(math.degrees(math.atan2(motion[3], 1 + motion[2])))
+    if degrees > TURNED:
+        return f"turned by {degrees:.1f} degrees"
+    left, top, right, bottom = shared_box(motion, target.size, control.size)
+    unit_x, unit_y = control.width / target.width, control.height / target.height
+    width, height = round((right - left) / unit_x), round((bottom - top) / unit_y)
+    if min(right - left, bottom - top, width, height) < 32:
+        return "shares too little"
+    # a pixel of the result -> that of the control, at the target's size -> that of the target
+    x, step_x = left / unit_x, (right - left) / unit_x / width
+    y, step_y = top / unit_y, (bottom - top) / unit_y / height
+    a, b, c, d, e, f = affine_of(inverse(motion), target.size)
+    affine = a * step_x, b * step_y, a * x + b * y + c, d * step_x, e * step_y, d * x + e * y + f
 
-def shared_part(n, of_control, shift, zoom):
-    """Along one side, of n pixels in the target and of_control in the control -> first and last pixel of the control
-    that both show; the result's pixels; where in the target they begin, and their step there."""
-    shown_at = lambda x: (1 + zoom) * x + shift - zoom * n / 2 # by the control, in pixels of the target
-    unit = of_control / n
-    first, last = math.ceil(max(0, shown_at(0)) * unit), math.floor(min(n, shown_at(n)) * unit)
-    size = max(1, round((last - first) / unit))
-    return first, last, size, (first / unit - shown_at(0)) / (1 + zoom), (last - first) / size / unit / (1 + zoom)
+    def warp(image):
+        return image.resize(target.size).transform((width, height), Image.AFFINE, affine, Image.BICUBIC)
+    return warp(target), control.crop((left, top, right, bottom)), mask and warp(mask)
+
+def shared_box(motion, size, control_size):
+    """(left, top, right, bottom) of what the target shows of the control, in pixels of the control. What is turned is
+    cut to an upright rectangle within it."""
+    (w, h), (control_w, control_h) = size, control_size
+    a, b, c, d, e, f = affine_of(motion, size)
+    corners = (0, 0), (w, 0), (w, h), (0, h) # of the target, clockwise
+    there_x = [(a * x + b * y + c) * control_w / w for x, y in corners]
+    there_y = [(d * x + e * y + f) * control_h / h for x, y in corners]
+    return (math.ceil(max(0, there_x[0], there_x[3])), math.ceil(max(0, there_y[0], there_y[1])),
+            math.floor(min(control_w, there_x[1], there_x[2])), math.floor(min(control_h, there_y[2], there_y[3])))
 
 def repair(sample):
-    """Aligns a copied sample in place -> what is wrong, or None. Repaired pictures are PNG."""
+    """Aligns a copied sample in place -> why it cannot be repaired, or None. Repaired pictures are PNG."""
     target, control = read_image(sample.target), read_image(sample.controls[0])
     mask = read_image(sample.mask).convert("L") if sample.mask else None
-    target, control, mask = align_pair(target, control, mask)
-    if min(*target.size, *control.size) < 32 or "moved" in examine_pair(target, control):
-        return "moves still"
+    aligned = align_pair(target, control, mask)
+    if isinstance(aligned, str):
+        return aligned
+    target, control, mask = aligned
+    if "moved" in examine_pair(target, control) or remaining_motion(target, control) > REMAINS:
+        return "still moves"
     for path, image in ((sample.target, target), (sample.controls[0], control), (sample.mask, mask)):
         if image:
             os.unlink(path)
@@ -225,7 +288,7 @@ def repair(sample):
 
 def write_aligned(out, samples, moved, sheets):
     """OUT, whole or not at all: the samples, repaired where their index is in `moved`; and in `sheets` the differences
-    before and after -> [names of those left out]."""
+    before and after -> [names of those left out, and why]."""
     left_out, entries, pairs, taken = [], [], [], set()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
@@ -234,8 +297,8 @@ def write_aligned(out, samples, moved, sheets):
             if (folder / f"target/{sample.name}.txt").exists(): # a manifest may use a target twice
                 sample = replace(sample, name=f"{sample.name}-{i}")
             there = copy_to(folder, sample, taken)
-            if i in moved and repair(there):
-                left_out.append(sample.name)
+            if i in moved and (why := repair(there)):
+                left_out.append(f"{sample.name} ({why})")
                 for path in (there.target, there.mask, Path(there.target).with_suffix(".txt"), *there.controls):
                     Path(path).unlink() if path else None
             elif i in moved:
@@ -257,6 +320,8 @@ def main():
     parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
                         help="area of the target that tokens are counted at, as in cache.py; several: each")
     parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="of the controls")
+    parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
+                        help="enlarge smaller pictures to the area, as in cache.py")
     parser.add_argument("--model", help="hub id or folder; its tokenizer counts prompts' tokens (default: none)")
     parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
                         help="exit with status 0 although there are errors")
@@ -290,11 +355,12 @@ def main():
         for kind, entries in found.items():
             write_sheets(out, kind, entries, samples)
             if names := [words for words, _ in entries]:
-                print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}")
+                print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
+                      f"{ADVICE.get(kind, '')}")
         if args.mask:
             drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
-            write_sheets(out, "mask", drawn, samples, lambda sample: masked_cells(sample, args.target_pixels[0]),
-                         ["control", "target", "edited"])
+            masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
+            write_sheets(out, "mask", drawn, samples, masked, ["control", "target", "edited (dark = not)"])
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
         if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
             raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")

@@ -1,6 +1,7 @@
 """
 How near are drawn pictures to a dataset's targets? Compares what predict.py --jobs DATASET has drawn with the targets,
-and prints a line for each folder of the dataset, means over its pictures:
+and prints a line for each folder of the dataset, means over its pictures. What --seed has drawn several times is
+averaged; what --scales has drawn gets a line for each scale:
 
     input, drawn, VAE    PSNR to the target in dB: of the first control, of the picture, of what the VAE makes of the
                          target, which is the best that any LoRA can reach
@@ -16,9 +17,13 @@ $ python predict.py --lora out/RUN --jobs tiny/val --out_dir out/predict
 $ python tools/measure.py out/predict tiny/val
 $ python tools/measure.py out/predict photos --model Qwen/Qwen-Image-Edit-2509 --json measured.json
 $ python tools/measure.py out/predict photos --model none   # without a model: against the targets themselves
+$ python predict.py --lora out/RUN --jobs photos --scales 0 0.5 1 --seed 0 1 --out_dir out/scales; \
+  python tools/measure.py out/scales photos                 # which scale is best? 0 is the base
 """
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,28 +60,48 @@ def drift(image, reference, keep):
         found.update(shift=float(np.hypot(*moved[:2])), **(dict(zoom=float(100 * abs(moved[3]))) if both else {}))
     return found
 
-def measure(picture, sample, pipe):
-    """-> {measure: value} of this picture. pipe: with a VAE, or None."""
-    target = reference = common.read_image(sample.target).resize(picture.size, Image.Resampling.LANCZOS)
-    found = dict(drawn=psnr(picture, target))
+def prepare(sample, size, pipe):
+    """What a sample's pictures of this size are compared with -> SimpleNamespace(target, reference: the target as the
+    VAE draws it (without a pipe the target itself), given: the first control or None, edited and keep: bool (H, W))."""
+    target = reference = common.read_image(sample.target).resize(size, Image.Resampling.LANCZOS)
     if pipe:
         latents = cache.encode_image(pipe, target)
         reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
-        found["vae"] = psnr(reference, target)
+    given, edited, keep = None, np.zeros(target.size[::-1], bool), None
     if sample.controls:
         control = common.read_image(sample.controls[0])
-        given = control.resize(picture.size, Image.Resampling.LANCZOS)
-        found["input"] = psnr(given, target)
+        given = control.resize(size, Image.Resampling.LANCZOS)
         mask = common.read_image(sample.mask).convert("L") if sample.mask else auto_mask(target, control)
-        edited = np.asarray(mask.resize(picture.size, Image.Resampling.NEAREST)) >= 128 if mask else np.zeros(1, bool)
-        for name, part in (("inside", edited), ("outside", ~edited)):
-            if edited.any() and part.any():
-                found[name] = psnr(np.asarray(picture)[part], np.asarray(target)[part])
+        if mask:
+            edited = np.asarray(mask.resize(size, Image.Resampling.NEAREST)) >= 128
         keep = np.abs(np.asarray(given, int) - np.asarray(target, int)).max(-1) <= 8
-        if keep.mean() > 0.1:
-            found["kept"] = psnr(np.asarray(picture)[keep], np.asarray(target)[keep])
-            found |= drift(picture, reference, keep)
+    return SimpleNamespace(target=target, reference=reference, given=given, edited=edited, keep=keep)
+
+def measure(picture, wanted, pipe):
+    """-> {measure: value} of this picture. wanted: of prepare."""
+    found = dict(drawn=psnr(picture, wanted.target))
+    if pipe:
+        found["vae"] = psnr(wanted.reference, wanted.target)
+    if wanted.given:
+        found["input"] = psnr(wanted.given, wanted.target)
+        for name, part in (("inside", wanted.edited), ("outside", ~wanted.edited)):
+            if wanted.edited.any() and part.any():
+                found[name] = psnr(np.asarray(picture)[part], np.asarray(wanted.target)[part])
+        if wanted.keep.mean() > 0.1:
+            found["kept"] = psnr(np.asarray(picture)[wanted.keep], np.asarray(wanted.target)[wanted.keep])
+            found |= drift(picture, wanted.reference, wanted.keep)
     return found
+
+def ends_of(folder, stems):
+    """-> {end of a name: scale in words} of the pictures of these names, by scale: several --seed and --scales of
+    predict.py add -s1 and -x0.5. If there are no pictures, the one end is empty."""
+    scale, readings = r"-x(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)", []
+    for file in sorted(folder.glob("*.png")):
+        matches = [re.fullmatch(f"(?s)(.+)({end})", file.stem) for end in ("()", r"-s\d+()", scale, r"-s\d+" + scale)]
+        readings.append([(m[2], m[3]) for m in matches if m and m[1] in stems])
+    times = Counter(end for of_file in readings for end in of_file)
+    ends = dict(max(of_file, key=times.get) for of_file in readings if of_file) # as a name may itself end in -s1
+    return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf"))) or {"": ""}
 
 COLUMNS = dict(input="7.1f", drawn="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
                outside="7.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
@@ -102,14 +127,20 @@ def main():
         cache.load_encoder(pipe, "vae", SimpleNamespace(dtype="float32", vae_device=args.device))
         pipe.vae.to(args.device)
 
-    groups = {}
-    for sample in tqdm(samples, desc="measuring", unit=" pictures", disable=None, leave=False):
-        try:
-            picture = common.read_image(args.pictures / (sample.name.replace("/", "-") + ".png"))
-            name = "/".join([sample.root, *Path(sample.name).parent.parts])
-            groups.setdefault(name, []).append(measure(picture, sample, pipe))
-        except InputError as e:
-            problems.append(str(e))
+    groups, stems = {}, {sample.name.replace("/", "-"): sample for sample in samples}
+    ends = ends_of(args.pictures, stems)
+    for stem, sample in tqdm(stems.items(), desc="measuring", unit=" samples", disable=None, leave=False):
+        wanted = {} # by size: the scales and seeds of a sample share it
+        for end, scale in ends.items():
+            try:
+                picture = common.read_image(args.pictures / f"{stem}{end}.png")
+                if picture.size not in wanted:
+                    wanted[picture.size] = prepare(sample, picture.size, pipe)
+            except InputError as e:
+                problems.append(str(e))
+                continue
+            name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
+            groups.setdefault(name, []).append(measure(picture, wanted[picture.size], pipe))
     for problem in problems:
         print(problem, file=sys.stderr)
     if not groups:
