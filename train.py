@@ -509,7 +509,7 @@ def begin_log():
     """Writes the first line, which tells how the run was begun. If resumed, it keeps the lines up to the checkpoint:
     later steps run again, and a kill may have left half a line."""
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
-    kept = lines[:1] or [json.dumps(dict(flags=vars(args), **versions, started=time.time()), default=str)]
+    kept = lines[:1] or [json.dumps(dict(command=sys.argv, flags=vars(args), **versions, started=time.time()), default=str)]
     for line in lines[1:]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
@@ -787,7 +787,8 @@ else:
         flags += ["--transformer", args.transformer]
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
         f"  python predict.py {shlex.join(flags)} --image CONTROL.png --prompt \"...\"\n"
-        f"  python tools/curves.py {shlex.quote(str(out_dir))}")
+        f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
+        f"ComfyUI: copy it to models/loras (no DoRA); diffusers: pipe.load_lora_weights({str(out_dir / LORA_FILE)!r})")
 signals.close()
 if dist.is_initialized():
     dist.destroy_process_group()
