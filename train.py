@@ -509,7 +509,8 @@ def begin_log():
     """Writes the first line, which tells how the run was begun. If resumed, it keeps the lines up to the checkpoint:
     later steps run again, and a kill may have left half a line."""
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
-    kept = lines[:1] or [json.dumps(dict(command=sys.argv, flags=vars(args), **versions, started=time.time()), default=str)]
+    begin = dict(command=sys.argv, flags=vars(args), **versions, started=time.time())
+    kept = lines[:1] or [json.dumps(begin, default=str)]
     for line in lines[1:]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
