@@ -114,7 +114,7 @@ def test_help_prints_commands_and_defaults(script):
     ("predict.py", "--steps 3", "here --num_inference_steps"), ("predict.py", "--images x", "here --image"),
     ("predict.py", "--prompt make it sepia", "quotes"), ("cache.py", "--zzz", "see cache.py -h"),
     ("train.py", "--lr fast", "see train.py -h"), ("tools/doctor.py", "photos --output x", "here --out"),
-    ("tools/import_data.py", "", "see import_data.py -h"), ("tools/curves.py", "x --hardset 3", "here --hardest")])
+    ("tools/import_data.py", "", "see import_data.py -h"), ("tools/page.py", "x --hardset 3", "here --hardest")])
 def test_a_flag_that_is_unknown_or_wrong_is_one_line_with_the_name_that_is_meant(script, flags, meant):
     result = run_script(script, *flags.split())
     assert result.status == 2 and len(result.err.splitlines()) == 1 and is_one_line(result.errors[0], meant), result.err
