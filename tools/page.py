@@ -16,7 +16,6 @@ import re
 import shlex
 import sys
 import time
-from ast import literal_eval
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ import numpy as np
 
 import cache
 import common
-import predict
 from common import InputError, Parser, natural
 from tools.page_common import card, link, node, save_page, section, size_of, table, thumbnail, tile
 
@@ -37,8 +35,8 @@ OWN = {"out_dir", "plan", "resume"} # flags that do not tell how a run was train
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 def read_log(folder):
-    """-> SimpleNamespace(folder, flags, versions, steps, validations): the last two are records, one for each step. The
-    last line of a run that is at work, or was killed, may be cut."""
+    """-> SimpleNamespace(folder, name, flags, command, versions, steps, validations): the last two are records, one for
+    each step. The last line of a run that is at work, or was killed, may be cut."""
     log = folder / "log.jsonl"
     try:
         lines = log.read_text().splitlines()
@@ -62,10 +60,10 @@ def read_log(folder):
                 raise InputError(f"{log}:{n}: not what train.py writes; take the line out")
     if not steps:
         raise InputError(f"{log}: no steps yet; come back later, or --watch")
-    flags = begin.pop("flags", None)
+    flags, command = begin.pop("flags", None), begin.pop("command", None)
     steps, validations = [list(dict(sorted(found.items())).values()) for found in (steps, validations)]
     return SimpleNamespace(folder=folder, name=folder.resolve().name, flags=flags if isinstance(flags, dict) else {},
-                           versions=begin, steps=steps, validations=validations)
+                           command=command if isinstance(command, list) else ["train.py"], versions=begin, steps=steps, validations=validations)
 
 def column(records, name):
     """-> (steps, values) of the records that have this number."""
@@ -315,51 +313,33 @@ def flag_words(value):
     items = value if isinstance(value, list) else [value]
     return [f"{item[0]}={json.dumps(item[1])}" if isinstance(item, list) else str(item) for item in items]
 
-def find_defaults(model):
-    """{flag of train.py: its default}. train.py itself cannot be imported, it would train."""
-    parser = Parser(None)
-    for add_flags in (common.add_model_flags, cache.add_data_flags, predict.add_transformer_flags):
-        add_flags(parser)
-    source = Path(common.__file__).with_name("train.py").read_text()
-    own = re.findall(r'^flag\("--(\w+)", (.+?), "', source, re.MULTILINE)
-    defaults = vars(parser.parse_known_args([])[0]) | {name: literal_eval(value) for name, value in own}
-    if common.is_tiny(model): # it has other defaults: of these flags none is left out
-        special = re.search(r"parse_data_args\(parser, dict\((.*?)\)\)", source, re.DOTALL)[1]
-        defaults |= dict.fromkeys([*common.TINY, *re.findall(r"(\w+)=", special)], "")
-    return defaults
-
-def commands(run, defaults):
+def commands(run):
     """{what it does: words for a shell}"""
-    flags, again = run.flags, ["--out_dir", str(run.folder), "--resume"]
-    for name in [name for name in flags if name in defaults.keys() - OWN and flags[name] != defaults[name]]:
-        value = flags[name]
-        if name.endswith("device"): # cuda:0 is this process's share of --device cuda
-            value = str(value).split(":")[0]
-        if isinstance(value, bool):
-            again.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            again += [f"--{name}", *flag_words(value)]
+    flags, again = run.flags, [str(word) for word in run.command if word != "--resume"]
+    if not any(word.split("=")[0] == "--out_dir" for word in again):
+        again += ["--out_dir", run.folder]
     picture = next((p for r in run.validations for p in r.get("pictures", [])), None)
     control = run.folder / "samples" / "control" / picture["file"] if picture else "CONTROL.png"
     sample = ["--model", flags.get("model", "tiny"), "--lora", run.folder, flags.get("base_lora")]
     sample += ["--transformer", flags["transformer"]] if flags.get("transformer") else []
     sample += ["--image", control, "--prompt", picture["prompt"] if picture else "..."]
     return {"Continue it (a finished one with a larger --max_steps, if its learning rate is constant)":
-            ["python", "train.py", *again], "Edit a picture with it": ["python", "predict.py", *filter(None, sample)],
+            ["python", *again, "--resume"], "Edit a picture with it": ["python", "predict.py", *filter(None, sample)],
             "Convert it for ComfyUI": ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out",
                                        f"{run.name}.safetensors"]}
 
 def settings(run):
     """Commands, flags and versions."""
-    lines, defaults = [], find_defaults(run.flags.get("model", "tiny"))
-    for title, words in commands(run, defaults).items():
+    lines = []
+    for title, words in commands(run).items():
         spans = [node("span", shlex.quote(str(word)), " ") for word in words]
         lines += [node("h3", title), node("pre", *spans)]
     rows = {name: [node("code", f"--{name}"), shlex.join(flag_words(value))] for name, value in run.flags.items()}
-    usual = [rows.pop(name) for name, value in run.flags.items() if name in defaults and value == defaults[name]]
+    given = {str(word).split("=")[0] for word in run.command}
+    usual = [rows.pop(name) for name in run.flags if f"--{name}" not in given and f"--no-{name}" not in given]
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
     return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows.values()), node(
-        "details", node("summary", f"{len(usual)} flags at their defaults"), table(usual)), node("h3", "Versions"),
+        "details", node("summary", f"{len(usual)} flags that were not given"), table(usual)), node("h3", "Versions"),
                    table(versions))
 
 # ---- command line ----------------------------------------------------------------------------------------------------
