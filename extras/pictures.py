@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+FORM = 1 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
 SETTLED = 2 * 10**9 # ns: a file that changes twice within a tick of its disk's clock (2 s on FAT) keeps its times
 
 
@@ -34,7 +35,7 @@ def look_ahead(samples, look, cache_dir, quiet, common):
     for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
         with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned
             known[path] = next(found).result()
-            if max(stamp[1:]) < before:
+            if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
                 fresh[os.path.abspath(path)] = stamp, *known[path]
     if fresh:
         write_memory(memory, read_memory(memory) | fresh, common.write_file) # another process may have written it
@@ -42,26 +43,30 @@ def look_ahead(samples, look, cache_dir, quiet, common):
 
 
 def stamp_of(path):
-    """[length in bytes, time of the last change of the content, and of the file: ns], or None if it is not there. The
-    second time also changes if another file is moved here that has the same length and age."""
+    """[length in bytes, time of the last change of the content, and of the file: ns, its number on the disk], or None
+    if it is not there. The second time also changes if another file of the same length and age is moved here; the
+    number, if that file's folder is: two BMPs written within a tick are alike in all else."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def read_memory(path):
     """{absolute path: (stamp, size, content hash)}, or {} if there is none, or a damaged one."""
     with contextlib.suppress(OSError, ValueError):
         digest, text = path.read_text().split("\n", 1)
-        if digest == hashlib.sha256(text.encode()).hexdigest():
+        if digest == digest_of(text):
             return json.loads(text)
     return {}
 
 
+def digest_of(text):
+    return hashlib.sha256(f"{FORM}\n{text}".encode()).hexdigest()
+
+
 def write_memory(path, remembered, write_file):
     text = json.dumps(remembered, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
     with contextlib.suppress(SystemExit): # an InputError: nothing is lost but time
-        write_file(path, f"{digest}\n{text}".encode())
+        write_file(path, f"{digest_of(text)}\n{text}".encode())
