@@ -334,6 +334,7 @@ BROKEN = { # file: its text, and what is named
     "text.yaml": ("hello", "TypeError"), "none.yaml": ("config: {process: [{datasets: null}]}", "TypeError"),
     "gone.toml": (MUSUBI, "/path/to/image_dir: no folder"),
     "code.yaml": ("!!python/object/apply:os.getcwd []", "ConstructorError"),
+    "blank.yaml": ("config: {process: [{datasets: [{folder_path: a, caption_ext: a/b}]}]}", "ValueError"),
     "ext.yaml": ("config: {process: [{datasets: [{folder_path: x, caption_ext: 5}]}]}", "AttributeError"),
     "table.toml": (MUSUBI_JSONL, "metadata.jsonl: does not exist"), "alone.toml": (
         "[[datasets]]\nimage_directory = 'a'", "a: no control has the name", "--alone")}
@@ -404,6 +405,12 @@ def test_a_table_that_is_named_may_name_any_file_and_one_that_is_found_may_not(t
     assert import_data(table, tmp_path / "out").samples == {"000000-a": (["go"], [0, 1], None)}
     [error] = import_data(tmp_path / "data", tmp_path / "none", status=1).errors
     assert is_one_line(error, "metadata.jsonl:1", "outside", f"give {table} itself")
+    put(tmp_path / "data", "sub/a.png sub/deep/c.png") # sub/a.png may be had, but link/../a.png would be a link outside
+    (tmp_path / "data/link").symlink_to("sub/deep")
+    (tmp_path / "data/a.png").symlink_to(tmp_path / "a.png")
+    write_rows(table, dict(image_path="link/../a.png", control_path="sub/a.png", caption="go"))
+    [error] = import_data(tmp_path / "data", tmp_path / "none", status=1).errors
+    assert is_one_line(error, "metadata.jsonl:1", "outside")
 
 # ---- folders and columns that a person names -------------------------------------------------------------------------
 
