@@ -248,8 +248,9 @@ def align_pair(target, control, mask):
     left, top, right, bottom = shared_box(motion, target.size, control.size)
     unit_x, unit_y = control.width / target.width, control.height / target.height
     width, height = round((right - left) / unit_x), round((bottom - top) / unit_y)
-    if min(right - left, bottom - top, width, height) < 32:
-        return "shares too little"
+    for sides in ((width, height), (right - left, bottom - top)): # as common.image_size wants them
+        if min(sides) < 32 or max(sides) > 10 * min(sides):
+            return "shares too little"
     # a pixel of the result -> that of the control, at the target's size -> that of the target
     x, step_x = left / unit_x, (right - left) / unit_x / width
     y, step_y = top / unit_y, (bottom - top) / unit_y / height
@@ -294,7 +295,7 @@ def write_aligned(out, samples, moved, sheets):
     with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
         folder = Path(tmp, "out")
         for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
-            if (folder / f"target/{sample.name}.txt").exists(): # a manifest may use a target twice
+            if f"target/{sample.name}" in taken: # a manifest may use a target twice
                 sample = replace(sample, name=f"{sample.name}-{i}")
             there = copy_to(folder, sample, taken)
             if i in moved and (why := repair(there)):
@@ -312,8 +313,6 @@ def write_aligned(out, samples, moved, sheets):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
-    for stream in (sys.stdout, sys.stderr): # a file name may be no UTF-8
-        stream.reconfigure(errors="backslashreplace")
     parser = common.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
     parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
