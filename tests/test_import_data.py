@@ -541,7 +541,11 @@ def test_they_train_as_today_s_cache_does(tmp_path, caches):
 SPOILS = [dict(height=None), dict(width_control=None), dict(pixel_latent=None), dict(height=torch.tensor([32])),
           dict(height=torch.tensor([[64, 64, 64]])), dict(prompt_embeds_mask=torch.ones(3)),
           dict(pixel_latent=torch.zeros(16)), dict(edit_mask=torch.ones(3)), {}, # the last ones of another version
-          dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(img_shapes=torch.ones(2, 2))]
+          dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(img_shapes=torch.ones(2, 2)),
+          dict(img_shapes=torch.tensor([[1, -4, -4], [1, 4, 4]])), dict(img_shapes=torch.tensor([[16, 1, 1], [1, 4, 4]])),
+          dict(img_shapes=torch.tensor([[1, 4, 4, 1]] * 2)), dict(pixel_latent=torch.zeros(2, 16, 64)), # two samples
+          dict(pixel_latent=torch.full((1, 16, 64), torch.nan)), dict(pixel_latent=torch.zeros(1, 16, 64).long()),
+          dict(prompt_embeds_mask=torch.zeros(1, 0), prompt_embed=torch.zeros(1, 0, 64))]
 def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path, caches):
     source = shutil.copytree(caches / "padded", tmp_path / "old")
     for n, spoil in enumerate(SPOILS):
@@ -549,8 +553,8 @@ def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path,
         tensors = {k: v for k, v in tensors.items() if v is not None}
         safetensors.torch.save_file(tensors, source / f"{n}.safetensors", dict(version="1.7" if n == 8 else "1.0"))
     errors = import_data(source, tmp_path / "out", status=1).errors
-    named = dict(enumerate(errors)) if len(errors) == 12 else {} # 0, 1, 10, 11, 2, ... in their order
-    order = sorted(range(12), key=str)
+    named = dict(enumerate(errors)) if len(errors) == len(SPOILS) else {} # 0, 1, 10, 11, 2, ... in their order
+    order = sorted(range(len(SPOILS)), key=str)
     assert all(f"/{order[n]}.safetensors: " in error for n, error in named.items()) and named
     assert "version 1.7)" in errors[order.index(8)] and "version 1.0, 3.0" in errors[order.index(9)]
     assert import_data(source, tmp_path / "out", "--skip_bad").errors == errors
