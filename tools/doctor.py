@@ -341,6 +341,8 @@ def main():
         for sample in found if len(roots) > 1 else []:
             sample.name = f"{sample.root}/{sample.name}"
         samples, problems = samples + found, problems + wrong
+    if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
+        raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
     common.prepare_folder(out)
     samples, rows, found, wrong = examine(samples, pipe, args)
     problems += wrong
@@ -361,8 +363,6 @@ def main():
             masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
             write_sheets(out, "mask", drawn, samples, masked, ["control", "target", "edited (dark = not)"])
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
-        if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
-            raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}
             try:
