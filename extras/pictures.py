@@ -20,17 +20,22 @@ SETTLED = 2 * 10**9 # ns: a file that changes twice within a tick of its disk's 
 
 
 def look_ahead(samples, look, cache_dir, quiet, common):
-    """-> look, cache.py's function of a path, with the answers for all pictures of these samples known already: from
-    pictures.txt, or read now by threads. What is wrong with one it says when it is asked. common: the module."""
+    """-> a function that answers as look, cache.py's look_at(path), and knows what it says of these samples' pictures
+    already: from pictures.txt, or read now by threads. It raises look's InputErrors only when it is asked. common: the
+    module, as nothing here imports the core."""
     memory = Path(cache_dir, "pictures.txt")
-    remembered, known, new, fresh = read_memory(memory), {}, [], {}
+    remembered = read_memory(memory)
+    known = {} # {path: look's answer}
+    new = [] # [(path, stamp)], to be read now
+    fresh = {} # what of them will be remembered
     for path in dict.fromkeys(path for s in samples for path in (s.target, s.mask, *s.controls) if path):
-        stamp, (old_stamp, size, content) = stamp_of(path), remembered.get(os.path.abspath(path), (None, None, None))
+        stamp = stamp_of(path)
+        old_stamp, size, content = remembered.get(os.path.abspath(path), (None, None, None))
         if stamp and stamp == old_stamp:
             known[path] = tuple(size), content
         else:
             new.append((path, stamp))
-    before = time.time_ns() - SETTLED
+    before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
     found = common.read_ahead(lambda item: look(item[0]), new, threads=8, most=32)
     for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
         with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned

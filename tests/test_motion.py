@@ -217,7 +217,7 @@ def test_motions_are_found_to_a_fraction_of_a_pixel(photos):
     for n in range(100 if FULL else 16):
         target, control, planted = plant_motion(rng, photos[n % len(photos)], photos)
         start = motion.find_motion(target, control, motion.copy_size(target.size))
-        found = np.zeros(4) if start is None else motion.fit_motion(target, control, motion.inverse(start))
+        found = np.zeros(4) if start is None else motion.fit_motion(target, control, start)
         residuals.append(residual(found, planted, target.size))
     far = sum(r > 0.25 for r in residuals)
     show(f"motions over 0.25 px of {len(residuals)}, median {np.median(residuals):.3f} px", far, 0.03 * len(residuals))

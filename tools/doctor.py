@@ -86,7 +86,9 @@ def examine_pair(target, control):
         return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}
     motion, cast = find_change(target, control)
     if motion is not None:
-        (dx, dy), zoomed = motion[:2] * max(w, h) / max(size), complex(1 + motion[2], motion[3])
+        *shift, zoom, turn = inverse(motion) # how the target shows the control's scene
+        dx, dy = np.array(shift) * max(w, h) / max(size)
+        zoomed = complex(1 + zoom, turn)
         found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * abs(zoomed) - 100:+.1f} %"
         degrees = math.degrees(cmath.phase(zoomed))
         if abs(degrees) >= 0.05:
@@ -241,7 +243,7 @@ def copy_to(folder, sample, taken):
 def align_pair(target, control, mask):
     """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they
     share; or why that cannot be done. The control's pixels are only cropped; the target's are resampled."""
-    motion = fit_motion(target, control, inverse(find_motion(target, control, copy_size(target.size))))
+    motion = fit_motion(target, control, find_motion(target, control, copy_size(target.size)))
     degrees = abs(math.degrees(math.atan2(motion[3], 1 + motion[2])))
     if degrees > TURNED:
         return f"turned by {degrees:.1f} degrees"
@@ -300,8 +302,9 @@ def write_aligned(out, samples, moved, sheets):
             there = copy_to(folder, sample, taken)
             if i in moved and (why := repair(there)):
                 left_out.append(f"{sample.name} ({why})")
-                for path in (there.target, there.mask, Path(there.target).with_suffix(".txt"), *there.controls):
-                    Path(path).unlink() if path else None
+                caption = Path(there.target).with_suffix(".txt")
+                for path in filter(None, (there.target, there.mask, caption, *there.controls)):
+                    os.unlink(path)
             elif i in moved:
                 pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
                 entries.append((sample.name, [len(pairs), len(pairs) + 1]))
