@@ -37,13 +37,15 @@ def look_ahead(samples, look, cache_dir, quiet, common):
             new.append((path, stamp))
     before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
     found = common.read_ahead(lambda item: look(item[0]), new, threads=8, most=32)
-    for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
-        with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned
-            known[path] = next(found).result()
-            if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
-                fresh[os.path.abspath(path)] = stamp, *known[path]
-    if fresh:
-        write_memory(memory, read_memory(memory) | fresh, common.write_file) # another process may have written it
+    try:
+        for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
+            with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned
+                known[path] = next(found).result()
+                if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
+                    fresh[os.path.abspath(path)] = stamp, *known[path]
+    finally: # also after Ctrl-C: a hundred thousand pictures take an hour
+        if fresh: # read once more, as another process may have written it
+            write_memory(memory, read_memory(memory) | fresh, common.write_file)
     return lambda path: known.get(path) or look(path)
 
 

@@ -584,6 +584,19 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
         opened.clear()
         assert make_cache(data, tmp_path / "c").status == 0 and {*opened} == names
 
+def test_what_was_read_before_ctrl_c_is_remembered(data, tmp_path, opened, monkeypatch):
+    """Pictures are asked for in their order: cat's target, cat's control, good's ..."""
+    look = cache.look_at
+    monkeypatch.setattr(cache, "look_at", lambda path: stop() if "control/cat" in path else look(path))
+
+    def stop():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        make_cache(data, tmp_path / "c")
+    monkeypatch.setattr(cache, "look_at", look)
+    opened.clear()
+    assert make_cache(data, tmp_path / "c").status == 0 and opened == ["cat.png", "good.png", "good.png"]
+
 def test_a_picture_that_has_just_changed_is_not_remembered(data, tmp_path, opened, monkeypatch):
     """It may change once more within a tick of the clock."""
     assert pictures.SETTLED == -10**15
