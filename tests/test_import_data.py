@@ -542,7 +542,8 @@ SPOILS = [dict(height=None), dict(width_control=None), dict(pixel_latent=None), 
           dict(height=torch.tensor([[64, 64, 64]])), dict(prompt_embeds_mask=torch.ones(3)),
           dict(pixel_latent=torch.zeros(16)), dict(edit_mask=torch.ones(3)), {}, # the last ones of another version
           dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(img_shapes=torch.ones(2, 2)),
-          dict(img_shapes=torch.tensor([[1, -4, -4], [1, 4, 4]])), dict(img_shapes=torch.tensor([[16, 1, 1], [1, 4, 4]])),
+          dict(img_shapes=torch.tensor([[1, -4, -4], [1, 4, 4]])),
+          dict(img_shapes=torch.tensor([[16, 1, 1], [1, 4, 4]])),
           dict(img_shapes=torch.tensor([[1, 4, 4, 1]] * 2)), dict(pixel_latent=torch.zeros(2, 16, 64)), # two samples
           dict(pixel_latent=torch.full((1, 16, 64), torch.nan)), dict(pixel_latent=torch.zeros(1, 16, 64).long()),
           dict(prompt_embeds_mask=torch.zeros(1, 0), prompt_embed=torch.zeros(1, 0, 64))]

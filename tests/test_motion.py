@@ -359,11 +359,11 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
         result = run_script("tools/doctor.py", *flags, "--out", tmp_path / "report")
         assert result.status == status and is_one_line(result.errors[0], named), result.err
         assert not [*tmp_path.rglob("no"), *tmp_path.glob(".align-*")]
-    for path, image in (("far.png", far_turned), ("its.png", its_control)): # one target twice, of which none is repaired
+    for path, image in (("far.png", far_turned), ("its.png", its_control)): # one target twice, not to be repaired
         save(image, tmp_path / "twice" / path)
     rows = [dict(target="far.png", control="its.png", prompt=prompt) for prompt in ("one", "two")]
     (tmp_path / "twice/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = run_script("tools/doctor.py", tmp_path / "twice", "--out", tmp_path / "report", "--align", tmp_path / "gone")
+    result = run_script("tools/doctor.py", tmp_path / "twice", "--out", tmp_path / "r2", "--align", tmp_path / "gone")
     assert result.status == 0 and "left out, 2: far (turned" in result.out and "far-1 (turned" in result.out, result.err
     again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)
     assert again.status == 1 and is_one_line(again.errors[0], "aligned", "is there already"), again.err
