@@ -403,7 +403,7 @@ def check_mask(mask, target_size, look=look_at):
 def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look_at):
     """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
     encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
-    names what is wrong with it. look: look_at, or what knows its answers."""
+    names what is wrong with it. look: look_at, or extras/pictures.py's, which knows its answers."""
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")

@@ -191,8 +191,10 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
 
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
+        for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
+            stream.reconfigure(errors="backslashreplace")
         for flag in ("--data", "--image", "--lora"): # argparse keeps only the last
-            if sys.argv.count(flag) > 1:
+            if [word.split("=")[0] for word in sys.argv].count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         return super().parse_args()
 
@@ -246,8 +248,6 @@ def start_processes(args):
     """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
     for library in (diffusers, transformers): # a bar for each small model would hide ours
         library.utils.logging.disable_progress_bar()
-    for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
-        stream.reconfigure(errors="backslashreplace")
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     rank, world_size, backend = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), "gloo"

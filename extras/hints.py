@@ -26,13 +26,14 @@ NOT_FLAGS = dict( # other trainers' flags, and what does the same here
 def explain(message, known):
     """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag. known: the script's own flags."""
     words = message.removeprefix("unrecognized arguments: ").split()
-    flags = [word for word in words if word.startswith("--")] or words[:1]
+    flags = [word for word in words if word.startswith("--")] or words[:1] or ["''"] # a blank one, of --flag "$EMPTY"
     return "; ".join(explain_word(word, known) for word in flags)
 
 
 def explain_word(word, known):
     if not word.startswith("-"):
-        return f"{word}: belongs to no flag; --data takes datasets, --out_dir runs; put a text in quotes"
+        places = "--data takes datasets, --out_dir runs; " if "--data" in known else ""
+        return f"{word}: belongs to no flag; {places}put a text in quotes"
     name = word.split("=")[0].strip("-").replace("-", "_")
     if "epoch" in name:
         return f"{word}: unknown; count in steps: --max_steps, --save_every, --sample_every"

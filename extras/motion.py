@@ -141,9 +141,8 @@ def compare_edges(motion, target, control):
     return only_moved.sum(), only_at_rest.sum(), (np.maximum(abs(fine), abs(moved[1])) > 2 * STRUCTURE).sum()
 
 def find_motion(target, control, size):
-    """-> how the target shows the control's scene (the inverse of fit_motion's), in pixels of copies of `size`, or
-    None. Tried from rest, from where phase correlation peaks, and from zooms; of the motions that pass, that with the
-    most edges counts."""
+    """-> the motion that makes the control the target, in pixels of copies of `size`, or None. Tried from rest, from
+    where phase correlation peaks, and from zooms; of the motions that pass, that with the most edges counts."""
     scales = [scale for scale in (8, 4, 2, 1) if round(max(size) / scale) >= 24 or scale == 1]
     copies = [[high_pass(im, [max(4, round(n / scale)) for n in size]) for im in (target, control)] for scale in scales]
     (_, fine), (_, control_fine) = copies[-1]
@@ -159,7 +158,7 @@ def find_motion(target, control, size):
         moved, at_rest, edges = compare_edges(motion, *copies[-1])
         passes = moved > WINS * at_rest and moved > SHARE * edges and moved**2 > CLEAR * edges * (at_rest + 3)
         if passes and moved - at_rest > best_lead and far > REACH and max(shift / max(size), zoom) < FAR:
-            best, best_lead = inverse(motion), moved - at_rest
+            best, best_lead = motion, moved - at_rest
             if best_lead > SURE * edges:
                 break
     return best
@@ -209,7 +208,7 @@ def find_change(target, control):
     size, small = copy_size((w, h)), copy_size((w, h), 64)
     if abs(math.log(w / h / (cw / ch))) < math.log(ASPECT):
         motion = find_motion(target, control, size)
-    there = np.zeros(4) if motion is None else inverse(motion) * ([max(small) / max(size)] * 2 + [1, 1])
+    there = np.zeros(4) if motion is None else motion * ([max(small) / max(size)] * 2 + [1, 1])
     seen = seen_by_both(small[::-1], there)
     target, control = [image.resize(small, Image.BOX) for image in (target, control)]
     return motion, find_cast(np.asarray(target)[seen], np.asarray(show_moved(control, there))[seen])
@@ -252,7 +251,7 @@ def auto_mask(target, control):
         return None
     control, best_score = control.resize((w, h), Image.BICUBIC), math.inf
     rest = np.zeros(4)
-    starts = [rest] if found is None else [rest, inverse(found)]
+    starts = [rest] if found is None else [rest, found]
     for motion in [rest, *[fit_motion(target, control, start) for start in starts]]: # what explains most, wins
         seen = seen_by_both((h, w), motion)
         differs = difference(target, show_moved(control, motion))

@@ -15,53 +15,65 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+FORM = 1 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
 SETTLED = 2 * 10**9 # ns: a file that changes twice within a tick of its disk's clock (2 s on FAT) keeps its times
 
 
 def look_ahead(samples, look, cache_dir, quiet, common):
-    """-> look, cache.py's function of a path, with the answers for all pictures of these samples known already: from
-    pictures.txt, or read now by threads. What is wrong with one it says when it is asked. common: the module."""
+    """-> a function that answers as look, cache.py's look_at(path), and knows what it says of these samples' pictures
+    already: from pictures.txt, or read now by threads. It raises look's InputErrors only when it is asked. common: the
+    module, as nothing here imports the core."""
     memory = Path(cache_dir, "pictures.txt")
-    remembered, known, new, fresh = read_memory(memory), {}, [], {}
+    remembered = read_memory(memory)
+    known = {} # {path: look's answer}
+    new = [] # [(path, stamp)], to be read now
+    fresh = {} # what of them will be remembered
     for path in dict.fromkeys(path for s in samples for path in (s.target, s.mask, *s.controls) if path):
-        stamp, (old_stamp, size, content) = stamp_of(path), remembered.get(os.path.abspath(path), (None, None, None))
+        stamp = stamp_of(path)
+        old_stamp, size, content = remembered.get(os.path.abspath(path), (None, None, None))
         if stamp and stamp == old_stamp:
             known[path] = tuple(size), content
         else:
             new.append((path, stamp))
-    before = time.time_ns() - SETTLED
+    before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
     found = common.read_ahead(lambda item: look(item[0]), new, threads=8, most=32)
-    for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
-        with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned
-            known[path] = next(found).result()
-            if max(stamp[1:]) < before:
-                fresh[os.path.abspath(path)] = stamp, *known[path]
-    if fresh:
-        write_memory(memory, read_memory(memory) | fresh, common.write_file) # another process may have written it
+    try:
+        for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
+            with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned
+                known[path] = next(found).result()
+                if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
+                    fresh[os.path.abspath(path)] = stamp, *known[path]
+    finally: # also after Ctrl-C: a hundred thousand pictures take an hour
+        if fresh: # read once more, as another process may have written it
+            write_memory(memory, read_memory(memory) | fresh, common.write_file)
     return lambda path: known.get(path) or look(path)
 
 
 def stamp_of(path):
-    """[length in bytes, time of the last change of the content, and of the file: ns], or None if it is not there. The
-    second time also changes if another file is moved here that has the same length and age."""
+    """[length in bytes, time of the last change of the content, and of the file: ns, its number on the disk], or None
+    if it is not there. The second time also changes if another file of the same length and age is moved here; the
+    number, if that file's folder is: two BMPs written within a tick are alike in all else."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def read_memory(path):
     """{absolute path: (stamp, size, content hash)}, or {} if there is none, or a damaged one."""
     with contextlib.suppress(OSError, ValueError):
         digest, text = path.read_text().split("\n", 1)
-        if digest == hashlib.sha256(text.encode()).hexdigest():
+        if digest == digest_of(text):
             return json.loads(text)
     return {}
 
 
+def digest_of(text):
+    return hashlib.sha256(f"{FORM}\n{text}".encode()).hexdigest()
+
+
 def write_memory(path, remembered, write_file):
     text = json.dumps(remembered, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
     with contextlib.suppress(SystemExit): # an InputError: nothing is lost but time
-        write_file(path, f"{digest}\n{text}".encode())
+        write_file(path, f"{digest_of(text)}\n{text}".encode())

@@ -544,7 +544,7 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
     add_item(data, "new")
     assert start() == (True, both) and {*opened} == {"new.png"}
 
-def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(data, tmp_path, opened):
+def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(data, tmp_path, opened, monkeypatch):
     assert make_cache(data, tmp_path / "c").status == 0
     save(draw_picture((400, 32)), data / "target/cat.png")
     save(draw_picture((16, 64)), data / "control/good.png")
@@ -558,6 +558,44 @@ def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(
         sample, = [s for s in index_of(tmp_path / "c").values() if s.name == "cat"]
         look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True, common)
         look(sample.target)
+    stamp_of = pictures.stamp_of
+    monkeypatch.setattr(pictures, "stamp_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
+    look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True, common) # it has come since
+    assert look(sample.controls[0]) == cache.look_at(sample.controls[0])
+
+def test_folders_that_change_places_are_read_again_where_all_times_are_equal(data, tmp_path, opened, monkeypatch):
+    """A BMP's length tells its size alone, and a clock may tick seldom. Nor is what another version wrote believed."""
+    for n, part in enumerate(("target", "control")):
+        draw_picture(seed=n).save(data / part / "cat.bmp")
+        (data / part / "cat.png").unlink()
+
+    def stat(path):
+        return SimpleNamespace(st_size=os.stat(path).st_size, st_mtime_ns=0, st_ctime_ns=0, st_ino=os.stat(path).st_ino)
+    monkeypatch.setattr(pictures, "os", SimpleNamespace(stat=stat, path=os.path))
+    assert make_cache(data, tmp_path / "c").status == 0
+    for source, to in (("target", "x"), ("control", "target"), ("x", "control")):
+        (data / source).rename(data / to)
+    (data / "control/cat.txt").rename(data / "target/cat.txt")
+    (data / "control/good.txt").rename(data / "target/good.txt")
+    opened.clear()
+    assert "encoding" in make_cache(data, tmp_path / "c").out and opened.count("cat.bmp") == 2
+    for form, names in ((pictures.FORM, set()), (pictures.FORM + 1, {"cat.bmp", "good.png"})):
+        monkeypatch.setattr(pictures, "FORM", form)
+        opened.clear()
+        assert make_cache(data, tmp_path / "c").status == 0 and {*opened} == names
+
+def test_what_was_read_before_ctrl_c_is_remembered(data, tmp_path, opened, monkeypatch):
+    """Pictures are asked for in their order: cat's target, cat's control, good's ..."""
+    look = cache.look_at
+    monkeypatch.setattr(cache, "look_at", lambda path: stop() if "control/cat" in path else look(path))
+
+    def stop():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        make_cache(data, tmp_path / "c")
+    monkeypatch.setattr(cache, "look_at", look)
+    opened.clear()
+    assert make_cache(data, tmp_path / "c").status == 0 and opened == ["cat.png", "good.png", "good.png"]
 
 def test_a_picture_that_has_just_changed_is_not_remembered(data, tmp_path, opened, monkeypatch):
     """It may change once more within a tick of the clock."""

@@ -52,7 +52,6 @@ def test_a_card_works_without_extras(card, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: groups.append((args, kwargs)))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(1), "w")) # start_processes reconfigures it
     args = parse(monkeypatch)
     assert (args.device, args.dtype) == ("cuda:0", "bfloat16")
     assert common.start_processes(args) == (0, 2)

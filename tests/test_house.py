@@ -5,6 +5,7 @@ tests/ can go without the rest noticing; imports point down only; nothing at the
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -110,13 +111,15 @@ def test_help_prints_commands_and_defaults(script):
     ("train.py", "--modle x", "here --model"), ("train.py", "--steps 3", "here --max_steps"),
     ("train.py", "--fp8_scaled --network_dim 3", "here --quantize; --network_dim: unknown; here --lora_rank"),
     ("train.py", "--max_train_epochs 3", "in steps"), ("train.py", "--target_pixels 1024", "give 1024x1024"),
-    ("train.py", "--data a --data b", "given twice"), ("train.py", "config.toml", "--data takes datasets"),
+    ("train.py", "--data a --data b", "given twice"), ("train.py", "--data=a --data=b", "given twice"),
+    ("train.py", "config.toml", "--data takes datasets"), ("train.py", "--seed 1 '' ' '", "'': belongs to no flag"),
+    ("tools/import_data.py", "a b c", "c: belongs to no flag; put a text"),
     ("predict.py", "--steps 3", "here --num_inference_steps"), ("predict.py", "--images x", "here --image"),
     ("predict.py", "--prompt make it sepia", "quotes"), ("cache.py", "--zzz", "see cache.py -h"),
     ("train.py", "--lr fast", "see train.py -h"), ("tools/doctor.py", "photos --output x", "here --out"),
     ("tools/import_data.py", "", "see import_data.py -h"), ("tools/page.py", "x --hardset 3", "here --hardest")])
 def test_a_flag_that_is_unknown_or_wrong_is_one_line_with_the_name_that_is_meant(script, flags, meant):
-    result = run_script(script, *flags.split())
+    result = run_script(script, *shlex.split(flags))
     assert result.status == 2 and len(result.err.splitlines()) == 1 and is_one_line(result.errors[0], meant), result.err
 
 def test_other_trainers_names_are_none_of_ours():

@@ -334,6 +334,7 @@ BROKEN = { # file: its text, and what is named
     "text.yaml": ("hello", "TypeError"), "none.yaml": ("config: {process: [{datasets: null}]}", "TypeError"),
     "gone.toml": (MUSUBI, "/path/to/image_dir: no folder"),
     "code.yaml": ("!!python/object/apply:os.getcwd []", "ConstructorError"),
+    "blank.yaml": ("config: {process: [{datasets: [{folder_path: a, caption_ext: a/b}]}]}", "ValueError"),
     "ext.yaml": ("config: {process: [{datasets: [{folder_path: x, caption_ext: 5}]}]}", "AttributeError"),
     "table.toml": (MUSUBI_JSONL, "metadata.jsonl: does not exist"), "alone.toml": (
         "[[datasets]]\nimage_directory = 'a'", "a: no control has the name", "--alone")}
@@ -404,6 +405,12 @@ def test_a_table_that_is_named_may_name_any_file_and_one_that_is_found_may_not(t
     assert import_data(table, tmp_path / "out").samples == {"000000-a": (["go"], [0, 1], None)}
     [error] = import_data(tmp_path / "data", tmp_path / "none", status=1).errors
     assert is_one_line(error, "metadata.jsonl:1", "outside", f"give {table} itself")
+    put(tmp_path / "data", "sub/a.png sub/deep/c.png") # sub/a.png may be had, but link/../a.png would be a link outside
+    (tmp_path / "data/link").symlink_to("sub/deep")
+    (tmp_path / "data/a.png").symlink_to(tmp_path / "a.png")
+    write_rows(table, dict(image_path="link/../a.png", control_path="sub/a.png", caption="go"))
+    [error] = import_data(tmp_path / "data", tmp_path / "none", status=1).errors
+    assert is_one_line(error, "metadata.jsonl:1", "outside")
 
 # ---- folders and columns that a person names -------------------------------------------------------------------------
 
@@ -534,7 +541,12 @@ def test_they_train_as_today_s_cache_does(tmp_path, caches):
 SPOILS = [dict(height=None), dict(width_control=None), dict(pixel_latent=None), dict(height=torch.tensor([32])),
           dict(height=torch.tensor([[64, 64, 64]])), dict(prompt_embeds_mask=torch.ones(3)),
           dict(pixel_latent=torch.zeros(16)), dict(edit_mask=torch.ones(3)), {}, # the last ones of another version
-          dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(img_shapes=torch.ones(2, 2))]
+          dict(version=torch.tensor(3.0)), dict(version=torch.tensor([1, 0])), dict(img_shapes=torch.ones(2, 2)),
+          dict(img_shapes=torch.tensor([[1, -4, -4], [1, 4, 4]])),
+          dict(img_shapes=torch.tensor([[16, 1, 1], [1, 4, 4]])),
+          dict(img_shapes=torch.tensor([[1, 4, 4, 1]] * 2)), dict(pixel_latent=torch.zeros(2, 16, 64)), # two samples
+          dict(pixel_latent=torch.full((1, 16, 64), torch.nan)), dict(pixel_latent=torch.zeros(1, 16, 64).long()),
+          dict(prompt_embeds_mask=torch.zeros(1, 0), prompt_embed=torch.zeros(1, 0, 64))]
 def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path, caches):
     source = shutil.copytree(caches / "padded", tmp_path / "old")
     for n, spoil in enumerate(SPOILS):
@@ -542,8 +554,8 @@ def test_every_broken_dictionary_is_named_and_the_others_are_converted(tmp_path,
         tensors = {k: v for k, v in tensors.items() if v is not None}
         safetensors.torch.save_file(tensors, source / f"{n}.safetensors", dict(version="1.7" if n == 8 else "1.0"))
     errors = import_data(source, tmp_path / "out", status=1).errors
-    named = dict(enumerate(errors)) if len(errors) == 12 else {} # 0, 1, 10, 11, 2, ... in their order
-    order = sorted(range(12), key=str)
+    named = dict(enumerate(errors)) if len(errors) == len(SPOILS) else {} # 0, 1, 10, 11, 2, ... in their order
+    order = sorted(range(len(SPOILS)), key=str)
     assert all(f"/{order[n]}.safetensors: " in error for n, error in named.items()) and named
     assert "version 1.7)" in errors[order.index(8)] and "version 1.0, 3.0" in errors[order.index(9)]
     assert import_data(source, tmp_path / "out", "--skip_bad").errors == errors

@@ -73,6 +73,15 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     result = run_script("tools/measure.py", tmp_path / "data", tmp_path / "data")
     assert result.status == 1 and is_one_line(result.errors[-1], "none of the pictures")
 
+@pytest.mark.parametrize("size, model, status", [
+    ((65, 64), "tiny", 1), ((65, 64), "none", 0), ((64, 16), "none", 1), ((32, 32), "tiny", 0)])
+def test_a_picture_of_another_program_is_measured_if_its_size_allows_it(tmp_path, size, model, status):
+    add_item(tmp_path / "data", "cat")
+    save(draw_picture(size), tmp_path / "out/cat.png")
+    result = run_script("tools/measure.py", tmp_path / "out", tmp_path / "data", "--model", model)
+    assert result.status == status and ("data  " in result.out) != bool(status), result.err
+    assert not status or is_one_line(result.errors[0], "out/cat.png", "{}x{}".format(*size)), result.err
+
 def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
     """By predict.py's names. A name that itself ends in -s1 is a name; a picture that only one sample lacks is an
     error."""

@@ -217,7 +217,7 @@ def test_motions_are_found_to_a_fraction_of_a_pixel(photos):
     for n in range(100 if FULL else 16):
         target, control, planted = plant_motion(rng, photos[n % len(photos)], photos)
         start = motion.find_motion(target, control, motion.copy_size(target.size))
-        found = np.zeros(4) if start is None else motion.fit_motion(target, control, motion.inverse(start))
+        found = np.zeros(4) if start is None else motion.fit_motion(target, control, start)
         residuals.append(residual(found, planted, target.size))
     far = sum(r > 0.25 for r in residuals)
     show(f"motions over 0.25 px of {len(residuals)}, median {np.median(residuals):.3f} px", far, 0.03 * len(residuals))
@@ -299,6 +299,12 @@ def test_a_turned_target_is_warped_onto_its_control_and_what_they_share_is_kept(
     assert far(mask, target.convert("L")) < 0.6
     assert target.width > w - 9 - 2 * h * math.radians(2) / 2 - 4 and target.height > h - 5 - w * math.radians(2) - 4
 
+def test_what_is_left_of_a_long_pair_must_be_a_shape_that_can_be_trained(photos):
+    """600x60, of which the two share 591x55."""
+    target, control = photos[2].crop((0, 9, 600, 69)), photos[2].crop((9, 14, 609, 74))
+    assert doctor.align_pair(target, control, None) == "shares too little"
+    assert doctor.align_pair(target.crop((0, 0, 500, 60)), control.crop((0, 0, 500, 60)), None)[0].width == 491
+
 @pytest.mark.parametrize("turn", [-0.05, 0.05])
 def test_what_is_kept_lies_in_the_target_and_in_the_control(turn):
     """A corner in the target's black would be trained."""
@@ -353,5 +359,11 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
         result = run_script("tools/doctor.py", *flags, "--out", tmp_path / "report")
         assert result.status == status and is_one_line(result.errors[0], named), result.err
         assert not [*tmp_path.rglob("no"), *tmp_path.glob(".align-*")]
+    for path, image in (("far.png", far_turned), ("its.png", its_control)): # one target twice, not to be repaired
+        save(image, tmp_path / "twice" / path)
+    rows = [dict(target="far.png", control="its.png", prompt=prompt) for prompt in ("one", "two")]
+    (tmp_path / "twice/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run_script("tools/doctor.py", tmp_path / "twice", "--out", tmp_path / "r2", "--align", tmp_path / "gone")
+    assert result.status == 0 and "left out, 2: far (turned" in result.out and "far-1 (turned" in result.out, result.err
     again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)
     assert again.status == 1 and is_one_line(again.errors[0], "aligned", "is there already"), again.err

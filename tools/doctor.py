@@ -86,7 +86,9 @@ def examine_pair(target, control):
         return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}
     motion, cast = find_change(target, control)
     if motion is not None:
-        (dx, dy), zoomed = motion[:2] * max(w, h) / max(size), complex(1 + motion[2], motion[3])
+        *shift, zoom, turn = inverse(motion) # how the target shows the control's scene
+        dx, dy = np.array(shift) * max(w, h) / max(size)
+        zoomed = complex(1 + zoom, turn)
         found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * abs(zoomed) - 100:+.1f} %"
         degrees = math.degrees(cmath.phase(zoomed))
         if abs(degrees) >= 0.05:
@@ -241,15 +243,16 @@ def copy_to(folder, sample, taken):
 def align_pair(target, control, mask):
     """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they
     share; or why that cannot be done. The control's pixels are only cropped; the target's are resampled."""
-    motion = fit_motion(target, control, inverse(find_motion(target, control, copy_size(target.size))))
+    motion = fit_motion(target, control, find_motion(target, control, copy_size(target.size)))
     degrees = abs(math.degrees(math.atan2(motion[3], 1 + motion[2])))
     if degrees > TURNED:
         return f"turned by {degrees:.1f} degrees"
     left, top, right, bottom = shared_box(motion, target.size, control.size)
     unit_x, unit_y = control.width / target.width, control.height / target.height
     width, height = round((right - left) / unit_x), round((bottom - top) / unit_y)
-    if min(right - left, bottom - top, width, height) < 32:
-        return "shares too little"
+    for sides in ((width, height), (right - left, bottom - top)): # as common.image_size wants them
+        if min(sides) < 32 or max(sides) > 10 * min(sides):
+            return "shares too little"
     # a pixel of the result -> that of the control, at the target's size -> that of the target
     x, step_x = left / unit_x, (right - left) / unit_x / width
     y, step_y = top / unit_y, (bottom - top) / unit_y / height
@@ -294,13 +297,14 @@ def write_aligned(out, samples, moved, sheets):
     with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
         folder = Path(tmp, "out")
         for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
-            if (folder / f"target/{sample.name}.txt").exists(): # a manifest may use a target twice
+            if f"target/{sample.name}" in taken: # a manifest may use a target twice
                 sample = replace(sample, name=f"{sample.name}-{i}")
             there = copy_to(folder, sample, taken)
             if i in moved and (why := repair(there)):
                 left_out.append(f"{sample.name} ({why})")
-                for path in (there.target, there.mask, Path(there.target).with_suffix(".txt"), *there.controls):
-                    Path(path).unlink() if path else None
+                caption = Path(there.target).with_suffix(".txt")
+                for path in filter(None, (there.target, there.mask, caption, *there.controls)):
+                    os.unlink(path)
             elif i in moved:
                 pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
                 entries.append((sample.name, [len(pairs), len(pairs) + 1]))
@@ -312,8 +316,6 @@ def write_aligned(out, samples, moved, sheets):
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main():
-    for stream in (sys.stdout, sys.stderr): # a file name may be no UTF-8
-        stream.reconfigure(errors="backslashreplace")
     parser = common.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
     parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
@@ -342,6 +344,8 @@ def main():
         for sample in found if len(roots) > 1 else []:
             sample.name = f"{sample.root}/{sample.name}"
         samples, problems = samples + found, problems + wrong
+    if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
+        raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
     common.prepare_folder(out)
     samples, rows, found, wrong = examine(samples, pipe, args)
     problems += wrong
@@ -362,8 +366,6 @@ def main():
             masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
             write_sheets(out, "mask", drawn, samples, masked, ["control", "target", "edited (dark = not)"])
         print(f"{out}: report.json has all of them, sheet_*.png their pictures")
-        if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
-            raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}
             try:

@@ -42,6 +42,8 @@ def read_old(path):
         if not {"height", "width", "img_shapes"} & tensors.keys():
             raise ValueError("it has no height and width, and tokens alone may have any shape: add both, in pixels, "
                              "as tensors")
+        if batches := [len(t) for t in tensors.values() if t.ndim == 3 and len(t) != 1]:
+            raise ValueError(f"a batch of {batches[0]} samples; want a file for each")
         shapes = get_image_shapes_multi_resolution(tensors, 1)[0]
         tensors = {k: t[0] if t.ndim == 3 or k.endswith("_mask") and t.ndim == 2 else t for k, t in tensors.items()}
         for name in [name for name in ("prompt_embed", "empty_prompt_embed") if name in tensors]: # pads go
@@ -50,10 +52,14 @@ def read_old(path):
         rows = [tensors[name] for name in ("pixel_latent", "control_latent", "prompt_embed")]
         if len(shapes) == 1 and len(rows[1]) == len(rows[0]): # of the time when both were resized to one size
             shapes *= 2
+        if any(len(shape) != 3 or min(shape) < 1 or shape[0] > 1 for shape in shapes):
+            raise ValueError(f"shapes {shapes}; want (1, height, width), in tokens")
         shapes = torch.tensor(shapes)
         areas, lengths = shapes.prod(-1).tolist(), [len(t) for t in (*rows[:2], tensors.get("edit_mask", rows[0]))]
         if lengths != [areas[0], sum(areas[1:]), areas[0]] or any(t.ndim != 2 for t in rows):
             raise ValueError(f"{lengths[:2]} tokens for {shapes.tolist()}")
+        if not all(t.is_floating_point() and t.isfinite().all() for t in rows) or not len(rows[2]):
+            raise ValueError("no numbers, NaN or Inf in the latents or the prompt, or an empty prompt")
         return tensors | dict(img_shapes=shapes)
     except (OSError, safetensors.SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as e:
         raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again")

@@ -291,9 +291,10 @@ def find_file(table, anywhere, folder, where, cell):
     base = table.parent
     if not isinstance(cell, str) or not cell:
         raise InputError(f"{where}: {cell!r:.100} is no picture or path; name another column: --columns")
-    if os.path.isfile(os.path.join(base, cell)):
-        if anywhere or Path(base, cell).resolve().is_relative_to(base.resolve()):
-            return Path(os.path.normpath(base / cell))
+    file = Path(os.path.normpath(base / cell)) # first: link/../a.png may be another file than a.png
+    if os.path.isfile(file):
+        if anywhere or file.resolve().is_relative_to(base.resolve()):
+            return file
         raise InputError(f"{where}: {cell!r} lies outside of {base}; if you trust it, give {table} itself as SOURCE")
     if anywhere and os.path.isfile(cell):
         return Path(cell)
@@ -345,12 +346,16 @@ def locate(config, name):
     """A path in a configuration begins at the working folder, as for its trainer, or else at the configuration."""
     return Path(name) if os.path.exists(name) else config.parent / name
 
+def caption_suffix(extension):
+    """txt or .txt -> .txt. ValueError for what no file name can end in."""
+    return Path("caption").with_suffix("." + extension.lstrip(".")).suffix
+
 def musubi_part(config, dataset):
     if "image_jsonl_file" in dataset:
         return dict(tables=[locate(config, dataset["image_jsonl_file"])], anywhere=True)
     controls = [locate(config, dataset["control_directory"])] if "control_directory" in dataset else []
     return dict(target=locate(config, dataset["image_directory"]), controls=controls,
-                suffix="." + dataset.get("caption_extension", "txt").lstrip("."))
+                suffix=caption_suffix(dataset.get("caption_extension", "txt")))
 
 def aitoolkit_part(config, dataset):
     """Its controls are control_path, a text or a list, and control_path_1 or control_path2, ..., which may be null."""
@@ -360,7 +365,7 @@ def aitoolkit_part(config, dataset):
             controls += dataset[key] if isinstance(dataset[key], list) else [dataset[key]]
     return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
                 mask=locate(config, dataset["mask_path"]) if dataset.get("mask_path") else None,
-                suffix="." + dataset.get("caption_ext", "txt").lstrip("."))
+                suffix=caption_suffix(dataset.get("caption_ext", "txt")))
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,16 @@ def measure(picture, wanted, pipe):
             found |= drift(picture, wanted.reference, wanted.keep)
     return found
 
+def read_drawn(path, by_vae):
+    """-> the picture. InputError for a size that predict.py does not draw; only the VAE minds sides that 16 does not
+    divide."""
+    picture = common.read_image(path)
+    rest = [side % 16 for side in picture.size if by_vae]
+    if min(picture.size) < 32 or any(rest):
+        raise InputError(f"{path}: {picture.width}x{picture.height}; want sides of at least 32 that 16 divides: draw "
+                         "it again with predict.py, or give --model none for other sides")
+    return picture
+
 def ends_of(folder, stems):
     """-> {end of a name: scale in words} of the pictures of these names, by scale: several --seed and --scales of
     predict.py add -s1 and -x0.5. If there are no pictures, the one end is empty."""
@@ -133,7 +143,7 @@ def main():
         wanted = {} # by size: the scales and seeds of a sample share it
         for end, scale in ends.items():
             try:
-                picture = common.read_image(args.pictures / f"{stem}{end}.png")
+                picture = read_drawn(args.pictures / f"{stem}{end}.png", by_vae=pipe is not None)
                 if picture.size not in wanted:
                     wanted[picture.size] = prepare(sample, picture.size, pipe)
             except InputError as e:
