@@ -495,7 +495,7 @@ def encode_files(pipe, jobs, args, quiet):
     it waits for the disk."""
     problems = []
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
-    reads = common.read_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
+    reads = common.run_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
@@ -519,7 +519,7 @@ def encode_files(pipe, jobs, args, quiet):
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
 
     with common.signals_noted() as stopped, closing(reads): # also if it ends early
-        for written in common.read_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
+        for written in common.run_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
             written.result() # a full disk's InputError
         if stopped:
             tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")

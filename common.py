@@ -309,7 +309,7 @@ def end_by_ctrl_c(kind, error, trace):
         return sys.__excepthook__(kind, error, trace)
     print("\nstopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
 
-def read_ahead(read, items, threads=1, most=1):
+def run_ahead(read, items, threads=1, most=1):
     """Yields a future of read(item) for each item, in order, while threads read the next ones, as many as `most`."""
     pool = ThreadPoolExecutor(threads)
     waiting = deque()

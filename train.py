@@ -701,7 +701,7 @@ signals = contextlib.ExitStack() # (`with` would indent all that follows)
 stopped, stopping = signals.enter_context(common.signals_noted()), False # a signal ends the run after the step at hand
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
 # while a pack computes, a thread reads and checks the files of the next. (live encoders need the device themselves)
-loaded = common.read_ahead(lambda picked: list(map(load_item, picked)), packs_from(step), most=0 if live else 1)
+loaded = common.run_ahead(lambda picked: list(map(load_item, picked)), packs_from(step), most=0 if live else 1)
 begun, first_step = time.monotonic(), step
 while step < args.max_steps and not stopping:
     if due(step): # before the next step: a run that was killed in a validation begins with it when it is resumed

@@ -36,7 +36,7 @@ def look_ahead(samples, look, cache_dir, quiet, common):
         else:
             new.append((path, stamp))
     before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
-    found = common.read_ahead(lambda item: look(item[0]), new, threads=8, most=32)
+    found = common.run_ahead(lambda item: look(item[0]), new, threads=8, most=32)
     try:
         for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
             with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned

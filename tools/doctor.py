@@ -161,7 +161,7 @@ def examine(samples, pipe, args):
     """-> (good samples, rows of report.json, {kind: [(words, index of the sample and maybe its twin's)]}, problems)."""
     good, rows, found, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
     threads = min(16, os.cpu_count() or 1) # each holds a pair's pictures
-    examined = common.read_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
+    examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
     bar = tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)
     for sample, future in zip(bar, examined):
         try:

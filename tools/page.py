@@ -63,7 +63,8 @@ def read_log(folder):
     flags, command = begin.pop("flags", None), begin.pop("command", None)
     steps, validations = [list(dict(sorted(found.items())).values()) for found in (steps, validations)]
     return SimpleNamespace(folder=folder, name=folder.resolve().name, flags=flags if isinstance(flags, dict) else {},
-                           command=command if isinstance(command, list) else ["train.py"], versions=begin, steps=steps, validations=validations)
+                           command=command if isinstance(command, list) else ["train.py"], versions=begin, steps=steps,
+                           validations=validations)
 
 def column(records, name):
     """-> (steps, values) of the records that have this number."""

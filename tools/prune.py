@@ -25,7 +25,7 @@ def main():
              for sample in cache.read_index(index)[0] for file in cache.files_of(sample)}
     unknown = sorted(set(args.cache_dir.glob("latents/*.safetensors")) - known)
     unknown += sorted(set(args.cache_dir.glob("text/*.safetensors")) - known)
-    unknown += [tmp for tmp in args.cache_dir.glob("*/.tmp-*") # of killed processes; younger ones may be at work
+    unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*") # of killed processes; younger ones may be at work
                 if time.time() - tmp.stat().st_mtime > 3600]
     size = sum(file.stat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
