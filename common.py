@@ -309,13 +309,13 @@ def end_by_ctrl_c(kind, error, trace):
         return sys.__excepthook__(kind, error, trace)
     print("\nstopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
 
-def run_ahead(read, items, threads=1, most=1):
-    """Yields a future of read(item) for each item, in order, while threads read the next ones, as many as `most`."""
+def run_ahead(work, items, threads=1, most=1):
+    """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""
     pool = ThreadPoolExecutor(threads)
     waiting = deque()
     try:
         for item in items:
-            waiting.append(pool.submit(read, item))
+            waiting.append(pool.submit(work, item))
             if len(waiting) > most:
                 yield waiting.popleft()
         yield from waiting
