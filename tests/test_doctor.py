@@ -20,6 +20,7 @@ import cache
 import common
 from extras import sheet
 from test_consistency import FULL, TINY, add_item, data, draw_picture, run_script, save, show
+from test_page import Reader
 from tools import doctor
 
 # ---- pictures like photos: noise of all sizes, shapes with sharp edges; edits of them; and what must be found --------
@@ -242,6 +243,25 @@ def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
     sheets = [f"sheet_{kind}_1.png" for kind in ("overview", "duplicate", "other_caption", "other_target")]
     assert {"report.json", *sheets} <= written and "sheet_moved_9.png" not in written
 
+def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
+    """In full, beside their captions, which stay texts; those of an earlier call are gone."""
+    attack = "</h3><script>alert(1)</script>"
+    control, target = edited_pair(np.random.default_rng(0), EDITS[0], SHAPES[0])
+    for name in ("one", "two"):
+        for file, image in (("target/{}.png", target), ("control/{}.png", control)):
+            save(image, tmp_path / "data" / file.format(name))
+        (tmp_path / f"data/target/{name}.txt").write_text(attack)
+    out = tmp_path / "out"
+    save(draw_picture(), out / "pictures/moved-7-0.jpg")
+    diagnose(tmp_path / "data", "--target_pixels", "native", "--control_pixels", "native", out=out)
+    read = Reader(out / "index.html")
+    assert attack in read.texts["p"] and [tag for tag, _ in read.tags].count("script") == 1
+    assert read.texts["h2"] == ["Duplicate", "Overview", "Numbers"] and read.texts["h3"][0] == "one: and two"
+    names = [p["data-name"] for p in read.pictures if p["src"].startswith("pictures/duplicate")]
+    assert names == ["control", "target", "its control", "its target"]
+    assert {out / picture["src"] for picture in read.pictures} == set((out / "pictures").iterdir())
+    assert Image.open(out / read.pictures[0]["src"]).size == control.size
+
 def test_the_toy_dataset_has_only_the_findings_that_it_was_made_with(tmp_path):
     _, rows = diagnose(TINY / "data", "--target_pixels", "native", "--control_pixels", "native", out=tmp_path)
     keeps = {name for name, row in rows.items() if row["prompts"] == ["keep the image"]}
@@ -342,7 +362,8 @@ def test_sheets_write_any_name_and_keep_thumbnails_only(tmp_path, monkeypatch):
     assert np.array_equal(sheet.contact_sheet([cells], [""] * 4), sheet.contact_sheet([small], [""] * 4))
     kept = []
     monkeypatch.setattr(doctor, "contact_sheet", lambda rows, titles: kept.extend(rows) or Image.new("L", (8, 8)))
-    doctor.write_sheets(tmp_path, "moved", [("words", [0])], ["a sample"], lambda sample: cells)
+    sample = SimpleNamespace(prompts=["a prompt"])
+    doctor.write_sheets(tmp_path, "moved", [("words", [0])], [sample], lambda sample: cells)
     (words, one, beside, *others), = kept
     assert words == "words" and others == cells[2:] and max(one.size + beside.size) == sheet.CELL
 

@@ -8,6 +8,7 @@ $ python -m pytest -q tests/test_motion.py -s     # a minute; --full: 100 pairs 
 import io
 import json
 import math
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -332,6 +333,8 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     assert "left out, 1: sub/far (turned by 5.0 degrees)" in result.out and not [*out.rglob("far*")]
     assert before == {path: path.read_bytes() for path in data.rglob("*.*")}
     assert (tmp_path / "report/sheet_aligned_1.png").exists() and (tmp_path / "report/sheet_overview_1.png").exists()
+    titles = re.findall("<h2>(.*?)</h2>", (tmp_path / "report/index.html").read_text())
+    assert [title for title in titles if title in ("Aligned", "Moved", "Mask")] == ["Aligned", "Moved"], titles
     there = {path.relative_to(out): path.read_bytes() for path in out.rglob("*.*")}
     for path, content in before.items():
         if path.stem.startswith("far"):

@@ -13,7 +13,8 @@ prints a table of what they hold, and looks for pairs that teach the wrong thing
     other target    the same control and instruction with another target
 
 The edit itself raises no alarm. Errors make the exit status 1; findings do not, they are a reason to look. Writes
-report.json (a line for each sample) and sheet_*.png (each finding's pictures) to OUT. No model is needed.
+to OUT report.json (a line for each sample), index.html (each finding's pictures, for a browser: a click compares two in
+full) and sheet_*.png (the same as contact sheets). No model is needed.
 
 --mask auto draws the masks that train.py would make with it. --align DIR writes the dataset again, to a new folder in
 which what has moved is repaired: the target is warped onto its control, and both (and the mask) are cropped to what
@@ -53,6 +54,7 @@ from extras.motion import (ASPECT, affine_of, auto_mask, copy_size, find_change,
 from extras.sheet import contact_sheet, shown_prompt, thumbnail
 from predict import save_png
 from tools.import_data import picture_suffix, places_of, write_caption
+from tools.page_common import card, link, node, save_page, section, table, tile, to_jpeg
 
 # identical, in levels of 0 to 255; JPEG of quality 70 makes up to 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
@@ -89,7 +91,7 @@ def examine_pair(target, control):
         *shift, zoom, turn = inverse(motion) # how the target shows the control's scene
         dx, dy = np.array(shift) * max(w, h) / max(size)
         zoomed = complex(1 + zoom, turn)
-        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {100 * abs(zoomed) - 100:+.1f} %"
+        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * abs(zoomed) - 100, 1) + 0.0:+.1f} %"
         degrees = math.degrees(cmath.phase(zoomed))
         if abs(degrees) >= 0.05:
             found["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
@@ -201,28 +203,49 @@ def difference_cells(sample):
     return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
 
 def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
-    """FOLDER/sheet_KIND_PAGE.png with the cells of [(words, indices of samples)], of 24 a page."""
+    """FOLDER/sheet_KIND_PAGE.png with the cells of [(words, indices of samples)], of 24 a page -> a section of the page
+    with the first 24."""
     file = lambda page: f"sheet_{kind.replace(' ', '_')}_{page}.png"
     for old in folder.glob(file("*")):
         old.unlink()
+    cards = []
     for page, start in enumerate(range(0, len(entries), 24), 1):
-        lines = [[words, *[thumbnail(cell) for i in of for cell in cells(samples[i])]]
-                 for words, of in entries[start:start + 24]]
-        above = ["", *(titles or ["control", "target", "its control", "its target"])][:len(lines[0])]
-        save_png(contact_sheet(lines, above), folder / file(page))
+        lines = []
+        for words, of in entries[start:start + 24]:
+            shown = [cell for i in of for cell in cells(samples[i])]
+            above = (titles or ["control", "target", "its control", "its target"])[:len(shown)]
+            lines.append([words, *map(thumbnail, shown)])
+            if page == 1:
+                tiles = copies(folder, f"{kind}-{len(cards)}", dict(zip(above, shown)), words)
+                cards.append(card(words, samples[of[0]].prompts[0], tiles))
+        save_png(contact_sheet(lines, ["", *above]), folder / file(page))
+    more = f", the first 24 of {len(entries)}" if len(entries) > 24 else ""
+    return section(kind.capitalize() + more, *cards)
 
-def print_table(rows):
-    """What the dataset holds, and by how much sides rounded to 32 pixels change a target's aspect."""
-    print(f"{len(rows)} samples with {sum(len(row['prompts']) for row in rows)} prompts")
+def copies(folder, name, cells, words):
+    """Pictures of a card, written to FOLDER/pictures at up to 1024 pixels. cells: {title: picture, or list of them}."""
+    pictures = []
+    for title, cell in cells.items():
+        for n, image in enumerate(cell if isinstance(cell, list) else [cell]):
+            if isinstance(image, Image.Image): # not "no mask"
+                pictures.append((f"{title} {n + 1}" if n else title, image))
+    tiles = []
+    for n, (title, image) in enumerate(pictures):
+        path = folder / "pictures" / f"{name}-{n}.jpg".replace(" ", "_")
+        common.write_file(path, to_jpeg(image, 1024))
+        tiles.append(tile(title, {0: link(path, folder / "index.html")}, words, size=image.size, wipe=True))
+    return tiles
+
+def numbers_of(rows):
+    """What the dataset holds, and by how much sides rounded to 32 pixels change a target's aspect -> [[title, least,
+    median, greatest]]."""
     columns = {"target width": [row["sizes"][0][0] for row in rows], "aspect": [row["aspect"] for row in rows],
                "target height": [row["sizes"][0][1] for row in rows], "controls": [row["controls"] for row in rows],
                "rounding, %": [100 * row["rounding"] for row in rows],
                "image tokens": [n for row in rows for n in row["image_tokens"]],
                "text tokens": [n for row in rows for n in row.get("text_tokens", [])]}
-    print(f"{'':16}     min  median     max")
-    for title, values in columns.items():
-        if values: # prompts are counted only with --model
-            print(f"{title:16}{min(values):8.5g}{np.median(values):8.5g}{max(values):8.5g}")
+    return [[title, *[f"{n:.5g}" for n in (min(values), np.median(values), max(values))]]
+            for title, values in columns.items() if values] # prompts are counted only with --model
 
 # ---- --align ---------------------------------------------------------------------------------------------------------
 
@@ -291,7 +314,7 @@ def repair(sample):
 
 def write_aligned(out, samples, moved, sheets):
     """OUT, whole or not at all: the samples, repaired where their index is in `moved`; and in `sheets` the differences
-    before and after -> [names of those left out, and why]."""
+    before and after -> [names of those left out, and why], a section of the page."""
     left_out, entries, pairs, taken = [], [], [], set()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
@@ -309,9 +332,9 @@ def write_aligned(out, samples, moved, sheets):
                 pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
                 entries.append((sample.name, [len(pairs), len(pairs) + 1]))
                 pairs += [sample, replace(there, target=pngs[0], controls=[pngs[1]])]
-        write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference before", "after"])
+        shown = write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference before", "after"])
         os.replace(folder, out)
-    return left_out
+    return left_out, shown
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -354,27 +377,39 @@ def main():
         lines = ",\n".join(map(json.dumps, rows))
         common.write_file(out / "report.json", f"[{lines}]\n".encode())
         overview = [(f"{sample.name}: {shown_prompt(sample)}", [i]) for i, sample in enumerate(samples)]
-        write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples)
-        print_table(rows)
+        shutil.rmtree(out / "pictures", ignore_errors=True) # of an earlier call
+        first = write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples)
+        numbers, parts, counts = numbers_of(rows), [], []
+        title = f"{len(samples)} samples with {sum(len(row['prompts']) for row in rows)} prompts"
+        print(f"{title}\n{'':16}     min  median     max")
+        for name, *values in numbers:
+            print(f"{name:16}" + "".join(f"{value:>8}" for value in values))
         for kind, entries in found.items():
-            write_sheets(out, kind, entries, samples)
+            parts.append(write_sheets(out, kind, entries, samples))
+            counts.append([kind, str(len(entries)) if entries else ""])
             if names := [words for words, _ in entries]:
                 print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
                       f"{ADVICE.get(kind, '')}")
         if args.mask:
             drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
             masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
-            write_sheets(out, "mask", drawn, samples, masked, ["control", "target", "edited (dark = not)"])
-        print(f"{out}: report.json has all of them, sheet_*.png their pictures")
+            titles = ["control", "target", "edited (dark = not)"]
+            parts.append(write_sheets(out, "mask", drawn, samples, masked, titles))
+        print(f"{out}: index.html shows them, as do sheet_*.png; report.json has all")
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}
             try:
-                left_out = write_aligned(args.align, samples, moved, out)
+                left_out, aligned = write_aligned(args.align, samples, moved, out)
             except OSError as e:
                 raise InputError(f"{args.align}: cannot be written ({e.strerror}); give another folder, or free space")
+            parts.insert(0, aligned)
             repaired = len(moved) - len(left_out)
             print(f"{args.align}: {len(samples) - len(left_out)} samples, {repaired} of them repaired; "
                   f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
+        head = node("header", node("h1", out.name), node("p", title))
+        errors = section("Errors", *[node("p", problem) for problem in problems])
+        tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), table(counts, ["found", ""]))
+        save_page(out / "index.html", out.name, [head, errors, *parts, first, tables])
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":

@@ -42,13 +42,17 @@ def link(path, page):
     way = os.path.relpath(path, Path(page).parent)
     return "/".join(quote(os.fsencode(part), safe="") for part in Path(way).parts)
 
+def to_jpeg(image, side):
+    """A copy whose sides are at most that long -> the bytes of its file."""
+    image = image.convert("RGB")
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    image.save(jpeg := io.BytesIO(), "JPEG", quality=90)
+    return jpeg.getvalue()
+
 def thumbnail(path):
     """A picture's small copy as an address that holds it; None if it is not on this machine, or broken."""
     with contextlib.suppress(InputError):
-        image = read_image(path)
-        image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
-        image.save(jpeg := io.BytesIO(), "JPEG", quality=85)
-        return "data:image/jpeg;base64," + base64.b64encode(jpeg.getvalue()).decode()
+        return "data:image/jpeg;base64," + base64.b64encode(to_jpeg(read_image(path), THUMBNAIL)).decode()
 
 def size_of(path):
     """(width, height); None if it is not on this machine, or no picture."""
