@@ -151,10 +151,36 @@ def test_files_have_the_mode_that_umask_gives(tmp_path):
         modes = {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file() and path.stat().st_nlink == 1}
         assert modes == {(tmp_path / "a").stat().st_mode & 0o777} and out.stat().st_mode & 0o777 == 0o755, tool
 
+DOCS = ["README.md", "README.zh.md", "GUIDE.md"]
+
+def text_of(name):
+    return (HERE / name).read_text(encoding="utf-8")
+
+def commands_of(name):
+    return [line.strip() for block in re.findall(r"^```\n(.*?)^```", text_of(name), re.M | re.S)
+            for line in block.splitlines()]
+
+def test_the_chinese_readme_has_readmes_commands():
+    """Those that it has, without their comments, and as many of python and pip."""
+    ours, theirs = commands_of("README.md"), commands_of("README.zh.md")
+    assert all(any(line.startswith(command) for line in ours) for command in theirs)
+    count = lambda commands: sum(command.startswith(("python ", "pip ")) for command in commands)
+    assert count(theirs) == count(ours)
+
+@pytest.mark.parametrize("name", DOCS)
+def test_links_lead_somewhere(name):
+    """Files that exist, and headings as GitHub names them."""
+    for file, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text_of(name)):
+        assert (HERE / (file or name)).exists(), file
+        titles = re.findall(r"^#+ (.*)", text_of(file or name), re.M) if heading else []
+        slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not heading or heading in slugs, heading
+
 def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
     files = [p for pattern in ("*.py", "extras/*.py", "tools/*.py", "tests/*.py", "*.md", "requirements.txt", ".ci/run")
              for p in HERE.glob(pattern)]
     assert len(files) > 20
     for path in files:
         for n, line in enumerate(path.read_bytes().splitlines(), 1):
-            assert len(line) <= 120 and line.isascii() and not line.endswith((b" ", b"\t")), f"{path}:{n}"
+            assert len(line.decode()) <= 120 and not line.endswith((b" ", b"\t")), f"{path}:{n}"
+            assert line.isascii() or path.name == "README.zh.md", f"{path}:{n}"
