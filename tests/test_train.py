@@ -449,6 +449,7 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
 def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, monkeypatch):
     """For a page that shows the run: each validation's pictures, as drawn, and once what they are compared with, all in
     the drawn size. Of more than 20 validations the oldest pictures go."""
+    monkeypatch.setitem(predict.SAMPLING, "num_inference_steps", 2)
     add_item(data, "deep/cat", [(64, 96), (96, 64), (300, 40)])
     flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 2, "--sample_every", 1, *NATIVE, *EXACT]
     assert train(data, tmp_path, *flags).status == 0
@@ -514,6 +515,7 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
 @pytest.mark.parametrize("most, drawn", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])
 def test_a_validation_draws_at_most_val_pictures_and_computes_the_loss_of_all(tmp_path, monkeypatch, most, drawn):
     """They are spread over all samples, and in the sheet. What goes to the first process are numbers and thumbnails."""
+    monkeypatch.setitem(predict.SAMPLING, "num_inference_steps", 2)
     for n in range(5):
         add_item(tmp_path / "data", f"{n}/cat", [(256, 256), (224, 256)])
     losses, sent, real_draw, real_gather = [], [], predict.draw_samples, common.gather_objects
