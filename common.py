@@ -319,10 +319,9 @@ def run_ahead(work, items, threads=1, most=1):
             if len(waiting) > most:
                 yield waiting.popleft()
         yield from waiting
-    finally: # also if the caller stops early. (when the interpreter ends, cancel_futures=True lacks its modules)
-        for future in waiting:
+    finally: # also if the caller stops early. threads without a pool end; no pool.shutdown(), which waits for them: the
+        for future in waiting: # garbage collector may come here while a thread begins, with a lock that this needs
             future.cancel()
-        pool.shutdown()
 
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------
 

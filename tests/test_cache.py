@@ -2,15 +2,16 @@
 Encoded samples on disk: they are what the stock pipeline computes, they change when and only when their sources do, and
 no damage to them, to their index or to the model's folder goes unnoticed.
 """
+import contextlib
 import errno
 import gc
 import os
-import signal
-import sys
-import threading
 import pickle
 import re
 import shutil
+import signal
+import sys
+import threading
 import time
 import warnings
 import weakref
@@ -761,3 +762,20 @@ def test_val_data_without_controls_is_refused_before_anything_is_encoded(data, t
     add_item(tmp_path / "val", "dog", [(64, 32)])
     result = run_script("cache.py", "--data", data, "--val_data", tmp_path / "val", "--cache_dir", tmp_path / "c")
     assert result.status == 1 and is_one_line(result.errors[-1], "--val_data", "dog"), result.err
+
+def test_threads_that_were_given_up_block_no_others():
+    """A generator of run_ahead that nobody has finished, in a circle, is deleted by the garbage collector, which may
+    come anywhere: also into a thread that begins, and then holds a lock without which no thread can be waited for."""
+    half_used = common.run_ahead(str, range(9), threads=2, most=4)
+    assert next(half_used).result() == "0"
+    circle = [half_used]
+    circle.append(circle)
+    del half_used, circle
+
+    def begin():
+        with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()): # Python 3.12 and older
+            gc.collect()
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
