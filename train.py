@@ -786,6 +786,9 @@ else:
         flags += [str(base_lora)]
     if args.transformer:
         flags += ["--transformer", args.transformer]
+    for name in ("quantize", "quantize_text_encoder"):
+        if getattr(args, name) != "none":
+            flags += [f"--{name}", getattr(args, name)]
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
         f"  python predict.py {shlex.join(flags)} --image CONTROL.png --prompt \"...\"\n"
         f"  python tools/page.py {shlex.quote(str(out_dir))}\n"

@@ -93,8 +93,8 @@ def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch
     assert row[at].tolist() == [first + n for n in (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 4)]
     assert column[at].tolist() == [first + n for n in (0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4)]
 
-def test_the_stock_pipeline_of_the_readme_encodes_as_the_cache_does(plus):
-    code = re.search(r"```\n(import cache.*?)```", (TINY.parent / "README.md").read_text(), re.DOTALL)[1]
+def test_the_stock_pipeline_of_the_guide_encodes_as_the_cache_does(plus):
+    code = re.search(r"```\n(import cache.*?)```", (TINY.parent / "GUIDE.md").read_text(), re.DOTALL)[1]
     scope = {}
     exec(code.replace('"tiny"', repr(str(TINY))), scope)
     pipe, picture = scope["pipe"].to(DEVICE), draw_picture((128, 64))

@@ -470,6 +470,14 @@ def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, m
     assert train(data, tmp_path, *flags, "--out_dir", run, "--resume").status == 0
     assert sorted(p.name for p in run.glob("samples/step_*/")) == [f"step_9{n:05}" for n in range(10, 30)]
 
+def test_the_end_names_the_command_that_draws_with_the_lora(tmp_path):
+    """With what a small card needs for it."""
+    result = train_toy(tmp_path / "a", "--quantize", "int8", "--quantize_text_encoder", "int8")
+    assert result.status == 0, result.err
+    draw = re.search(r"python (predict.py .*) --image", result.out)[1].split()
+    assert draw[1:5] == ["--model", "tiny", "--lora", str(tmp_path / "a")]
+    assert draw[5:] == ["--quantize", "int8", "--quantize_text_encoder", "int8"]
+
 def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(tmp_path):
     train_log(tmp_path / "a")
     before = lora_of(tmp_path / "a")
