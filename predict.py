@@ -567,6 +567,10 @@ def complete_settings(sample, args, shift_terminal):
         raise InputError(f"{where}: its own seed, and --seed gives several; leave one out")
     return settings
 
+def picture_stem(sample):
+    """A dataset's sample may lie in folders of it; its picture has one name."""
+    return sample.name.replace("/", "-")
+
 def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
     """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
@@ -577,7 +581,7 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
     for row, sample in enumerate(samples):
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
-        name = sample.name.replace("/", "-") if args.jobs else sample.name
+        name = picture_stem(sample) if args.jobs else sample.name
         out = args.out_dir / sample.settings.get("out", f"{name}.png")
         seeds = [sample.settings["seed"]] if "seed" in sample.settings else args.seed
         for seed, scale in product(seeds, args.scales):

@@ -594,7 +594,7 @@ def draw_base_pictures():
         return draw_pictures()
 
 def picture_file(sample):
-    return f"{sample.root}/{sample.name.replace('/', '-')}.png" # as predict.py names it
+    return f"{sample.root}/{predict.picture_stem(sample)}.png"
 
 def compare(i, base, picture):
     """-> (i, PSNRs to the target: of the input, without and with the LoRA, of the VAE alone; thumbnails for the sheet).

@@ -37,7 +37,7 @@ import cache
 import common
 from common import InputError
 from extras.motion import auto_mask
-from predict import decode, psnr
+from predict import decode, picture_stem, psnr
 
 def drift(image, reference, keep):
     """What an edit did where nothing should change -> dict of colour (levels of 255) and, where there is anything to
@@ -137,7 +137,7 @@ def main():
         cache.load_encoder(pipe, "vae", SimpleNamespace(dtype="float32", vae_device=args.device))
         pipe.vae.to(args.device)
 
-    groups, stems = {}, {sample.name.replace("/", "-"): sample for sample in samples}
+    groups, stems = {}, {picture_stem(sample): sample for sample in samples}
     ends = ends_of(args.pictures, stems)
     for stem, sample in tqdm(stems.items(), desc="measuring", unit=" samples", disable=None, leave=False):
         wanted = {} # by size: the scales and seeds of a sample share it
