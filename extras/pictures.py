@@ -2,9 +2,9 @@
 Remembers what was found in a dataset's pictures, so that a start opens only those that are new or changed; without this
 file every start reads every picture.
 
-CACHE_DIR/pictures.txt holds a picture's content hash and size under its path, with the file's length and times when it
-was looked at. A picture that has not passed all checks is never in it. Of two processes that write it at once the last
-one wins, and what the other has seen is read once more. Deleting it does no harm.
+CACHE_DIR/pictures.txt holds a picture's content hash and size under its path, with the file's length, times and number
+on the disk when it was looked at. A picture that has not passed all checks is never in it. Of two processes that write
+it at once the last one wins, and what the other has seen is read once more. Deleting it does no harm.
 """
 import contextlib
 import hashlib

@@ -377,7 +377,8 @@ def main():
         lines = ",\n".join(map(json.dumps, rows))
         common.write_file(out / "report.json", f"[{lines}]\n".encode())
         overview = [(f"{sample.name}: {shown_prompt(sample)}", [i]) for i, sample in enumerate(samples)]
-        shutil.rmtree(out / "pictures", ignore_errors=True) # of an earlier call
+        (out / "index.html").unlink(missing_ok=True) # of an earlier call, should this one end early
+        shutil.rmtree(out / "pictures", ignore_errors=True)
         first = write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples)
         numbers, parts, counts = numbers_of(rows), [], []
         title = f"{len(samples)} samples with {sum(len(row['prompts']) for row in rows)} prompts"
@@ -395,7 +396,6 @@ def main():
             masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
             titles = ["control", "target", "edited (dark = not)"]
             parts.append(write_sheets(out, "mask", drawn, samples, masked, titles))
-        print(f"{out}: index.html shows them, as do sheet_*.png; report.json has all")
         if args.align:
             moved = {i for _, of in found["moved"] for i in of}
             try:
@@ -410,6 +410,7 @@ def main():
         errors = section("Errors", *[node("p", problem) for problem in problems])
         tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), table(counts, ["found", ""]))
         save_page(out / "index.html", out.name, [head, errors, *parts, first, tables])
+        print(f"{out}: index.html shows them, as do sheet_*.png; report.json has all")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":
