@@ -14,7 +14,7 @@ CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content:
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
 train.py also takes it as --data. CACHE_DIR/pictures.txt says which pictures need not be read again.
 
-$ python cache.py                                                     # the toy dataset in tiny/
+$ python cache.py                                                     # the photographs in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
 $ torchrun --nproc_per_node=4 cache.py --model ... --data photos      # four processes share the work
 $ python cache.py --model ... --data photos drawings faces --repeats 1 5 1 # mixed; faces/ holds pictures alone
@@ -68,7 +68,7 @@ def add_data_flags(parser):
          type=positive, nargs="+")
     flag("--val_data", None,
          "validation datasets, not trained on: their loss is logged, their pictures are drawn without and with the "
-         "LoRA (default: none; the toy dataset has its own)", nargs="*")
+         "LoRA (default: none; the demo has its own)", nargs="*")
     flag("--target_pixels", [1024 * 1024],
          "area of the target (default: 1024x1024); several: one is drawn for each sample; native: own size",
          type=pixels, nargs="+")

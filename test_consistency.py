@@ -305,7 +305,8 @@ def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border",
     return data
 
 def copy_model(folder):
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data", "val", "known", "*.py", "*.png"))
+    pictures = ["data", "val", "known", "toys", "source", "*.png"]
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*pictures, "*.py"))
     return folder
 
 def as_v1(model):
@@ -315,16 +316,16 @@ def as_v1(model):
     return model
 
 @functools.cache
-def toy_cache():
-    """The toy dataset, encoded once for all tests, with the empty prompt."""
+def demo_cache():
+    """The demo's dataset, encoded once for all tests, with the empty prompt."""
     folder = Path(tempfile.mkdtemp(), "cache")
     assert run_script("cache.py", "--cache_dir", folder, "--caption_dropout_rate", 0.1, "--device", DEVICE,
                       *EXACT).status == 0
     return folder
 
-def train_toy(out_dir, *flags):
-    """A short run on the toy dataset -> result of run_script."""
-    return run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", out_dir, "--max_steps", 3, "--batch_size", 4,
+def train_demo(out_dir, *flags):
+    """A short run on the demo's dataset -> result of run_script."""
+    return run_script("train.py", "--cache_dir", demo_cache(), "--out_dir", out_dir, "--max_steps", 3, "--batch_size", 4,
                       "--val_data", *EXACT, "--device", DEVICE, *flags)
 
 def log_of(out_dir):
@@ -333,13 +334,13 @@ def log_of(out_dir):
     return [r for r in records if "loss" in r]
 
 def train_log(out_dir, *flags):
-    result = train_toy(out_dir, *flags)
+    result = train_demo(out_dir, *flags)
     assert result.status == 0, result.err
     return log_of(out_dir)
 
 def globals_of_train(out_dir, *flags):
     """train.py's functions, after a run of one step with these flags."""
-    result = train_toy(out_dir, "--max_steps", 1, *flags)
+    result = train_demo(out_dir, "--max_steps", 1, *flags)
     assert result.status == 0, result.err
     return result.globals
 
@@ -718,7 +719,7 @@ def test_two_ranks_equal_one(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", port,
-               HERE / "train.py", "--cache_dir", toy_cache(), "--val_data", *EXACT, "--device", "cpu",
+               HERE / "train.py", "--cache_dir", demo_cache(), "--val_data", *EXACT, "--device", "cpu",
                "--out_dir", tmp_path / "two", *flags]
     job = subprocess.run(list(map(str, command)), capture_output=True, text=True,
                          env={**os.environ, "OMP_NUM_THREADS": "1"})

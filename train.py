@@ -4,7 +4,7 @@ Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any siz
 Reads datasets (layout: cache.py), or an index of cache.py. Writes a run folder: log.jsonl, checkpoint-000200/, samples/
 (held-out pictures) and at the end pytorch_lora_weights.safetensors: for predict.py, diffusers and (no DoRA) ComfyUI.
 
-$ python train.py                                                           # the toy dataset and model in tiny/
+$ python train.py                                                           # the photographs and model in tiny/
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --plan    # what it would take; trains nothing
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos           # one GPU
 $ torchrun --nproc_per_node=8 train.py --model Qwen/Qwen-Image-Edit-2509 --data photos

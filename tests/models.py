@@ -105,12 +105,8 @@ def train(data, tmp_path, *flags):
     return result
 
 def toy_functions():
-    """What draws the toy dataset, of tiny/make_tiny.py, without what that writes."""
-    source, names = (TINY / "make_tiny.py").read_text(), {"__file__": str(TINY / "make_tiny.py"), "__name__": "toy"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["make_tiny.py"])
-        exec(source.split("# two fifths of the LoRA's data")[0], names)
-    return names
+    """What draws the toys, by name: tiny/make_data.py."""
+    return runpy.run_path(str(TINY / "make_data.py"))
 
 def train_and_measure(run, jobs, *flags):
     """Trains into `run`, edits the dataset `jobs` with its LoRA -> what tools/measure.py finds, by folder."""

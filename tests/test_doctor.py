@@ -263,7 +263,7 @@ def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
     assert Image.open(out / read.pictures[0]["src"]).size == control.size
 
 def test_the_toy_dataset_has_only_the_findings_that_it_was_made_with(tmp_path):
-    _, rows = diagnose(TINY / "data", "--target_pixels", "native", "--control_pixels", "native", out=tmp_path)
+    _, rows = diagnose(TINY / "toys/data", "--target_pixels", "native", "--control_pixels", "native", out=tmp_path)
     keeps = {name for name, row in rows.items() if row["prompts"] == ["keep the image"]}
     assert {name for name, row in rows.items() if "identical" in str(row["findings"])} == keeps and len(keeps) == 14
     assert sum(bool(row["findings"]) and name not in keeps for name, row in rows.items()) <= 0.02 * len(rows)

@@ -18,7 +18,7 @@ import common
 import predict
 from models import DTYPE_NAME, ON_DEVICE, damage_tensors, is_one_line, lora_tensors, refused
 from test_consistency import (DEVICE, E, SMALL, TINY, assert_bitwise, curve, log_of, lora_of, rel, run_script, show,
-                              stock_pipeline, train_log, train_toy)
+                              stock_pipeline, train_demo, train_log)
 
 def tiny_with(path, scale=1.0):
     """The tiny transformer with this LoRA."""
@@ -210,7 +210,7 @@ def comfyui_model(path):
 
 def short_run(tmp_path, *flags):
     """Two steps with these flags, all-linear -> result of run_script, and the loss of the model that was trained."""
-    run = train_toy(tmp_path / "a", *ONE, "--lora_targets", "all-linear", "--max_steps", 2, *flags)
+    run = train_demo(tmp_path / "a", *ONE, "--lora_targets", "all-linear", "--max_steps", 2, *flags)
     assert run.status == 0, run.err
     return run, loss_of(run.globals["transformer"], run.globals)
 
@@ -286,7 +286,7 @@ def test_a_base_lora_is_part_of_the_frozen_base(tmp_path, two_loras):
     """The first loss is stock's with the base LoRA loaded; only the trained one is saved; both in stock give the loss
     after training; another base is refused when the run is resumed; the next command names both."""
     flags, out_dir = [*ONE, "--lora_targets", "to_q", "--base_lora"], tmp_path / "my run"
-    run = train_toy(out_dir, *flags, two_loras[1], "--max_steps", 1)
+    run = train_demo(out_dir, *flags, two_loras[1], "--max_steps", 1)
     first, want = log_of(out_dir)[0]["loss"], stock_loss(run.globals, two_loras[1])
     show("first loss, from stock's", abs(first / want - 1), 1e-5)
     assert first == pytest.approx(want, rel=1e-5) and first != pytest.approx(stock_loss(run.globals), rel=1e-4)
@@ -296,7 +296,7 @@ def test_a_base_lora_is_part_of_the_frozen_base(tmp_path, two_loras):
     want = stock_loss(run.globals, out_dir, two_loras[1])
     assert loss.item() == pytest.approx(want, rel=1e-5) and want != pytest.approx(first, rel=1e-4)
     assert f"--lora '{out_dir}' {two_loras[1]} --image" in run.out
-    result = train_toy(out_dir, *flags, two_loras[0], "--max_steps", 2, "--resume")
+    result = train_demo(out_dir, *flags, two_loras[0], "--max_steps", 2, "--resume")
     assert result.status == 1 and is_one_line(result.errors[-1], "base_lora")
 
 @pytest.mark.parametrize("flags, status, named", [
@@ -308,7 +308,7 @@ def test_a_base_lora_is_part_of_the_frozen_base(tmp_path, two_loras):
     ("--lora_args init_lora_weights=nonsense", 1, "--lora_args")])
 def test_a_lora_to_start_from_that_does_not_fit_or_flags_is_refused(tmp_path, two_loras, flags, status, named):
     bad = lora_file(tmp_path, renamed("to_q", "qkv")(lora_tensors()))
-    result = train_toy(tmp_path / "a", *flags.replace("GOOD", str(two_loras[0])).replace("BAD", str(bad)).split())
+    result = train_demo(tmp_path / "a", *flags.replace("GOOD", str(two_loras[0])).replace("BAD", str(bad)).split())
     assert result.status == status and named in result.errors[-1] and (status == 2 or is_one_line(result.errors[-1]))
 
 def test_lora_on_a_bf16_base_is_cast_when_used():

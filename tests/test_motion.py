@@ -95,9 +95,9 @@ def test_auto_masks_cover_edits_of_photographs(photos):
 def test_auto_masks_cover_the_borders_of_the_toy_dataset(shifted, jpeg):
     """To the token: a small picture has four tokens inside its border, and one of them would be too many."""
     rng, good = np.random.default_rng(1), []
-    names = [path.stem for path in sorted((TINY / "data/target").glob("*.txt")) if "border" in path.read_text()]
+    names = [path.stem for path in sorted((TINY / "toys/data/target").glob("*.txt")) if "border" in path.read_text()]
     for name in names[:None if FULL else 36]:
-        target, control = [common.read_image(TINY / f"data/{role}/{name}.png") for role in ("target", "control")]
+        target, control = [common.read_image(TINY / f"toys/data/{role}/{name}.png") for role in ("target", "control")]
         inside = np.ones(target.size[::-1], bool)
         inside[16:-16, 16:-16] = False
         if shifted:

@@ -137,11 +137,11 @@ KNOWN = ["keep the image", "make the background red", "make the background like 
 def test_the_demo_forgets_nothing_without_known_edits_among_its_data(tmp_path):
     """The toy edit, learned from its own pairs alone, by three seeds: what that costs the instructions that the base
     knows, in dB, with and without --preserve. GUIDE.md has the table."""
-    captions = [p for p in (TINY / "data/target").glob("*.txt") if "border" in p.read_text()]
-    for path in [path for caption in captions for path in (TINY / "data").glob(f"*/{caption.stem}*")]:
+    captions = [p for p in (TINY / "toys/data/target").glob("*.txt") if "border" in p.read_text()]
+    for path in [path for caption in captions for path in (TINY / "toys/data").glob(f"*/{caption.stem}*")]:
         (tmp_path / "border" / path.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "border" / path.parent.name)
-    val = ["--val_data", TINY / "val", TINY / "known", "--cache_dir", tmp_path / "cache"]
+    val = ["--val_data", TINY / "toys/val", TINY / "toys/known", "--cache_dir", tmp_path / "cache"]
     ways = {"nothing": [], "empty": ["--preserve", 0.4],
             "lines": ["--preserve", 0.4, "--preserve_prompts", *KNOWN]}
     lost, edit = {way: [] for way in ways}, {way: [] for way in ways}

@@ -20,7 +20,7 @@ ASPECTS = [(h, w) for w, h in reversed(WIDE)] + WIDE
 BUCKETS = [(96, 96), (128, 64), (64, 128)]
 
 def draw_aspects(folder):
-    """Six border pairs of each aspect, drawn as tiny/val is."""
+    """Six border pairs of each aspect, drawn as tiny/toys/val is."""
     names = toy_functions()
     rng, colours, pairs = np.random.default_rng(77), list(names["COLORS"]), {}
     for k, size in enumerate(ASPECTS):
@@ -30,8 +30,8 @@ def draw_aspects(folder):
     names["write_dataset"](str(folder), pairs)
 
 def crop_to_buckets(folder):
-    """A copy of tiny/data; second pictures, which show a colour, stay as they are."""
-    shutil.copytree(TINY / "data", folder)
+    """A copy of tiny/toys/data; second pictures, which show a colour, stay as they are."""
+    shutil.copytree(TINY / "toys/data", folder)
     for target in folder.glob("target/*.png"):
         w, h = Image.open(target).size
         bucket = min(BUCKETS, key=lambda b: abs(math.log(b[0] / b[1] * h / w)))
@@ -58,7 +58,7 @@ def test_own_sizes_are_better_at_every_aspect(tmp_path):
     crop_to_buckets(tmp_path / "buckets")
     table = {}
     for seed in range(3):
-        for way, data in (("native", TINY / "data"), ("buckets", tmp_path / "buckets")):
+        for way, data in (("native", TINY / "toys/data"), ("buckets", tmp_path / "buckets")):
             found = train_and_measure(tmp_path / f"{way}-{seed}", tmp_path / "aspects", "--data", data, "--val_data",
                                       "--seed", seed)
             rows = [found["aspects/{}x{}".format(*size)] for size in ASPECTS]

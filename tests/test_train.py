@@ -23,8 +23,9 @@ import predict
 import rope_patch
 from models import (cached_files, damage_tensors, error_of, is_one_line, pipes, plus, small, start, start_ranks, train,
                     until)
-from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, globals_of_train, log_of,
-                              lora_of, losses_of, rel, run_script, show, tiny_v1, toy_cache, train_log, train_toy)
+from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, demo_cache, draw_picture,
+                              globals_of_train, log_of, lora_of, losses_of, rel, run_script, show, tiny_v1, train_demo,
+                              train_log)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -211,7 +212,7 @@ def test_four_processes_with_three_samples_equal_one(tmp_path, start, ranks, bat
     """One has nothing to do."""
     flags = ["--max_steps", 3, "--batch_size", batch_size]
     one = train_log(tmp_path / "one", *flags)
-    processes = start_ranks(start, "--cache_dir", toy_cache(), "--val_data", *EXACT, *flags,
+    processes = start_ranks(start, "--cache_dir", demo_cache(), "--val_data", *EXACT, *flags,
                             "--out_dir", tmp_path / "many", preludes=[None] * ranks)
     assert not any([p.wait() for p in processes]), [p.output() for p in processes]
     many = log_of(tmp_path / "many")
@@ -345,20 +346,20 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
     train_log(tmp_path / "a", "--lr_scheduler", "linear")
     before = {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
     flags = ["--lr_scheduler", "linear"]
-    result = train_toy(tmp_path / "a", *flags, "--resume")
+    result = train_demo(tmp_path / "a", *flags, "--resume")
     assert result.status == 0 and "already done" in result.out
-    result = train_toy(tmp_path / "a", *flags)
+    result = train_demo(tmp_path / "a", *flags)
     assert result.status == 1 and is_one_line(result.errors[-1], f"--out_dir {tmp_path / 'a'}: is not empty")
-    result = train_toy(tmp_path / "b", "--resume")
+    result = train_demo(tmp_path / "b", "--resume")
     assert result.status == 1 and is_one_line(result.errors[-1], "checkpoint") and not (tmp_path / "b").exists()
     monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
     changes = dict(lr=0.5, lora_rank=8, lora_targets="to_k", batch_size=3, seed=1, loss_norm="token", weight_decay=0.5)
     for name, value in changes.items():
-        result = train_toy(tmp_path / "a", *flags, "--resume", f"--{name}", value)
+        result = train_demo(tmp_path / "a", *flags, "--resume", f"--{name}", value)
         assert result.status == 1 and is_one_line(result.errors[0], f"{name}: "), result.err
         assert not [other for other in changes if other != name and f"{other}: " in result.errors[0]]
     (tmp_path / "file").write_text("")
-    result = train_toy(tmp_path / "file/run")
+    result = train_demo(tmp_path / "file/run")
     assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "file/run")
     assert before == {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file() and p.name != ".lock"} | {
         p: b for p, b in before.items() if p.name == ".lock"}
@@ -399,8 +400,8 @@ def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
     assert re.findall(r"^step (\d+)/10 .* \| 0:00:00 left$", ranks[0].output(), re.M) == ["10"]
 
 def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
-    assert train_toy(tmp_path / "base").status == 0
-    result = train_toy(tmp_path / "my run", "--base_lora", tmp_path / "base")
+    assert train_demo(tmp_path / "base").status == 0
+    result = train_demo(tmp_path / "my run", "--base_lora", tmp_path / "base")
     assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base' / predict.LORA_FILE} --image" in result.out, result.err
 
 # ---- validation ------------------------------------------------------------------------------------------------------
@@ -472,7 +473,7 @@ def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, m
 
 def test_the_end_names_the_command_that_draws_with_the_lora(tmp_path):
     """With what a small card needs for it."""
-    result = train_toy(tmp_path / "a", "--quantize", "int8", "--quantize_text_encoder", "int8")
+    result = train_demo(tmp_path / "a", "--quantize", "int8", "--quantize_text_encoder", "int8")
     assert result.status == 0, result.err
     draw = re.search(r"python (predict.py .*) --image", result.out)[1].split()
     assert draw[1:5] == ["--model", "tiny", "--lora", str(tmp_path / "a")]
@@ -483,7 +484,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(tmp_path):
     before = lora_of(tmp_path / "a")
     for path in (tmp_path / "a").glob("checkpoint-*"):
         shutil.rmtree(path)
-    result = train_toy(tmp_path / "a", "--resume", "--max_steps", 9)
+    result = train_demo(tmp_path / "a", "--resume", "--max_steps", 9)
     assert result.status == 1 and is_one_line(result.errors[0], "checkpoint")
     assert all(torch.equal(before[k], v) for k, v in lora_of(tmp_path / "a").items())
 
@@ -588,12 +589,14 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     deep = psnr["data/deep"]
     assert deep["lora"] == deep["base"] == deep["vae"] > deep["input"]
 
-@pytest.mark.skipif(not FULL, reason="four trainings of a minute each: --full -k shared_positions -s")
-def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
-    """The toy edit by mixed-size packs, one sample at a time and padded batches, from the same stream of samples, has
-    the same quality. With the first sample's positions for the whole batch, as stock diffusers computes it, it has not.
+@pytest.mark.skipif(not FULL, reason="eight trainings of a minute each: --full -k shared_positions -s")
+@pytest.mark.parametrize("folder", [TINY, TINY / "toys"], ids=["photographs", "toys"])
+def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch, folder):
+    """The edit by mixed-size packs, one sample at a time and padded batches, from the same stream of samples, has the
+    same quality. With the first sample's positions for the whole batch, as stock diffusers computes it, it has not.
     -s prints the table; the pictures are in the test's folder."""
     first, psnr = [], {}
+    data = ["--data", folder / "data", "--val_data", folder / "val", folder / "known", "--cache_dir", tmp_path / "c"]
 
     def shared(pos_embed, shapes, txt_len, device, real=rope_patch.sample_freqs):
         if not torch.is_grad_enabled(): # pictures are drawn with the right positions, as the stock pipeline does
@@ -609,7 +612,7 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
         if name == "shared":
             monkeypatch.setattr(rope_patch, "sample_freqs", shared)
             monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
-        result = run_script("train.py", "--cache_dir", toy_cache(), "--out_dir", tmp_path / name, *flags)
+        result = run_script("train.py", *data, "--out_dir", tmp_path / name, *flags)
         assert result.status == 0, result.err
         psnr[name] = validations_of(tmp_path / name)[-1]["psnr"]["val"]["lora"]
         print(f"\n{name:8} {psnr[name]:.2f} dB in {tmp_path / name}")

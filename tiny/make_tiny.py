@@ -1,18 +1,14 @@
 """
 Makes everything in tiny/: a complete Qwen-Image-Edit-Plus pipeline, 5000 times smaller than the real one but with the
-same classes, files and state-dict names, and a toy dataset for a first LoRA. Downloads nothing; one CPU core will do.
+same classes, files and state-dict names, and datasets for a first LoRA (make_data.py draws those). Downloads nothing;
+one CPU core will do.
 
 $ python tiny/make_tiny.py                # draw the data, train VAE and transformer from nothing: over an hour
-$ python tiny/make_tiny.py --data_only    # only draw data, val and known again: the same pictures for the same seed
 $ python tiny/make_tiny.py --random       # the same files with untrained weights, in seconds
 $ python tiny/make_tiny.py --out /tmp/tiny --seed 1
 
-Writes model_index.json, transformer/ vae/ text_encoder/ tokenizer/ scheduler/ processor/ with weights in bf16, and
-data/{target,control,mask}   the edit for the LoRA to learn: "add a red border"; the transformer never sees a border
-                             (the VAE does, to be able to draw it). And, in two fifths of it, instructions that
-                             the base knows, so that they are not forgotten
-val/{target,control,mask}    held out: other scenes, in sizes and aspects that nothing here was trained on
-known/{target,control}       the base's own instructions, held out likewise: the LoRA should leave them alone
+Writes model_index.json, transformer/ vae/ text_encoder/ tokenizer/ scheduler/ processor/ with weights in bf16. Half of
+what it trains on are photographs of tiny/source, half toys; the transformer never sees a cyanotype, nor a border.
 
 B pictures; h, w tokens down and across, 16 pixels each; I = h*w target, J control, T prompt tokens; C = 64 channels
 """
@@ -26,7 +22,6 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLImageProcessor
 
@@ -36,154 +31,22 @@ from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, 
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions, calculate_shift
 
+from make_data import (BASE_SIZES, COLORS, PHOTO_SIZES, PHOTO_TASKS, SHAPES, SIDES, TOY_TASKS, VAE_SIZES, VAL_SIZES,
+                       any_color, border_pairs, cyanotype_pairs, draw, held_out_photos, paint_sides, photo, photo_pairs,
+                       pick, scene, toy_pairs, two_tones, write_datasets)
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), help="folder to write")
 parser.add_argument("--seed", type=int, default=0, help="seed of pictures, weights, batches and noise")
-parser.add_argument("--data_only", action="store_true", help="draw the dataset and stop")
 parser.add_argument("--random", action="store_true", help="save untrained weights and stop")
 parser.add_argument("--reuse_vae", action="store_true", help="keep the VAE in --out, train the rest")
-parser.add_argument("--vae_steps", type=int, default=11000, help="about 45 ms each on one core")
-parser.add_argument("--steps", type=int, default=13000, help="of the transformer, about 200 ms each on one core")
-parser.add_argument("--pairs", type=int, default=16000, help="drawn for the transformer; 25 kB of memory each")
+parser.add_argument("--vae_steps", type=int, default=45000, help="about 30 ms each on one core")
+parser.add_argument("--steps", type=int, default=18000, help="of the transformer, about 160 ms each on one core")
+parser.add_argument("--pairs", type=int, default=16000, help="drawn for the transformer; 60 kB of memory each")
 args = parser.parse_args()
 torch.set_num_threads(1)                                   # tiny matrices: a second thread costs more than it brings
-
-# ---- toy pictures ----------------------------------------------------------------------------------------------------
-
-COLORS = dict(red=(220, 40, 40), green=(40, 170, 60), blue=(50, 80, 220), yellow=(240, 210, 40),
-              purple=(150, 60, 190), orange=(245, 140, 30), cyan=(60, 200, 220), white=(245, 245, 245),
-              black=(25, 25, 25), gray=(130, 130, 130))
-SHAPES = ["circle", "square", "triangle"]
-VAL_SIZES = [(128, 96), (96, 128), (160, 128), (128, 160)]     # width, height in pixels: nothing is trained on these
-BASE_SIZES = [(w, h) for w in range(64, 161, 16) for h in range(64, 161, 16)   # nor on their aspects, 4:3 and 5:4
-              if w * h <= 160 * 112 and w / h not in (4 / 3, 3 / 4, 5 / 4, 4 / 5)]
-VAE_SIZES = [(64, 64), (96, 64), (64, 96), (96, 96), (128, 64), (64, 128)]     # small ones are enough
-DATA_SIZES = VAE_SIZES + [(128, 128), (160, 96), (96, 160), (160, 64), (64, 160), (160, 160)]    # of the LoRA's data
-SWATCH = (32, 32)                                              # second pictures: one flat colour
-BORDER = 16                                                    # pixels: one token
-SIDES = ["left", "right", "top", "bottom"]
-
-def pick(rng, choices):
-    return choices[rng.integers(len(choices))]
-
-def any_color(rng):
-    return tuple(int(v) for v in rng.integers(20, 246, 3))
-
-def draw(size, bg, shapes, paint=None, where=()):
-    """bg and paint are (r, g, b), where: the sides painted. Drawn four times too large and averaged: smooth edges"""
-    w, h, b = size[0] * 4, size[1] * 4, BORDER * 4
-    picture = Image.new("RGB", (w, h), bg)
-    pen = ImageDraw.Draw(picture)
-    for kind, color, x, y, r in shapes:
-        x, y, r = 4 * x, 4 * y, 4 * r
-        if kind == "circle":
-            pen.ellipse((x - r, y - r, x + r, y + r), fill=color)
-        elif kind == "square":
-            pen.rectangle((x - .88 * r, y - .88 * r, x + .88 * r, y + .88 * r), fill=color)
-        else:
-            pen.polygon([(x, y - r), (x - r, y + .8 * r), (x + r, y + .8 * r)], fill=color)
-    strips = dict(left=(0, 0, b - 1, h), right=(w - b, 0, w, h), top=(0, 0, w, b - 1), bottom=(0, h - b, w, h))
-    for side in where:
-        pen.rectangle(strips[side], fill=paint)
-    return picture.resize(size, Image.BOX)
-
-def scene(rng, size):
-    """A background colour's name and one to three shapes [kind, (r, g, b), x, y, r], all different, none touching each
-    other or where a border would be"""
-    names = [list(COLORS)[i] for i in rng.permutation(len(COLORS))]
-    shapes = []
-    for kind in [SHAPES[i] for i in rng.permutation(3)[:rng.integers(1, 4)]]:
-        for _ in range(30):                                # no room after 30 throws: one shape fewer
-            r = rng.uniform(9, min(18, min(size) / 2 - 20))
-            x, y = (rng.uniform(r + BORDER + 2, d - r - BORDER - 2) for d in size)
-            if all((x - s[2]) ** 2 + (y - s[3]) ** 2 > (r + s[4] + 3) ** 2 for s in shapes):
-                shapes.append([kind, COLORS[names[len(shapes) + 1]], x, y, r])
-                break
-    return names[0], shapes
-
-# ---- what the LoRA learns --------------------------------------------------------------------------------------------
-
-def border_pair(rng, size, name=None):
-    """(controls, instruction, target); the border's colour has a name, or else a second picture shows it"""
-    bg, shapes = scene(rng, size)
-    while bg == name:
-        bg, shapes = scene(rng, size)
-    controls = [draw(size, COLORS[bg], shapes)]
-    if name:
-        color, text = COLORS[name], f"add {'an' if name == 'orange' else 'a'} {name} border"
-    else:
-        color, text = any_color(rng), "add a border like picture 2"
-        controls.append(Image.new("RGB", SWATCH, color))
-    return controls, text, draw(size, COLORS[bg], shapes, color, SIDES)
-
-def border_pairs(n, sizes, seed):
-    rng, names, pairs = np.random.default_rng(seed), [], []
-    for i in range(n):
-        names = names or [list(COLORS)[k] for k in rng.permutation(len(COLORS))]       # every colour equally often
-        shown = i // len(sizes) % 3 == 2                                               # a third of them
-        pairs.append(border_pair(rng, sizes[i % len(sizes)], None if shown else names.pop()))
-    return pairs
-
-# ---- what the base learns --------------------------------------------------------------------------------------------
-
-TASKS = dict(keep=.2, background=.2, like=.1, remove=.2, side=.3)              # share of each; none draws a border
-
-def base_pair(rng, size, task):
-    """(controls, instruction, target); in a third of the scenes the colours have no names: copying stays general"""
-    bg, shapes = scene(rng, size)
-    name = pick(rng, [n for n in COLORS if n != bg and COLORS[n] not in [s[1] for s in shapes]])
-    bg, color, where = COLORS[bg], COLORS[name], ()
-    if rng.random() < .33:
-        bg, shapes = any_color(rng), [[kind, any_color(rng), *xyr] for kind, _, *xyr in shapes]
-    controls = [draw(size, bg, shapes)]
-    shown = task == "like" or task == "side" and rng.random() < .33            # a second picture shows the colour
-    if shown or task == "keep" and rng.random() < .2:                          # or it changes nothing
-        color = any_color(rng)
-        controls.append(Image.new("RGB", SWATCH, color))
-    if task == "keep":
-        text = "keep the image"
-    elif task in ("background", "like"):
-        bg, text = color, f"make the background {'like picture 2' if shown else name}"
-    elif task == "remove":
-        text = f"remove the {shapes.pop(rng.integers(len(shapes)))[0]}"
-    elif task == "side":                                                       # a base must know where a picture ends
-        where = [pick(rng, SIDES)]
-        text = f"paint the {where[0]} {'like picture 2' if shown else name}"
-    return controls, text, draw(size, bg, shapes, color, where)
-
-def base_pairs(n, sizes, tasks, seed):
-    rng = np.random.default_rng(seed)
-    names, share = list(tasks), np.array(list(tasks.values())) / sum(tasks.values())
-    return [base_pair(rng, pick(rng, sizes), names[rng.choice(len(names), p=share)]) for _ in range(n)]
-
-# ---- the datasets on disk --------------------------------------------------------------------------------------------
-
-def write_dataset(folder, pairs, borders=0):
-    """README's layout: target/NAME.png and .txt, control/NAME.png NAME_1.png, mask/NAME.png (white = edited) of every
-    fifth of the borders, which come first"""
-    shutil.rmtree(folder, ignore_errors=True)
-    for i, (name, (controls, text, target)) in enumerate(pairs.items()):
-        files = {f"target/{name}.png": target}
-        files.update({f"control/{name}{f'_{k}' if k else ''}.png": c for k, c in enumerate(controls)})
-        if i < borders and i % 5 == 1:
-            files[f"mask/{name}.png"] = draw(target.size, (0, 0, 0), [], (255, 255, 255), SIDES).convert("L")
-        for file, picture in files.items():
-            os.makedirs(os.path.dirname(f"{folder}/{file}"), exist_ok=True)
-            picture.save(f"{folder}/{file}", optimize=True)
-        with open(f"{folder}/target/{name}.txt", "w", newline="\n") as f:
-            f.write(text + "\n")
-
-def numbered(pairs, form="{:03d}"):
-    return {form.format(i): pair for i, pair in enumerate(pairs)}
-
-# two fifths of the LoRA's data repeat what the base knows, or it would paint borders whatever it is asked for
-write_dataset(f"{args.out}/data", numbered(border_pairs(144, DATA_SIZES, args.seed + 1)
-                                           + base_pairs(96, DATA_SIZES, TASKS, args.seed + 2)), borders=144)
-write_dataset(f"{args.out}/val", numbered(border_pairs(12, VAL_SIZES, args.seed + 7)), borders=12)
-write_dataset(f"{args.out}/known", {name: pair for k, task in enumerate(TASKS) for name, pair in numbered(
-    base_pairs(4, VAL_SIZES, {task: 1}, [args.seed + 8, k]), task + "/{}").items()})
-if args.data_only:
-    raise SystemExit
+write_datasets(args.out, args.seed)
+MORE_SIDES = dict(side=.5)                                 # a base must know where a picture ends, or learns no margin
 
 # ---- tokenizer and text encoder --------------------------------------------------------------------------------------
 
@@ -194,7 +57,8 @@ TEMPLATE = QwenImageEditPlusPipeline(*[None] * 6).prompt_template_encode
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
            "<|image_pad|>", "<|video_pad|>"]
 WORDS = ("Picture assistant keep make add remove turn move paint put the a an image picture background border frame "
-         "shape like in of to into with and color colors left right big small 1 2 3").split() + [*SHAPES, *COLORS]
+         "shape like in of to into with and color colors left right big small 1 2 3 it photo sepia brighter darker "
+         "cyanotype").split() + [*SHAPES, *COLORS]
 
 def make_tokenizer():
     bpe = Tokenizer(models.BPE())
@@ -254,13 +118,19 @@ def to_tensor(pictures):
     return x.float().div(127.5).sub(1).unsqueeze(2)
 
 def vae_picture(rng):
-    """Scenes with and without painted sides (the decoder must know them), in the palette's colours and any others"""
+    """A toy or, three times in four, a photograph, with and without painted sides, some photographs in two tones: the
+    decoder must know all of this, in the palette's colours and any others."""
+    where = [(), SIDES, [pick(rng, SIDES)]][rng.integers(3)]
+    color = any_color(rng) if rng.random() < .5 else COLORS[pick(rng, list(COLORS))]
+    if rng.random() < .75:
+        picture = photo(rng, pick(rng, PHOTO_SIZES))
+        if rng.random() < .15:
+            picture = two_tones(picture, tuple(rng.integers(0, 90, 3)), tuple(rng.integers(200, 256, 3)))
+        return paint_sides(picture, color, where if rng.random() < .3 else ())
     size = pick(rng, VAE_SIZES)
     bg, shapes = scene(rng, size)
     if rng.random() < .1:
         shapes = []
-    where = [(), SIDES, [pick(rng, SIDES)]][rng.integers(3)]
-    color = any_color(rng) if rng.random() < .5 else COLORS[pick(rng, list(COLORS))]
     return draw(size, any_color(rng) if rng.random() < .3 else COLORS[bg], shapes, color, where)
 
 def train_vae(vae, steps, lr=3e-3):
@@ -284,9 +154,9 @@ def train_vae(vae, steps, lr=3e-3):
                 x.append(crop)
         x = torch.stack(x)
         z = vae.quant_conv(vae.encoder(x))[:, :vae.config.z_dim]
-        # noise teaches the decoder to forgive the transformer's errors: 0.2 standard deviations then cost 1 dB
+        # a little noise teaches the decoder to forgive the transformer's errors; 0.2 deviations cost photographs 3 dB
         scale = z.detach().std(dim=(0, 2, 3, 4), keepdim=True)
-        y = vae.decoder(vae.post_quant_conv(z + 0.2 * scale * torch.randn_like(z)))
+        y = vae.decoder(vae.post_quant_conv(z + 0.08 * scale * torch.randn_like(z)))
         loss = (y - x).abs().mean() + 4 * (y - x).pow(2).mean() + 1e-3 * z.pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -483,10 +353,14 @@ if not args.random:
         vae = AutoencoderKLQwenImage.from_pretrained(f"{args.out}/vae")
     else:
         train_vae(vae, args.vae_steps)
+        save(vae.to(torch.bfloat16), f"{args.out}/vae")    # for --reuse_vae, should the rest be interrupted
     rounded(vae)
     items = []
     for k in range(0, args.pairs, 1000):                   # in chunks: pictures take more memory than latents
-        items += encode(base_pairs(min(1000, args.pairs - k), BASE_SIZES, TASKS, [args.seed + 4, k]))
+        n, rng = min(1000, args.pairs - k), np.random.default_rng([args.seed + 4, k, 1])
+        pictures = [photo(rng, pick(rng, PHOTO_SIZES)) for _ in range(n - n // 2)]
+        items += encode(toy_pairs(n // 2, BASE_SIZES, TOY_TASKS | MORE_SIDES, [args.seed + 4, k])
+                        + photo_pairs(pictures, PHOTO_TASKS | MORE_SIDES, [args.seed + 4, k, 2]))
         for item in items[k:]:
             del item["pictures"]
     print(f"encoded {len(items)} pairs in {len(buckets(items))} buckets | {time.time() - t0:.0f} s", flush=True)
@@ -495,9 +369,7 @@ if not args.random:
 
 # ---- save, then measure what a reader of the files gets --------------------------------------------------------------
 
-if not args.reuse_vae:
-    save(vae.to(torch.bfloat16), f"{args.out}/vae")
-for name, part in dict(transformer=transformer, text_encoder=text_encoder).items():
+for name, part in dict(vae=vae, transformer=transformer, text_encoder=text_encoder).items():
     save(part.to(torch.bfloat16), f"{args.out}/{name}")
 index = {"_class_name": "QwenImageEditPlusPipeline", "_diffusers_version": diffusers.__version__,
          "processor": ["transformers", "Qwen2VLProcessor"],
@@ -512,26 +384,12 @@ if args.random:
 
 for model in (vae, transformer, text_encoder):
     model.float()
-print(f"PSNR in dB on held-out scenes after {time.time() - t0:.0f} s: the edit | the VAE alone | copying the control")
-for title, sizes in dict(trained=BASE_SIZES, held_out=VAL_SIZES).items():
-    test = {task: base_pairs(24, sizes, {task: 1}, args.seed + 6) for task in TASKS}
-    test["border"] = border_pairs(24, sizes, args.seed + 6)
-    for task, pairs in test.items():
-        print(f"{title:8s} sizes  {task:10s}  " + " | ".join(f"{v:5.2f}" for v in evaluate(transformer, encode(pairs))))
-
-# printed for the shipped weights (seed 0; one core of an AMD EPYC, shared: 11 min for the VAE, 4 for encoding, 58 for
-# the rest), and behind them, for --seed 1, the edit: keep, background and side agree within 1 dB, like and remove in 3
-# PSNR in dB on held-out scenes: the edit | the VAE alone | copying the control
-# trained  sizes  keep        35.12 | 35.15 | 60.00   seed 1: 35.29
-# trained  sizes  background  28.29 | 35.20 |  8.82   seed 1: 28.13
-# trained  sizes  like        28.03 | 32.70 |  9.39   seed 1: 28.65
-# trained  sizes  remove      26.85 | 40.65 | 23.45   seed 1: 28.24
-# trained  sizes  side        32.60 | 33.03 | 16.30   seed 1: 32.59
-# trained  sizes  border      11.06 | 32.15 | 10.04   seed 1: 16.55
-# held_out sizes  keep        36.15 | 36.18 | 60.00   seed 1: 35.80
-# held_out sizes  background  29.89 | 36.55 |  8.82   seed 1: 29.48
-# held_out sizes  like        28.18 | 32.45 | 10.64   seed 1: 30.97
-# held_out sizes  remove      28.59 | 41.19 | 24.47   seed 1: 25.71
-# held_out sizes  side        34.55 | 35.05 | 17.69   seed 1: 33.99
-# held_out sizes  border      12.09 | 32.65 | 11.03   seed 1: 16.87
-# border: what the transformer does about an instruction that it has never seen
+print(f"PSNR in dB on held-out pictures after {time.time() - t0:.0f} s: the edit | the VAE alone | copying the control")
+tests = {"toys, " + task: toy_pairs(24, VAL_SIZES, {task: 1}, args.seed + 6) for task in TOY_TASKS}
+tests["toys, border"] = border_pairs(24, VAL_SIZES, args.seed + 6)
+pictures = held_out_photos(24, args.seed + 6)
+for task in PHOTO_TASKS:
+    tests["photographs, " + task] = photo_pairs(pictures, {task: 1}, args.seed + 6)
+tests["photographs, cyanotype"] = cyanotype_pairs(pictures)
+for name, pairs in tests.items():
+    print(f"{name:24s} " + " | ".join(f"{v:5.2f}" for v in evaluate(transformer, encode(pairs))))
