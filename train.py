@@ -781,16 +781,12 @@ else:
         validate()
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
-    flags = ["--model", args.model, "--lora", str(out_dir)]
-    if base_lora:
-        flags += [str(base_lora)]
-    if args.transformer:
-        flags += ["--transformer", args.transformer]
-    for name in ("quantize", "quantize_text_encoder"):
-        if getattr(args, name) != "none":
-            flags += [f"--{name}", getattr(args, name)]
+    same = [name for name in ("model", "transformer", "quantize", "quantize_text_encoder")
+            if getattr(args, name) not in (None, "none")]
+    flags = [word for name in same for word in (f"--{name}", getattr(args, name))]
+    loras = map(str, filter(None, [out_dir, base_lora]))
     say(f"{out_dir / LORA_FILE}: trained for {step} steps on {len(samples)} samples. next:\n"
-        f"  python predict.py {shlex.join(flags)} --image CONTROL.png --prompt \"...\"\n"
+        f"  python predict.py {shlex.join([*flags, '--lora', *loras])} --image CONTROL.png --prompt \"...\"\n"
         f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
         f"ComfyUI: copy it to models/loras (no DoRA); diffusers: pipe.load_lora_weights({str(out_dir / LORA_FILE)!r})")
 signals.close()

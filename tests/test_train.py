@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import threading
 from collections import Counter
@@ -21,8 +22,8 @@ import cache
 import common
 import predict
 import rope_patch
-from models import (cached_files, damage_tensors, error_of, is_one_line, pipes, plus, small, start, start_ranks, train,
-                    until)
+from models import (ON_DEVICE, cached_files, damage_tensors, error_of, is_one_line, pipes, plus, small, start,
+                    start_ranks, train, until)
 from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, demo_cache, draw_picture,
                               globals_of_train, log_of, lora_of, losses_of, rel, run_script, show, tiny_v1, train_demo,
                               train_log)
@@ -620,6 +621,17 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
         show(f"{way}, dB from mixed", abs(psnr[way] - psnr["mixed"]), 0.3)
         assert abs(psnr[way] - psnr["mixed"]) < 0.3
     assert psnr["shared"] < psnr["mixed"] - 3
+
+def test_the_last_words_of_a_run_are_a_command_that_draws_with_it(trained, tmp_path):
+    """With the base that it was trained on: its transformer, its LoRA, its bits."""
+    result = train(add_item(tmp_path / "data", "cat"), tmp_path, "--cache_dir", tmp_path / "c", "--transformer", TINY,
+                   "--quantize", "int8", "--base_lora", trained)
+    [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
+    flags = shlex.split(line.replace("CONTROL.png", str(tmp_path / "data/control/cat.png")))[2:]
+    assert {"--transformer", "--quantize", "int8", str(predict.find_lora(trained))} <= {*flags}
+    drawn = run_script("predict.py", *flags, "--out", tmp_path / "cat.png", "--num_inference_steps", 2, "--cache_dir",
+                       tmp_path / "c", *ON_DEVICE)
+    assert drawn.status == 0 and (tmp_path / "cat.png").exists(), drawn.err
 
 TWENTY = ["--max_steps", 20, "--batch_size", 8]
 
