@@ -53,7 +53,7 @@ from common import (TINY, TINY_DATA, VERSION, InputError, Sample, content_key, f
                     fraction, image_size, load_extra, pixels, positive, print_problems, read_image, read_tensors)
 from rope_patch import ROPE_TABLE
 
-PREPROCESSING = 1 # part of every key: add 1 when the preparation of pictures or prompts changes
+PREPROCESSING = 2 # part of every key: add 1 when the preparation of pictures or prompts changes
 NEGATIVE_PROMPT = " " # what an unconditional run is told, as in the model cards
 
 # ---- flags of what is trained, for cache.py and train.py -------------------------------------------------------------
@@ -314,7 +314,8 @@ def read_pictures(pipe, sample, encoder, what):
     if sample.target:
         target = read(sample.target, (width, height))
     if "mask" in what: # read_image, as img_shapes has no controls if --prompt_image_dropout_rate dropped them
-        mask = load_extra("mask").auto_mask(target, read_image(sample.controls[0]))
+        pair = map(read_image, (sample.target, sample.controls[0]))
+        mask = load_extra("mask").auto_mask(*pair, (width, height))
     elif sample.mask:
         mask = read_image(sample.mask).convert("L").resize((width // 16, height // 16), Image.BOX)
     return [*map(read, sample.controls, control_sizes), target, mask]

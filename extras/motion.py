@@ -241,15 +241,20 @@ def difference(target, control):
     low, high = [np.asarray(control.filter(rank(3)), float) for rank in (ImageFilter.MinFilter, ImageFilter.MaxFilter)]
     return np.maximum(np.asarray(target) - high, low - np.asarray(target)).max(-1)
 
-def auto_mask(target, control):
+def auto_mask(target, control, size):
     """Where the target differs from the control once their motion is taken out -> PIL image "L", a pixel for each token
-    of 16x16 pixels: the edited share, soft. None if nothing differs, nearly all does, the two have different shapes, or
-    the whole picture is recoloured: then a mask says nothing, and every token weighs the same."""
+    of 16x16 pixels of `size`, (width, height) of the target as it is trained: the edited share, soft. None if nothing
+    differs, nearly all does, the two have different shapes, or the whole picture is recoloured: then a mask says
+    nothing, and every token weighs the same."""
     (w, h), (cw, ch) = target.size, control.size
-    found, cast = find_change(target, control)
-    if cast is not None or abs(math.log(w / h / (cw / ch))) > math.log(ASPECT):
+    if abs(math.log(w / h / (cw / ch))) > math.log(ASPECT): # as they are: a small `size` is rounded to another shape
         return None
-    control, best_score = control.resize((w, h), Image.BICUBIC), math.inf
+    w, h = size
+    target, control = target.resize(size, Image.LANCZOS), control.resize(size, Image.BICUBIC)
+    found, cast = find_change(target, control)
+    if cast is not None:
+        return None
+    best_score = math.inf
     rest = np.zeros(4)
     starts = [rest] if found is None else [rest, found]
     for motion in [rest, *[fit_motion(target, control, start) for start in starts]]: # what explains most, wins

@@ -86,7 +86,7 @@ def test_auto_masks_cover_edits_of_photographs(photos):
         changed = np.abs(np.asarray(control, int) - np.asarray(target, int)).max(-1) >= motion.EDITED
         (dx, dy), (w, h) = [(0, 0), (1, 0), (0, -1), (-1, 1), (1, 1)][rng.integers(5)], photo.size
         control, target = control.crop((1 + dx, 1 + dy, w - 1 + dx, h - 1 + dy)), target.crop((1, 1, w - 1, h - 1))
-        mask = motion.auto_mask(through_jpeg(rng, target), through_jpeg(rng, control))
+        mask = motion.auto_mask(through_jpeg(rng, target), through_jpeg(rng, control), target.size)
         good.append(covers(mask, changed[1:-1, 1:-1], np.asarray(region)[1:-1, 1:-1] > 0))
     show(f"photographs, wrong masks of {len(good)}", good.count(False), 0.05 * len(good))
     assert good.count(False) <= 0.05 * len(good)
@@ -106,7 +106,7 @@ def test_auto_masks_cover_the_borders_of_the_toy_dataset(shifted, jpeg):
             control = Image.fromarray(wide[1 + dy:1 + dy + control.height, 1 + dx:1 + dx + control.width])
         if jpeg:
             target, control = through_jpeg(rng, target), through_jpeg(rng, control)
-        good.append(covers(motion.auto_mask(target, control), inside, inside))
+        good.append(covers(motion.auto_mask(target, control, target.size), inside, inside))
     show(f"borders, wrong masks of {len(good)}", good.count(False), 0.05 * len(good))
     assert good.count(False) <= 0.05 * len(good)
 
@@ -115,10 +115,17 @@ def test_there_is_no_mask_where_it_would_say_nothing():
     picture = edited_pair(np.random.default_rng(4), "object", (256, 192))[0]
     scene = edited_pair(np.random.default_rng(3), "object", (300, 240))[0]
     red = Image.fromarray((np.asarray(picture) * 0.8 + [30, 0, 10]).clip(0, 255).astype(np.uint8))
-    assert motion.auto_mask(picture, picture) is None and motion.auto_mask(red, picture) is None
-    assert motion.auto_mask(draw_picture((256, 192), seed=9), picture) is None
-    assert motion.auto_mask(draw_picture((192, 192)), picture) is None
-    assert motion.auto_mask(scene.crop((10, 10, 266, 202)), scene.crop((16, 14, 272, 206))) is None
+    for target, control in ((picture, picture), (red, picture), (draw_picture((256, 192), seed=9), picture),
+                            (draw_picture((192, 192)), picture),
+                            (scene.crop((10, 10, 266, 202)), scene.crop((16, 14, 272, 206)))):
+        assert motion.auto_mask(target, control, (256, 192)) is None
+
+@pytest.mark.parametrize("size", [(320, 224), (160, 96), (96, 96)])
+def test_a_size_that_is_rounded_to_another_shape_has_its_mask(size):
+    """Only the files' shapes count: 336x222 is trained as 320x224 if native, and smaller in a rehearsal."""
+    control, target = edited_pair(np.random.default_rng(4), "object", (336, 222))
+    mask = motion.auto_mask(target, control, size)
+    assert mask.size == (size[0] // 16, size[1] // 16)
 
 def test_what_the_doctor_calls_recoloured_gets_no_mask(photos):
     """Sepia and a warmer light, also on a picture that has moved besides; and the doctor does see most of them."""
@@ -135,7 +142,7 @@ def test_what_the_doctor_calls_recoloured_gets_no_mask(photos):
             target, control = through_jpeg(rng, target), through_jpeg(rng, control)
             recoloured = "recoloured" in doctor.examine_pair(target, control)
             said[way].append(recoloured)
-            assert not recoloured or motion.auto_mask(target, control) is None
+            assert not recoloured or motion.auto_mask(target, control, target.size) is None
     for way, least in (("sepia", 10), ("warm", 13), ("warm and moved", 11)):
         show(f"{way}, not called recoloured of {len(photos)}", said[way].count(False), len(photos) - least)
         assert sum(said[way]) >= least

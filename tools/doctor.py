@@ -192,8 +192,7 @@ def cells_of(sample):
 def masked_cells(sample, area, upscale):
     """... and what of the target --mask auto takes for edited, at the area that is trained; the rest is dark."""
     target = read_image(sample.target)
-    target = target.resize(fit_size(target.size, area, upscale))
-    mask = auto_mask(target, read_image(sample.controls[0]))
+    mask = auto_mask(target, read_image(sample.controls[0]), fit_size(target.size, area, upscale))
     dark = target.point(lambda level: level // 4)
     edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
     return [*cells_of(sample), edit]

@@ -63,7 +63,8 @@ def drift(image, reference, keep):
 def prepare(sample, size, pipe):
     """What a sample's pictures of this size are compared with -> SimpleNamespace(target, reference: the target as the
     VAE draws it (without a pipe the target itself), given: the first control or None, edited and keep: bool (H, W))."""
-    target = reference = common.read_image(sample.target).resize(size, Image.Resampling.LANCZOS)
+    whole = common.read_image(sample.target)
+    target = reference = whole.resize(size, Image.Resampling.LANCZOS)
     if pipe:
         latents = cache.encode_image(pipe, target)
         reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
@@ -71,7 +72,7 @@ def prepare(sample, size, pipe):
     if sample.controls:
         control = common.read_image(sample.controls[0])
         given = control.resize(size, Image.Resampling.LANCZOS)
-        mask = common.read_image(sample.mask).convert("L") if sample.mask else auto_mask(target, control)
+        mask = common.read_image(sample.mask).convert("L") if sample.mask else auto_mask(whole, control, size)
         if mask:
             edited = np.asarray(mask.resize(size, Image.Resampling.NEAREST)) >= 128
         keep = np.abs(np.asarray(given, int) - np.asarray(target, int)).max(-1) <= 8
