@@ -48,14 +48,14 @@ def read_log(folder):
         try:
             record = json.loads(line)
             step = record.get("step")
-            if "val_loss" in record:
-                validations[int(step)] = record
-            elif "loss" in record:
-                steps[int(step)] = record
-            else:
-                begin |= record
             if record.get("seconds"):
                 record["speed"] = record.get("tokens", 0) / record["seconds"]
+            if "val_loss" in record:
+                validations[int(step)] = record | dict(val_loss=float(record["val_loss"]))
+            elif "loss" in record:
+                steps[int(step)] = record | dict(loss=float(record["loss"]))
+            else:
+                begin |= record
         except (ValueError, TypeError, AttributeError, RecursionError):
             if n < len(lines):
                 raise InputError(f"{log}:{n}: not what train.py writes; take the line out")
@@ -173,7 +173,7 @@ def curves(runs):
             records = [r["psnr"][group] | dict(step=r["step"]) for r in run.validations if group in r.get("psnr", {})]
             first = title not in charts
             add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
-            if first: # of the others they are the same
+            if first: # those of the other runs are the same
                 add(run, title, "base", "dash ink", *column(records, "base"))
                 add(run, title, "VAE alone", "dash mute", *column(records, "vae"))
         quarter = max(1, len(run.steps) // 4)
@@ -202,8 +202,7 @@ def measures(run):
         for group, mean in last.get("psnr", {}).items():
             remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**mean)
             found[f"PSNR (dB), {group}"] = "{base:.1f} \u2192 {lora:.1f}".format(**mean), remark
-    else:
-        found["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
+    found["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
     seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
     written = time.strftime("%d %b %Y, %H:%M", time.localtime((run.folder / "log.jsonl").stat().st_mtime))
     state = "finished" if (run.folder / "DONE").exists() else "at work or stopped"
