@@ -99,7 +99,7 @@ flag("--val_pictures", 24, "most held-out samples that are drawn, spread over al
 flag("--save_every", 200, "steps between checkpoints", type=positive)
 flag("--keep", 2, "how many of the newest checkpoints stay on disk", type=positive)
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
-flag("--plan", False, "only print the tokens and memory this would take; needs no weights", action="store_true")
+flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights", action="store_true")
 flag("--resume", False, "continue the run of these flags: --out_dir, or the newest of its name", action="store_true")
 args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native sizes, a minute on a CPU
     **common.TINY, max_steps=400, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,

@@ -377,6 +377,24 @@ def test_the_numbers_under_the_pointer_are_those_of_the_log(tmp_path, view):
     said = tab.locator(".chart output").nth(1).text_content()
     assert re.fullmatch(r"step (99|100|101) . LoRA 10.0 . base 12.0 . VAE alone 40.0", said), said
 
+def test_a_curve_is_drawn_at_the_marks_of_its_numbers(tmp_path, view):
+    """The LoRA's PSNR ends at step 200 with 20 dB. Of many steps: a small learning rate; a loss that is far from 0."""
+    run = make_run(tmp_path / "run")
+    records = [r | dict(step=500 * r["step"], lr=1e-6 * r["step"], loss=0.95) for r in toy_log()]
+    many = write_log(tmp_path / "many", [*records, dict(step=50_000, val_loss=1), dict(step=100_000, val_loss=0.9)])
+    for folder, title, name, x, y in ((run, "PSNR", "LoRA", "200", "20"),
+                                      (many, "Learning rate", "at each step", "100,000", "0.0002"),
+                                      (many, "Loss", "validation", "100,000", "0.9")):
+        draw_page(folder)
+        chart = view(folder / "index.html").locator("figure.chart", has_text=title).first
+        end = chart.locator(f"path[data-name='{name}']").first.evaluate("""path => {
+            const end = path.getPointAtLength(path.getTotalLength()).matrixTransform(path.getScreenCTM())
+            return [end.x, end.y]}""")
+        across, up = [chart.locator(f".{axis}").get_by_text(text, exact=True).evaluate(
+            "mark => [mark.getBoundingClientRect().left + mark.clientWidth / 2, mark.getBoundingClientRect().top]")
+            for axis, text in (("x", x), ("y", y))]
+        assert abs(end[0] - across[0]) < 1 and abs(end[1] - up[1]) < 1
+
 def test_an_attack_does_nothing_in_a_browser_and_pictures_of_any_name_are_shown(tmp_path, view):
     run = make_run(tmp_path / ODD_NAME, prompts=ATTACKS, files=[f"{ODD_NAME}/{n} #.png" for n in range(len(ATTACKS))],
                    model=ATTACKS[0], data=[ATTACKS[1]])

@@ -3,7 +3,8 @@ A LoRA in another form: for ComfyUI, in ours (which is diffusers'), or merged in
 
 LORA is what predict.py --lora takes: a file, a run folder, user/repo of the hub; or a folder of peft
 (adapter_model.safetensors and adapter_config.json). ComfyUI takes a finished run's file as it is; a checkpoint's, if
---lora_alpha was not the rank, only in the form for ComfyUI; and a DoRA only merged.
+--lora_alpha was not the rank, only in the form for ComfyUI; and no DoRA, whose magnitudes it leaves out. A DoRA can be
+merged, for predict.py and diffusers.
 
 $ python tools/convert_lora.py out/RUN --to comfyui --out snow.safetensors
 $ python tools/convert_lora.py FOLDER_OF_PEFT --to diffusers --out snow.safetensors
@@ -43,8 +44,7 @@ def from_peft(folder, file):
         meta |= dict(r=config["r"], lora_alpha=config["lora_alpha"], target_modules=sorted({
             k.rsplit(".lora_", 1)[0] for k in state}))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
-        raise InputError(f"{folder}: no LoRA of peft ({type(e).__name__}: {e}); want {PEFT_FILE} and {PEFT_CONFIG}"
-                         )
+        raise InputError(f"{folder}: no LoRA of peft ({type(e).__name__}: {e}); want {PEFT_FILE} and {PEFT_CONFIG}")
     ours = lambda d: {f"transformer.{k}": v for k, v in d.items()}
     common.write_tensors(file, ours(state), ours(meta), "lora_adapter_metadata")
 
@@ -56,7 +56,8 @@ def convert(path, to, out):
         ours = {f"transformer.{k}": v for k, v in config.items()}
         return common.write_tensors(out, state, ours | train, "lora_adapter_metadata")
     if config["use_dora"]:
-        raise InputError(f"{path}: a DoRA, which is not known to work in ComfyUI; merge it: --to model")
+        raise InputError(f"{path}: a DoRA, whose magnitudes ComfyUI leaves out; merge it for predict.py and diffusers "
+                         "(--to model), or train without use_dora")
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
     patterns = config["alpha_pattern"]
     for key in [k.removeprefix("transformer.") for k in state if k.endswith(".lora_A.weight")]:

@@ -28,7 +28,6 @@ $ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 """
 import argparse
-import cmath
 import functools
 import json
 import math
@@ -90,9 +89,8 @@ def examine_pair(target, control):
     if motion is not None:
         *shift, zoom, turn = inverse(motion) # how the target shows the control's scene
         dx, dy = np.array(shift) * max(w, h) / max(size)
-        zoomed = complex(1 + zoom, turn)
-        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * abs(zoomed) - 100, 1) + 0.0:+.1f} %"
-        degrees = math.degrees(cmath.phase(zoomed))
+        larger, degrees = math.hypot(1 + zoom, turn), math.degrees(math.atan2(turn, 1 + zoom))
+        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * larger - 100, 1) + 0.0:+.1f} %"
         if abs(degrees) >= 0.05:
             found["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
     if cast is not None:
@@ -131,13 +129,11 @@ def distances(a, b):
 # ---- a dataset -------------------------------------------------------------------------------------------------------
 
 def enlargement(uses):
-    """[(whose, its size, its size in training)] -> the one that is enlarged most, in words; None if that is little."""
-    def factor(use):
-        _, (w, h), (to_w, to_h) = use
-        return math.sqrt(to_w * to_h / (w * h))
-    worst = max(uses, key=factor)
-    whose, (w, h), (to_w, to_h) = worst
-    return f"{whose}{w}x{h} -> {to_w}x{to_h}" if factor(worst) >= ENLARGED else None
+    """[(whose, its size, its size in training)] -> {"enlarged": the worst of them in words}, {} if that is little."""
+    factors = [math.sqrt(to_w * to_h / (w * h)) for _, (w, h), (to_w, to_h) in uses]
+    worst = max(factors)
+    whose, (w, h), (to_w, to_h) = uses[factors.index(worst)]
+    return {"enlarged": f"{whose}{w}x{h} -> {to_w}x{to_h}"} if worst >= ENLARGED else {}
 
 def examine_sample(sample, args):
     """-> (row of report.json, {kind of finding: in words}, thumbnails of target and control for find_twins). Opens
@@ -153,8 +149,7 @@ def examine_sample(sample, args):
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
     found = examine_pair(*pictures[:2]) if sample.controls else {}
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
-    if words := enlargement(uses):
-        found["enlarged"] = words
+    found |= enlargement(uses)
     target, control = pictures[0], pictures[1 if sample.controls else 0]
     small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
     return row, found, small
@@ -204,9 +199,6 @@ def difference_cells(sample):
 def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
     """FOLDER/sheet_KIND_PAGE.png with the cells of [(words, indices of samples)], of 24 a page -> a section of the page
     with the first 24."""
-    file = lambda page: f"sheet_{kind.replace(' ', '_')}_{page}.png"
-    for old in folder.glob(file("*")):
-        old.unlink()
     cards = []
     for page, start in enumerate(range(0, len(entries), 24), 1):
         lines = []
@@ -217,22 +209,20 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
             if page == 1:
                 tiles = copies(folder, f"{kind}-{len(cards)}", dict(zip(above, shown)), words)
                 cards.append(card(words, samples[of[0]].prompts[0], tiles))
-        save_png(contact_sheet(lines, ["", *above]), folder / file(page))
+        save_png(contact_sheet(lines, ["", *above]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
     more = f", the first 24 of {len(entries)}" if len(entries) > 24 else ""
     return section(kind.capitalize() + more, *cards)
 
 def copies(folder, name, cells, words):
     """Pictures of a card, written to FOLDER/pictures at up to 1024 pixels. cells: {title: picture, or list of them}."""
-    pictures = []
+    tiles = []
     for title, cell in cells.items():
         for n, image in enumerate(cell if isinstance(cell, list) else [cell]):
             if isinstance(image, Image.Image): # not "no mask"
-                pictures.append((f"{title} {n + 1}" if n else title, image))
-    tiles = []
-    for n, (title, image) in enumerate(pictures):
-        path = folder / "pictures" / f"{name}-{n}.jpg".replace(" ", "_")
-        common.write_file(path, to_jpeg(image, 1024))
-        tiles.append(tile(title, {0: link(path, folder / "index.html")}, words, size=image.size, wipe=True))
+                path = folder / "pictures" / f"{name}-{len(tiles)}.jpg".replace(" ", "_")
+                common.write_file(path, to_jpeg(image, 1024))
+                links, above = {0: link(path, folder / "index.html")}, f"{title} {n + 1}" if n else title
+                tiles.append(tile(above, links, words, size=image.size, wipe=True))
     return tiles
 
 def numbers_of(rows):
@@ -313,31 +303,36 @@ def repair(sample):
 
 def write_aligned(out, samples, moved, sheets):
     """OUT, whole or not at all: the samples, repaired where their index is in `moved`; and in `sheets` the differences
-    before and after -> [names of those left out, and why], a section of the page."""
+    before and after. Says what became of them -> a section of the page."""
     left_out, entries, pairs, taken = [], [], [], set()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
-        folder = Path(tmp, "out")
-        for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
-            if f"target/{sample.name}" in taken: # a manifest may use a target twice
-                sample = replace(sample, name=f"{sample.name}-{i}")
-            there = copy_to(folder, sample, taken)
-            if i in moved and (why := repair(there)):
-                left_out.append(f"{sample.name} ({why})")
-                caption = Path(there.target).with_suffix(".txt")
-                for path in filter(None, (there.target, there.mask, caption, *there.controls)):
-                    os.unlink(path)
-            elif i in moved:
-                pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
-                entries.append((sample.name, [len(pairs), len(pairs) + 1]))
-                pairs += [sample, replace(there, target=pngs[0], controls=[pngs[1]])]
-        shown = write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference before", "after"])
-        os.replace(folder, out)
-    return left_out, shown
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
+            folder = Path(tmp, "out")
+            for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
+                if f"target/{sample.name}" in taken: # a manifest may use a target twice
+                    sample = replace(sample, name=f"{sample.name}-{i}")
+                there = copy_to(folder, sample, taken)
+                if i in moved and (why := repair(there)):
+                    left_out.append(f"{sample.name} ({why})")
+                    caption = Path(there.target).with_suffix(".txt")
+                    for path in filter(None, (there.target, there.mask, caption, *there.controls)):
+                        os.unlink(path)
+                elif i in moved:
+                    pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
+                    entries.append((sample.name, [len(pairs), len(pairs) + 1]))
+                    pairs += [sample, replace(there, target=pngs[0], controls=[pngs[1]])]
+            shown = write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference before", "after"])
+            os.replace(folder, out)
+    except OSError as e:
+        raise InputError(f"{out}: cannot be written ({e.strerror}); give another folder, or free space")
+    print(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
+          f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
+    return shown
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-def main():
+def read_flags():
     parser = common.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
     parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
@@ -347,69 +342,75 @@ def main():
     parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
                         help="enlarge smaller pictures to the area, as in cache.py")
     parser.add_argument("--model", help="hub id or folder; its tokenizer counts prompts' tokens (default: none)")
-    parser.add_argument("--skip_bad", action=argparse.BooleanOptionalAction, default=False,
-                        help="exit with status 0 although there are errors")
+    parser.add_argument("--skip_bad", action="store_true", help="exit with status 0 although there are errors")
     parser.add_argument("--mask", choices=["auto"], help="draw the masks that this flag of train.py makes at the first "
                         "of --target_pixels, in sheet_mask_*.png (default: none)")
     parser.add_argument("--align", type=Path, metavar="DIR", help="write the dataset here, repaired; a new folder")
     args = parser.parse_args()
     if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
         raise InputError(f"{args.align}: is there already; give --align another folder")
-    roots, parts = args.data, ["tokenizer", "processor", "scheduler"]
-    if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in roots):
+    if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
         raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
-    out = args.out or Path("out", cache.run_name("doctor", roots))
-    pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
+    return args
+
+def read_samples(roots):
+    """-> (samples, problems). Where there are several datasets, a sample's name says which one it is of."""
     samples, problems = [], []
     for root in roots:
         found, wrong = common.read_dataset(root)
         for sample in found if len(roots) > 1 else []:
             sample.name = f"{sample.root}/{sample.name}"
         samples, problems = samples + found, problems + wrong
+    return samples, problems
+
+def print_findings(title, numbers, found):
+    print(f"{title}\n{'':16}     min  median     max")
+    for name, *values in numbers:
+        print(f"{name:16}" + "".join(f"{value:>8}" for value in values))
+    for kind, entries in found.items():
+        if names := [words for words, _ in entries]:
+            print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
+                  f"{ADVICE.get(kind, '')}")
+
+def write_page(out, title, samples, numbers, found, problems, aligned, args):
+    """The sheets, and index.html, which shows them. aligned: a section of it, or None."""
+    parts = [aligned] + [write_sheets(out, kind, entries, samples) for kind, entries in found.items()]
+    if args.mask:
+        drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
+        masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
+        parts.append(write_sheets(out, "mask", drawn, samples, masked, ["control", "target", "edited (dark = not)"]))
+    overview = [(f"{sample.name}: {shown_prompt(sample)}", [i]) for i, sample in enumerate(samples)]
+    parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
+    head = node("header", node("h1", out.name), node("p", title))
+    errors = section("Errors", *[node("p", problem) for problem in problems])
+    counts = table([[kind, str(len(entries) or "")] for kind, entries in found.items()], ["found", ""])
+    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), counts)
+    save_page(out / "index.html", out.name, [head, errors, *parts, tables])
+    print(f"{out}: index.html shows them, as do sheet_*.png; report.json has all")
+
+def main():
+    args = read_flags()
+    out = args.out or Path("out", cache.run_name("doctor", args.data))
+    parts = ["tokenizer", "processor", "scheduler"]
+    pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
+    samples, problems = read_samples(args.data)
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
         raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
     common.prepare_folder(out)
+    for old in [out / "index.html", *out.glob("sheet_*_*.png")]: # of an earlier call, should this one end early
+        old.unlink(missing_ok=True)
+    shutil.rmtree(out / "pictures", ignore_errors=True)
     samples, rows, found, wrong = examine(samples, pipe, args)
     problems += wrong
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
     if samples:
-        lines = ",\n".join(map(json.dumps, rows))
-        common.write_file(out / "report.json", f"[{lines}]\n".encode())
-        overview = [(f"{sample.name}: {shown_prompt(sample)}", [i]) for i, sample in enumerate(samples)]
-        (out / "index.html").unlink(missing_ok=True) # of an earlier call, should this one end early
-        shutil.rmtree(out / "pictures", ignore_errors=True)
-        first = write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples)
-        numbers, parts, counts = numbers_of(rows), [], []
+        common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode())
         title = f"{len(samples)} samples with {sum(len(row['prompts']) for row in rows)} prompts"
-        print(f"{title}\n{'':16}     min  median     max")
-        for name, *values in numbers:
-            print(f"{name:16}" + "".join(f"{value:>8}" for value in values))
-        for kind, entries in found.items():
-            parts.append(write_sheets(out, kind, entries, samples))
-            counts.append([kind, str(len(entries)) if entries else ""])
-            if names := [words for words, _ in entries]:
-                print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
-                      f"{ADVICE.get(kind, '')}")
-        if args.mask:
-            drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
-            masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
-            titles = ["control", "target", "edited (dark = not)"]
-            parts.append(write_sheets(out, "mask", drawn, samples, masked, titles))
-        if args.align:
-            moved = {i for _, of in found["moved"] for i in of}
-            try:
-                left_out, aligned = write_aligned(args.align, samples, moved, out)
-            except OSError as e:
-                raise InputError(f"{args.align}: cannot be written ({e.strerror}); give another folder, or free space")
-            parts.insert(0, aligned)
-            repaired = len(moved) - len(left_out)
-            print(f"{args.align}: {len(samples) - len(left_out)} samples, {repaired} of them repaired; "
-                  f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
-        head = node("header", node("h1", out.name), node("p", title))
-        errors = section("Errors", *[node("p", problem) for problem in problems])
-        tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), table(counts, ["found", ""]))
-        save_page(out / "index.html", out.name, [head, errors, *parts, first, tables])
-        print(f"{out}: index.html shows them, as do sheet_*.png; report.json has all")
+        numbers = numbers_of(rows)
+        print_findings(title, numbers, found)
+        moved = {i for _, of in found["moved"] for i in of}
+        aligned = write_aligned(args.align, samples, moved, out) if args.align else None
+        write_page(out, title, samples, numbers, found, problems, aligned, args)
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ $ python tools/page.py out/RUN out/OTHER --out both.html
 import contextlib
 import json
 import math
-import re
 import shlex
 import sys
 import time
@@ -30,6 +29,8 @@ from tools.page_common import card, link, node, save_page, section, size_of, tab
 
 COLUMNS = 300 # of a curve: more points are drawn as their least, mean and greatest
 SMOOTH = 20 # a smoothed value is the mean of the last 1/20 of the run
+LEVELS = "Loss by noise level (1: noise alone)"
+CLOSE = "Loss", "PSNR" # charts whose axis need not begin at zero
 OWN = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
@@ -60,11 +61,9 @@ def read_log(folder):
                 raise InputError(f"{log}:{n}: not what train.py writes; take the line out")
     if not steps:
         raise InputError(f"{log}: no steps yet; come back later, or --watch")
-    flags, command = begin.pop("flags", None), begin.pop("command", None)
-    steps, validations = [list(dict(sorted(found.items())).values()) for found in (steps, validations)]
-    return SimpleNamespace(folder=folder, name=folder.resolve().name, flags=flags if isinstance(flags, dict) else {},
-                           command=command if isinstance(command, list) else ["train.py"], versions=begin, steps=steps,
-                           validations=validations)
+    return SimpleNamespace(folder=folder, name=folder.resolve().name, flags=begin.pop("flags", {}),
+                           command=begin.pop("command", ["train.py"]), versions=begin, steps=list(steps.values()),
+                           validations=list(validations.values()))
 
 def column(records, name):
     """-> (steps, values) of the records that have this number."""
@@ -78,8 +77,8 @@ def by_timestep(steps):
 
     def all_of(key):
         return np.array([x for r in whole for x in r[key]])
-    names, s, losses = map(all_of, ("samples", "timesteps", "losses"))
-    tenths = np.minimum(s * 10, 9).astype(int)
+    names, losses = all_of("samples"), all_of("losses")
+    tenths = np.minimum(all_of("timesteps") * 10, 9).astype(int)
     counts = np.bincount(tenths, minlength=10)
     return names, losses, tenths, np.bincount(tenths, losses, 10) / np.maximum(counts, 1), counts
 
@@ -104,14 +103,10 @@ def smooth(x, y):
     return x[n - 1:], (sums[n:] - sums[:-n]) / n
 
 def thin(x, y):
-    """-> x, least, mean, greatest y of each of COLUMNS equal parts of the range of x."""
-    if len(x) <= COLUMNS:
-        return x, y, y, y
-    columns = np.minimum((x - x[0]) / (x[-1] - x[0]) * COLUMNS, COLUMNS - 1).astype(int)
-    first = np.flatnonzero(np.diff(columns, prepend=-1))
-    counts = np.diff(first, append=len(x))
-    return (np.add.reduceat(x, first) / counts, np.minimum.reduceat(y, first), np.add.reduceat(y, first) / counts,
-            np.maximum.reduceat(y, first))
+    """-> x, least, mean, greatest y of COLUMNS equal parts of the points, or of each if they are fewer."""
+    def of_parts(what, values):
+        return np.array([what(part) for part in np.array_split(values, min(len(values), COLUMNS))])
+    return of_parts(np.mean, x), of_parts(np.min, y), of_parts(np.mean, y), of_parts(np.max, y)
 
 def short(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -123,105 +118,91 @@ def ticks(low, high, most):
     pitch = next(power * n for n in (1, 2, 5, 10) if power * n >= exact * 0.999)
     return np.arange(math.ceil(low / pitch), math.floor(high / pitch) + 1) * pitch
 
-def chart(title, lines, unit="step", zero=False, wide=False):
-    """A figure of curves. lines: (name, x, y, style, colour), style: raw (the range of many points), line, dash or
-    dots. zero: the axis begins there. The drawing, of 1000x1000 units, is stretched to the width that the page has; of
-    raw points it leaves out the rarest."""
-    lines = [row for row in lines if len(row[1])]
+def path(x, y):
+    return "M" + " ".join(f"{a:.7g},{-b:.7g}" for a, b in zip(x, y))
+
+def chart(title, lines):
+    """A figure of curves. lines: (name, style, x, y); style: raw (the range of many points), line, dash or dots, and a
+    colour. The drawing has the units of its data and is stretched to the width that the page has; of raw points it
+    leaves out the rarest."""
+    lines = [line for line in lines if len(line[2])]
     if not lines:
         return None
-    right = max(row[1].max() for row in lines)
-    seen = np.concatenate([np.percentile(y, [5, 95]) if style == "raw" else y for *_, y, style, _ in lines])
-    low, high = min(seen.min(), 0 if zero else np.inf), seen.max()
+    right = max(x.max() for _, _, x, _ in lines)
+    seen = np.concatenate([np.percentile(y, [5, 95]) if "raw" in style else y for _, style, _, y in lines])
+    low, high = seen.min(), seen.max()
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1
-    low, high = low if zero else low - margin, high + margin
-
-    def across(x):
-        return x / right * 1000
-
-    def up(y):
-        return (high - y) / (high - low) * 1000
-
-    def path(x, y, join=" "):
-        return "M" + join.join(f"{a:.5g},{b:.5g}" for a, b in zip(across(x), up(y)))
-    drawn = [node("path", class_="grid", d=f"M0,{up(y):.5g}H1000") for y in ticks(low, high, 5)]
-    for name, x, y, style, colour in lines:
-        x, least, mean, greatest = thin(x, y)
-        if style == "raw":
-            d = path(np.concatenate([x, x[::-1]]), np.concatenate([least, greatest[::-1]])) + "Z"
-        else:
-            d = path(x, mean)
-        drawn.append(node("path", class_=f"{style} {colour}", data_name=name, d=d))
-        if style == "dots":
-            drawn.append(node("path", class_=f"dot {colour}", d=path(x, mean, "h0M") + "h0"))
-    keys = [node("span", name, class_=f"key {style} {colour}") for name, _, _, style, colour in lines]
-    svg = node("svg", *drawn, viewBox="0 0 1000 1000", preserveAspectRatio="none", role="img",
-               aria_label=f"{title}: " + ", ".join(f"{name} ends at {short(y[-1])}" for name, _, y, *_ in lines))
-    marks = [node("span", short(y), class_="y", style=f"top:{up(y) / 10:.2f}%") for y in ticks(low, high, 5)]
-    marks += [node("span", short(x), class_="x", style=f"left:{across(x) / 10:.2f}%") for x in ticks(0, right, 4)]
-    plot = node("div", svg, *marks, node("i", class_="cursor"), node("i", class_="now"), class_="plot", data_unit=unit,
-                data_right=right, data_low=low, data_high=high)
-    return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot,
-                class_="chart wide" if wide else "chart")
+    low = low - margin if title.startswith(CLOSE) and low > high / 2 else min(low, 0)
+    high += margin
+    drawn, keys, ends = [], [], []
+    for name, style, x, y in lines:
+        thin_x, least, mean, greatest = thin(x, y)
+        d = path(thin_x, mean)
+        if "raw" in style:
+            d = path(np.append(thin_x, thin_x[::-1]), np.append(least, greatest[::-1])) + "Z"
+        drawn.append(node("path", class_=style, data_name=name, d=d))
+        if "dots" in style:
+            drawn.append(node("path", class_=f"dot {style}", d=d.replace(" ", "h0M") + "h0"))
+        keys.append(node("span", name, class_=f"key {style}"))
+        ends.append(f"{name} ends at {short(y[-1])}")
+    svg = node("svg", *drawn, viewBox=f"0 {-high} {right} {high - low}", preserveAspectRatio="none", role="img",
+               aria_label=f"{title}: {', '.join(ends)}")
+    marks = [node("span", short(y), class_="y", style=f"top:{(high - y) / (high - low):.2%}")
+             for y in ticks(low, high, 5)]
+    marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in ticks(0, right, 4)]
+    plot = node("div", *marks, svg, node("i", class_="cursor"), node("i", class_="now"), class_="plot",
+                data_right=right, data_unit="noise level" if title == LEVELS else "step")
+    return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot, class_="chart")
 
 def curves(runs):
-    several = len(runs) > 1
+    several, charts = len(runs) > 1, {} # {title: lines}
 
-    def over_steps(title, field, smoothed=True, zero=True):
-        lines = []
-        for run in runs:
-            (x, y), name = column(run.steps, field), "at each step"
-            if smoothed and not several:
-                lines.append(("each step", x, y, "raw", run.colour))
-            if smoothed:
-                (x, y), name = smooth(x, y), "smoothed"
-            lines.append((run.name if several else name, x, y, "line", run.colour))
-            if field == "loss":
-                name = f"{run.name}, validation" if several else "validation"
-                lines.append((name, *column(run.validations, "val_loss"), "dots", run.accent))
-        return chart(title, lines, zero=zero, wide=field == "loss")
+    def add(run, title, name, style, x, y):
+        charts.setdefault(title, []).append((f"{name}, {run.name}" if several else name, style, x, y))
 
-    def psnr(group):
-        lines = []
-        for run in runs:
+    def add_steps(run, title, key):
+        x, y = column(run.steps, key)
+        if not several:
+            add(run, title, "each step", "raw", x, y)
+        add(run, title, "smoothed", f"line {run.colour}", *smooth(x, y))
+    for run in runs:
+        add_steps(run, "Loss", "loss")
+        add(run, "Loss", "validation", f"dots {run.accent}", *column(run.validations, "val_loss"))
+        for group in dict.fromkeys(name for r in run.validations for name in r.get("psnr", {})):
+            title = f"PSNR to the target (dB), {group}"
             records = [r["psnr"][group] | dict(step=r["step"]) for r in run.validations if group in r.get("psnr", {})]
-            lines.append((run.name if several else "LoRA", *column(records, "lora"), "dots", run.accent))
-            if run is runs[0]:
-                lines.append(("base", *column(records, "base"), "dash", "ink"))
-                lines.append(("VAE alone", *column(records, "vae"), "dash", "mute"))
-        return chart(f"PSNR to the target (dB), {group}", lines)
-
-    def by_level(name, steps, colour):
-        *_, means, counts = by_timestep(steps)
-        tenths = np.flatnonzero(counts)
-        edges = np.stack([tenths, tenths + 1], 1).ravel() / 10
-        return name, edges, np.repeat(means[tenths], 2), "line", colour
-
-    quarters = [max(1, len(run.steps) // 4) for run in runs]
-    levels = [by_level(run.name if several else "last quarter of the run", run.steps[-n:], run.accent)
-              for run, n in zip(runs, quarters)]
-    if not several:
-        levels.insert(0, by_level("first quarter", runs[0].steps[:quarters[0]], "mute"))
-    groups = dict.fromkeys(name for run in runs for r in run.validations for name in r.get("psnr", {}))
-    charts = [over_steps("Loss", "loss", zero=False), *map(psnr, groups),
-              chart("Loss by noise level (1: noise alone)", levels, "noise level", zero=True),
-              over_steps("Gradient norm", "grad_norm"), over_steps("Learning rate", "lr", smoothed=False),
-              over_steps("Tokens per second", "speed"), over_steps("Memory (GiB)", "memory", smoothed=False)]
-    return section("Curves", node("div", *charts, class_="charts"))
+            first = title not in charts
+            add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
+            if first: # those of the other runs are the same
+                add(run, title, "base", "dash ink", *column(records, "base"))
+                add(run, title, "VAE alone", "dash mute", *column(records, "vae"))
+        quarter = max(1, len(run.steps) // 4)
+        parts = [("last quarter", f"line {run.accent}", run.steps[-quarter:])]
+        if not several:
+            parts.insert(0, ("first quarter", "line mute", run.steps[:quarter]))
+        for name, style, part in parts:
+            *_, means, counts = by_timestep(part)
+            tenths = np.flatnonzero(counts)
+            edges = np.stack([tenths, tenths + 1], 1).ravel() / 10
+            add(run, LEVELS, name, style, edges, np.repeat(means[tenths], 2))
+        add_steps(run, "Gradient norm", "grad_norm")
+        add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
+        add_steps(run, "Tokens per second", "speed")
+        add(run, "Memory (GiB)", "at each step", f"line {run.colour}", *column(run.steps, "memory"))
+    return section("Curves", node("div", *[chart(*item) for item in charts.items()], class_="charts"))
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
 def measures(run):
     """{name: (value, remark)}: what tells at once how far a run is, and whether it learns."""
     found, (steps, loss) = {}, smooth(*column(run.steps, "loss"))
-    found["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
     if run.validations:
         first, last = run.validations[0], run.validations[-1]
-        remark = f"{short(first['val_loss'])} at step {first['step']:,}"
-        found = {"Validation loss": (short(last["val_loss"]), remark)}
+        found["Validation loss"] = short(last["val_loss"]), f"{short(first['val_loss'])} at step {first['step']:,}"
         for group, mean in last.get("psnr", {}).items():
             remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**mean)
             found[f"PSNR (dB), {group}"] = "{base:.1f} \u2192 {lora:.1f}".format(**mean), remark
+    found["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
     seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
     written = time.strftime("%d %b %Y, %H:%M", time.localtime((run.folder / "log.jsonl").stat().st_mtime))
     state = "finished" if (run.folder / "DONE").exists() else "at work or stopped"
@@ -251,37 +232,40 @@ def figures(runs):
 
 def pictures(runs, page):
     """Each held-out picture with what the base and the LoRAs made of it; of older runs the contact sheets."""
-    prompts, shown, steps = {}, {}, set()
+    shown, steps = {}, set() # {(heading, remark): {name of a tile: its pictures}}
+
+    def show(where, name, path, step=0, number=None):
+        """Step 0 is for what is the same at all steps. A picture that is not there is left out."""
+        t = shown.setdefault(where, {}).setdefault(name, SimpleNamespace(links={}, values={}, size=None))
+        if step not in t.links and (size := size_of(path)):
+            t.links[step], t.size = link(path, page), size
+            if number is not None:
+                t.values[step] = f"{number:.1f} dB"
+            steps.add(step)
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
         for record, picture in [(r, picture) for r in run.validations for picture in r.get("pictures", [])]:
-            step, file, psnr = record["step"], picture["file"], picture["psnr"]
-            prompts[file] = picture["prompt"]
-            kinds = [("control", "control", psnr[0])]
-            kinds += [(f"control {n + 1}", f"control_{n}", None) for n in range(1, picture["controls"])]
-            kinds += [("base", "base", psnr[1]), (lora, f"step_{step:06d}", psnr[2]), ("target", "target", psnr[3])]
-            for name, folder, value in kinds:
-                path, tiles = run.folder / "samples" / folder / file, shown.setdefault(file, {})
-                t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
-                if name == lora or not t.links: # the others are the same at all steps
-                    t.values |= {step: f"{value:.1f} dB"} if value is not None else {}
-                    if size := size_of(path):
-                        t.links[step], t.size = link(path, page), size
-                        steps |= {step} if name == lora else set()
-            tiles["target"] = tiles.pop("target") # it stands last
-    cards = []
-    for file, tiles in shown.items():
-        made = [tile(name, t.links, prompts[file], t.values, t.size, wipe=not name.startswith("control "))
-                for name, t in tiles.items()]
-        cards.append(card(prompts[file], file, made))
-    if not cards:
+            file, step, samples = picture["file"], record["step"], run.folder / "samples"
+            of_input, of_base, of_lora, of_vae = picture["psnr"]
+            where = picture["prompt"], file
+            show(where, "control", samples / "control" / file, number=of_input)
+            for n in range(1, picture["controls"]):
+                show(where, f"control {n + 1}", samples / f"control_{n}" / file)
+            show(where, "base", samples / "base" / file, number=of_base)
+            show(where, lora, samples / f"step_{step:06d}" / file, step, of_lora)
+            show(where, "target", samples / "target" / file, number=of_vae)
+            shown[where]["target"] = shown[where].pop("target") # it stands last
+    if not shown:
         for run in runs:
             for path in sorted((run.folder / "samples").glob("step_*_*.png")):
                 step, name = path.stem.split("_", 2)[1:]
-                shown.setdefault(f"{run.name}: {name}", {})[int(step)] = link(path, page)
-                steps.add(int(step))
-        cards = [card(name, "contact sheets", [tile("sheet", links, name)]) for name, links in shown.items()]
-    steps = sorted(steps)
+                show((f"{run.name}: {name}", "contact sheets"), "sheet", path, int(step))
+    cards = []
+    for (heading, remark), tiles in shown.items():
+        made = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
+                for name, t in tiles.items()]
+        cards.append(card(heading, remark, made))
+    steps = sorted(steps - {0})
     slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
                   max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
     remark = node("p", "PSNR to the target in dB; the target's own is what the VAE alone reaches. Click a picture to "
@@ -297,13 +281,16 @@ def find_samples(roots):
             found |= {f"{s.root}/{s.name}": s for s in samples}
     return found
 
-def hardest_pairs(run, rows):
-    """rows: of find_hardest."""
-    samples, cards = find_samples(run.flags.get("data") or []), []
-    for name, ratio, times in rows:
-        detail = f"{name}: {ratio:.2f} times the mean loss at its noise levels, seen {times} times"
+def hardest_pairs(run, most):
+    """Prints the hardest samples and shows their pictures."""
+    hardest, samples, cards = find_hardest(run.steps)[:most], find_samples(run.flags.get("data") or []), []
+    none = "" if hardest else " none, the run is too short to tell"
+    print(f"hardest samples of {run.folder}, by their loss over the mean at the same timesteps:{none}")
+    for name, ratio, times in hardest:
+        print(f"{ratio:6.2f}  {name}  (seen {times} times)")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
+        detail = f"{name}: {ratio:.2f} times the mean loss at its noise levels, seen {times} times"
         cards.append(card(s.prompts[0], detail, [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
     remark = "Their losses are the largest for their noise levels. Look at them: the target may be wrong."
     return section(f"Hardest training pairs{run.title}", node("p", remark, class_="detail"),
@@ -316,16 +303,17 @@ def flag_words(value):
 
 def commands(run):
     """{what it does: words for a shell}"""
-    flags, again = run.flags, [str(word) for word in run.command if word != "--resume"]
+    again = ["python", *[word for word in run.command if word != "--resume"], "--resume"]
     if not any(word.split("=")[0] == "--out_dir" for word in again):
         again += ["--out_dir", run.folder]
-    picture = next((p for r in run.validations for p in r.get("pictures", [])), None)
-    control = run.folder / "samples" / "control" / picture["file"] if picture else "CONTROL.png"
-    sample = ["--model", flags.get("model", "tiny"), "--lora", run.folder, flags.get("base_lora")]
-    sample += ["--transformer", flags["transformer"]] if flags.get("transformer") else []
-    sample += ["--image", control, "--prompt", picture["prompt"] if picture else "..."]
-    return {"Continue it (a finished one with a larger --max_steps, if its learning rate is constant)":
-            ["python", *again, "--resume"], "Edit a picture with it": ["python", "predict.py", *filter(None, sample)],
+    sample = ["python", "predict.py", "--model", run.flags.get("model", "tiny"), "--lora", run.folder]
+    sample += [run.flags["base_lora"]] if run.flags.get("base_lora") else []
+    sample += ["--transformer", run.flags["transformer"]] if run.flags.get("transformer") else []
+    image, prompt = "CONTROL.png", "..."
+    for picture in [picture for r in run.validations for picture in r.get("pictures", [])][:1]:
+        image, prompt = run.folder / "samples/control" / picture["file"], picture["prompt"]
+    return {"Continue it (a finished one with a larger --max_steps, if its learning rate is constant)": again,
+            "Edit a picture with it": [*sample, "--image", image, "--prompt", prompt],
             "Convert it for ComfyUI": ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out",
                                        f"{run.name}.safetensors"]}
 
@@ -335,38 +323,33 @@ def settings(run):
     for title, words in commands(run).items():
         spans = [node("span", shlex.quote(str(word)), " ") for word in words]
         lines += [node("h3", title), node("pre", *spans)]
-    rows = {name: [node("code", f"--{name}"), shlex.join(flag_words(value))] for name, value in run.flags.items()}
-    given = {str(word).split("=")[0] for word in run.command}
-    usual = [rows.pop(name) for name in run.flags if f"--{name}" not in given and f"--no-{name}" not in given]
+    given = {word.split("=")[0].replace("--no-", "--") for word in run.command}
+    rows = {True: [], False: []} # whether it was given
+    for name, value in run.flags.items():
+        rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
+    usual = node("details", node("summary", f"{len(rows[False])} flags that were not given"), table(rows[False]))
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
-    return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows.values()), node(
-        "details", node("summary", f"{len(usual)} flags that were not given"), table(usual)), node("h3", "Versions"),
-                   table(versions))
+    return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual,
+                   node("h3", "Versions"), table(versions))
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def make_page(folders, page, most):
     """Reads the runs, writes their page, prints the hardest samples."""
-    runs, parts = [read_log(folder) for folder in folders], []
+    runs = [read_log(folder) for folder in folders]
     names = [run.name for run in runs]
     for n, run in enumerate(runs):
+        run.colour, run.accent, run.title = "ink", "c0", ""
         if names.count(run.name) > 1:
             run.name = str(run.folder)
-        run.colour, run.accent, run.title = "ink", "c0", ""
         if len(runs) > 1:
             run.colour = run.accent = f"c{n % 6}"
             run.title = f": {run.name}"
-        hardest = find_hardest(run.steps)[:most]
-        print(f"hardest samples of {run.folder}, by their loss over the mean at the same timesteps:"
-              + " none, the run is too short to tell" * (not hardest))
-        for name, ratio, times in hardest:
-            print(f"{ratio:6.2f}  {name}  (seen {times} times)")
-        parts.append(hardest_pairs(run, hardest))
     title = " and ".join(run.name for run in runs)
     about = f"{runs[0].flags.get('model', '')}, trained on {' '.join(flag_words(runs[0].flags.get('data', '?')))}"
     head = node("header", node("h1", title), node("p", about))
-    parts += map(settings, runs)
-    save_page(page, title, [head, figures(runs), pictures(runs, page), curves(runs), *parts])
+    hardest = [hardest_pairs(run, most) for run in runs]
+    save_page(page, title, [head, figures(runs), pictures(runs, page), curves(runs), *hardest, *map(settings, runs)])
     print(f"{page}: open it in a browser")
 
 def progress(folder):
@@ -385,9 +368,7 @@ def main():
     args = parser.parse_args()
     if missing := [folder for folder in args.run if not folder.is_dir()]:
         raise InputError(f"{missing[0]}: no folder of that name; give a run folder of train.py")
-    page, written = args.out or args.run[0], None
-    if page.is_dir():
-        page /= "index.html"
+    page, written = args.out or args.run[0] / "index.html", None
     while True:
         state = [progress(folder) for folder in args.run]
         too_early = args.watch and (False, None) in state

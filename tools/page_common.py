@@ -9,13 +9,11 @@ import io
 import json
 import os
 import re
-import sys
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 from xml.etree.ElementTree import Element, tostring
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from PIL import Image
 
 from common import InputError, open_image, read_image, write_file
@@ -23,16 +21,14 @@ from common import InputError, open_image, read_image, write_file
 THUMBNAIL = 360 # pixels
 
 def node(tag, *children, **attributes):
-    """An element of HTML. Children are elements, and texts, which are escaped when it is written; None is left out.
-    class_ and data_at mean class and data-at."""
+    """An element of HTML. Children are texts, which are escaped when it is written, and behind them elements; None is
+    left out. class_ and data_at mean class and data-at."""
     names = {name.rstrip("_").replace("_", "-"): str(value) for name, value in attributes.items() if value is not None}
     element = Element(tag, names)
     for child in children:
         if isinstance(child, Element):
             element.append(child)
-        elif child and len(element):
-            element[-1].tail = (element[-1].tail or "") + child
-        elif child:
+        elif child is not None:
             element.text = (element.text or "") + child
     return element
 
