@@ -325,8 +325,8 @@ def demo_cache():
 
 def train_demo(out_dir, *flags):
     """A short run on the demo's dataset -> result of run_script."""
-    return run_script("train.py", "--cache_dir", demo_cache(), "--out_dir", out_dir, "--max_steps", 3, "--batch_size", 4,
-                      "--val_data", *EXACT, "--device", DEVICE, *flags)
+    return run_script("train.py", "--cache_dir", demo_cache(), "--out_dir", out_dir, "--max_steps", 3,
+                      "--batch_size", 4, "--val_data", *EXACT, "--device", DEVICE, *flags)
 
 def log_of(out_dir):
     """The steps in a run's log; validations have lines of their own."""

@@ -472,13 +472,16 @@ def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, m
     assert train(data, tmp_path, *flags, "--out_dir", run, "--resume").status == 0
     assert sorted(p.name for p in run.glob("samples/step_*/")) == [f"step_9{n:05}" for n in range(10, 30)]
 
-def test_the_end_names_the_command_that_draws_with_the_lora(tmp_path):
-    """With what a small card needs for it."""
-    result = train_demo(tmp_path / "a", "--quantize", "int8", "--quantize_text_encoder", "int8")
-    assert result.status == 0, result.err
-    draw = re.search(r"python (predict.py .*) --image", result.out)[1].split()
-    assert draw[1:5] == ["--model", "tiny", "--lora", str(tmp_path / "a")]
-    assert draw[5:] == ["--quantize", "int8", "--quantize_text_encoder", "int8"]
+def test_the_last_words_of_a_run_are_a_command_that_draws_with_it(trained, tmp_path):
+    """With the base that it was trained on: its transformer, its LoRA, and what a small card needs for it."""
+    result = train(add_item(tmp_path / "data", "cat"), tmp_path, "--cache_dir", tmp_path / "c", "--transformer", TINY,
+                   "--quantize", "int8", "--quantize_text_encoder", "int8", "--base_lora", trained)
+    [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
+    flags = shlex.split(line.replace("CONTROL.png", str(tmp_path / "data/control/cat.png")))[2:]
+    assert {"--transformer", "--quantize", "--quantize_text_encoder", str(predict.find_lora(trained))} <= {*flags}
+    drawn = run_script("predict.py", *flags, "--out", tmp_path / "cat.png", "--num_inference_steps", 2, "--cache_dir",
+                       tmp_path / "c", *ON_DEVICE)
+    assert drawn.status == 0 and (tmp_path / "cat.png").exists(), drawn.err
 
 def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(tmp_path):
     train_log(tmp_path / "a")
@@ -621,17 +624,6 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
         show(f"{way}, dB from mixed", abs(psnr[way] - psnr["mixed"]), 0.3)
         assert abs(psnr[way] - psnr["mixed"]) < 0.3
     assert psnr["shared"] < psnr["mixed"] - 3
-
-def test_the_last_words_of_a_run_are_a_command_that_draws_with_it(trained, tmp_path):
-    """With the base that it was trained on: its transformer, its LoRA, its bits."""
-    result = train(add_item(tmp_path / "data", "cat"), tmp_path, "--cache_dir", tmp_path / "c", "--transformer", TINY,
-                   "--quantize", "int8", "--base_lora", trained)
-    [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
-    flags = shlex.split(line.replace("CONTROL.png", str(tmp_path / "data/control/cat.png")))[2:]
-    assert {"--transformer", "--quantize", "int8", str(predict.find_lora(trained))} <= {*flags}
-    drawn = run_script("predict.py", *flags, "--out", tmp_path / "cat.png", "--num_inference_steps", 2, "--cache_dir",
-                       tmp_path / "c", *ON_DEVICE)
-    assert drawn.status == 0 and (tmp_path / "cat.png").exists(), drawn.err
 
 TWENTY = ["--max_steps", 20, "--batch_size", 8]
 
