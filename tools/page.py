@@ -369,6 +369,8 @@ def main():
     if missing := [folder for folder in args.run if not folder.is_dir()]:
         raise InputError(f"{missing[0]}: no folder of that name; give a run folder of train.py")
     page, written = args.out or args.run[0] / "index.html", None
+    if page.is_dir():
+        raise InputError(f"--out {page}: is a folder; give the page's file, as {page / 'index.html'}")
     while True:
         state = [progress(folder) for folder in args.run]
         too_early = args.watch and (False, None) in state
