@@ -294,8 +294,9 @@ def signals_noted():
     stopped = []
     before = {}
     handle = signal.signal # a local name, as modules may be gone when the interpreter ends
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-        if number := getattr(signal, name, None): # Windows lacks one
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"): # the last is a terminal that is closed
+        number = getattr(signal, name, None) # Windows lacks some
+        if number and signal.getsignal(number) != signal.SIG_IGN: # ignored: nohup was asked for
             before[number] = handle(number, lambda number, frame: stopped.append(number))
     try:
         yield stopped
@@ -499,7 +500,7 @@ def take_sample(data, folders, left, name):
         if len(paths) > 1:
             raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
     if not controls[0] and folders["control"].is_dir():
-        raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png")
+        raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png or .jpg")
     if further := left.get(("control", next_name, "picture")): # not taken above, as there is a target of this name
         raise InputError(f"{further[0]}: either the control of the target with its name, or one more control of "
                          f"{name}; rename one of the two targets")

@@ -149,6 +149,19 @@ def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, sma
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
     assert_same_run(out_dir, unbroken.out_dir)
 
+def test_a_closed_terminal_is_a_signal_unless_nohup_was_asked_for(monkeypatch):
+    before = signal.getsignal(signal.SIGHUP)
+    with common.signals_noted() as stopped:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stopped == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with common.signals_noted() as stopped:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stopped == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
 def test_a_validation_without_memory_is_a_warning_and_costs_no_step(tmp_path, small, monkeypatch):
     flags = [*small.flags, "--max_steps", 3]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole").status == 0

@@ -212,6 +212,17 @@ def test_parquet_files_become_a_dataset_if_something_here_can_read_them(tmp_path
         assert [*got.samples.values()] == [(["a b"], [0, 0, 1, 2], None), (["c"], [1, 1, 2], None)]
         assert len(got.errors) == 1 and is_one_line(got.errors[0], f"{path.name}: row 2", "empty control", "--skip_bad")
 
+def test_one_instruction_serves_all_targets_that_have_none(tmp_path):
+    source = put(tmp_path / "my photos", "after/cat.jpg before/cat.png after/dog.png before/dog.png", ["after/dog.txt"])
+    flags = ["--target", source / "after", "--control", source / "before"]
+    [error] = import_data(None, tmp_path / "none", *flags, status=1).errors
+    assert "after/cat.jpg" in error and "--prompt" in error
+    result = import_data(None, tmp_path / "out", *flags, "--prompt", "make it snow")
+    assert {name: prompts for name, (prompts, *_) in result.samples.items()} == dict(cat=["make it snow"], dog=["go"])
+    write_rows(tmp_path / "table.jsonl", dict(target="my photos/after/cat.jpg", control="my photos/before/cat.png"))
+    [error] = import_data(tmp_path / "table.jsonl", tmp_path / "none", "--prompt", "go", status=1).errors
+    assert error.startswith("error: --prompt")
+
 # ---- as the documents of other trainers write it ---------------------------------------------------------------------
 
 MUSUBI = """# general configurations

@@ -10,7 +10,7 @@ $ python tools/import_data.py SOURCE OUT             # next: python tools/doctor
     a configuration  .toml of musubi-tuner, .yaml of ai-toolkit: its folders and tables, and the suffix of captions
     a 1.0 cache      a folder of .safetensors dictionaries, one a sample, with img_shapes, or height and width; without
                      height_control and width_control the control has the target's size
-$ python tools/import_data.py OUT --target DIR --control DIR [DIR ...] [--mask DIR] # folders with the same file names
+$ python tools/import_data.py OUT --target DIR --control DIR [DIR ...] [--mask DIR] [--prompt TEXT] # the same names
 $ python tools/import_data.py SOURCE OUT --columns target=dst control=src,ref prompt=instr  # a table of other names
 $ python tools/import_data.py faces.csv OUT --alone                                 # pictures without controls
 
@@ -103,8 +103,8 @@ def meanings(role, stem, kind, targets):
             found += [(stem.removesuffix(end), what) for end, what in BESIDE.items() if stem.endswith(end)]
     return [(name, what) for name, what in found if name in targets]
 
-def read_folders(target, controls, mask=None, suffix=".txt", alone=False):
-    """Folders in which names match -> (samples, problems). suffix: of the captions."""
+def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None):
+    """Folders in which names match -> (samples, problems). suffix: of the captions; prompt: of targets without one."""
     folders = {"target": target, **dict(enumerate(controls))}
     if mask:
         folders["mask"] = mask
@@ -133,7 +133,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False):
         try:
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
-            path, text = read_caption(own, own_controls, suffix)
+            path, text = read_caption(own, own_controls, suffix, prompt)
             samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, [text],
                                               *own.get("mask", [])))
         except InputError as e:
@@ -159,14 +159,16 @@ def check_files(name, files, targets, controls, alone):
             held = f"its controls are numbered {numbers}" if numbers else "no control"
             raise InputError(f"{target}: {held} in {folder}; want one of its name, further ones numbered 1, 2, ...")
 
-def read_caption(files, controls, suffix):
+def read_caption(files, controls, suffix, prompt):
     """A target's {what: paths} and its controls -> (caption's file, text)."""
     target = files["target"][0]
     found = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
         found = [path.with_suffix(suffix) for path in (target, *controls) if path.with_suffix(suffix).exists()]
+    if not found and prompt:
+        return target, prompt
     if not found:
-        raise InputError(f"{target}: no caption; expected {target.with_suffix(suffix)}")
+        raise InputError(f"{target}: no caption; expected {target.with_suffix(suffix)}, or give --prompt for all such")
     text = common.read_text(found[0]).strip()
     if suffix == ".json":
         raise InputError(f"{found[0]}: a caption in JSON is not read; write it as .txt, then {ASK}")
@@ -442,12 +444,14 @@ def convert(args, columns, tmp):
         parts = find_parts(source, columns, args.alone)
     if columns and not any("tables" in part for part in parts):
         raise InputError(f"--columns: {source} is no table; leave it out")
+    if args.prompt and all("tables" in part for part in parts):
+        raise InputError(f"--prompt: {source} is a table, which has its own; leave it out")
     samples, problems = [], []
     for n, part in enumerate(parts):
         if "tables" in part:
             found, wrong = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
-            found, wrong = read_folders(**part, alone=args.alone)
+            found, wrong = read_folders(**part, alone=args.alone, prompt=args.prompt)
         for sample in found:
             if len(parts) > 1: # each has its folder, as their names may be the same
                 sample.name = f"{n}/{sample.name}"
@@ -471,6 +475,7 @@ def main():
     parser.add_argument("--control", type=Path, nargs="+", action="extend", default=[], metavar="DIR",
                         help="the folders of the controls, in their order")
     parser.add_argument("--mask", type=Path, metavar="DIR", help="the folder of the masks, if there are any")
+    parser.add_argument("--prompt", metavar="TEXT", help="the instruction of each target that has no .txt beside it")
     parser.add_argument("--columns", type=column, nargs="+", action="extend", default=[], metavar="ROLE=NAME",
                         help="columns of a table that are target, control (several with commas), prompt, mask")
     parser.add_argument("--alone", action="store_true", help="there are no controls, and OUT has no control/")
