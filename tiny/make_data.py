@@ -6,8 +6,8 @@ $ python tiny/make_data.py                # data, val, known and toys again
 $ python tiny/make_data.py --out /tmp/tiny --seed 1
 
 data/{target,control}        the edit for the LoRA to learn: "make it a cyanotype", a blue print on paper with a margin;
-                             the transformer never sees one. And, in two fifths of it, instructions that the base
-                             knows, so that they are not forgotten
+                             the transformer never sees one. And, in half of it, instructions that the base knows,
+                             so that they are not forgotten
 val/{target,control}         held out: other photographs, in sizes that nothing was trained on
 known/{target,control}       the base's own instructions, held out likewise: the LoRA should leave them alone
 toys/{data,val,known}        the same with shapes and the edit "add a red border", whose every pixel is known: what
@@ -133,7 +133,7 @@ PHOTO_SIZES = [(w, h) for w in range(96, 193, 16) for h in range(96, 193, 16) if
 # sides of the datasets are multiples of 32: --target_pixels native rounds to that, which would bend a margin
 PHOTO_VAL_SIZES = [(192, 128), (128, 192), (160, 160)]
 PHOTO_DATA_SIZES = [(96, 96), (128, 96), (96, 128), (128, 128), (160, 96), (96, 160), (160, 128), (128, 160), (192, 96),
-                    (96, 192)]
+                    (96, 192), (192, 160), (160, 192)]
 
 @functools.cache
 def source(name):
@@ -166,10 +166,13 @@ def jitter(rng, picture):
     return Image.fromarray((x.clip(0, 1) * 255).round().astype(np.uint8))
 
 def photo(rng, size):
-    """A part of a photograph for training, in other colours as a rule."""
+    """A part of a photograph to train on."""
     picture = crop(rng, source(pick(rng, photo_names())), size, smallest=.4, lowest=1)
-    if rng.random() < .5:
-        picture = ImageOps.mirror(picture)
+    return ImageOps.mirror(picture) if rng.random() < .5 else picture
+
+def any_photo(rng, size):
+    """... for the base, in other colours as a rule."""
+    picture = photo(rng, size)
     return jitter(rng, picture) if rng.random() < .7 else picture
 
 def held_out_photo(rng, size, i):
@@ -192,7 +195,8 @@ TONES = dict(gray=("make it black and white", lambda p: p.convert("L").convert("
              sepia=("make it sepia", lambda p: two_tones(p, (40, 26, 13), (255, 240, 214))),
              brighter=("make it brighter", lambda p: p.point(lambda v: 255 - (255 - v) * .6)),
              darker=("make it darker", lambda p: p.point(lambda v: v * .6)))
-PHOTO_TASKS = dict(keep=.2, gray=.12, sepia=.12, brighter=.06, darker=.06, side=.44)   # share of each
+PHOTO_TASKS = dict(keep=.2, gray=.12, sepia=.12, brighter=.06, darker=.06, side=.44)   # share of each, for the base
+DATA_TASKS = dict(keep=.1, gray=.42, sepia=.15, brighter=.05, darker=.05, side=.23)    # gray is next to the demo's edit
 
 def photo_pair(rng, picture, task):
     """(controls, instruction, target)."""
@@ -211,7 +215,7 @@ def photo_pair(rng, picture, task):
 # ---- many pairs ------------------------------------------------------------------------------------------------------
 
 def photos(n, seed):
-    """n parts of photographs to train on, of the sizes of the LoRA's data in turn."""
+    """n parts of photographs for the LoRA's data, whose sizes take turns."""
     rng = np.random.default_rng(seed)
     return [photo(rng, PHOTO_DATA_SIZES[i % len(PHOTO_DATA_SIZES)]) for i in range(n)]
 
@@ -251,10 +255,10 @@ def numbered(pairs, form="{:03d}"):
     return {form.format(i): pair for i, pair in enumerate(pairs)}
 
 def write_datasets(out, seed):
-    """Two fifths of a LoRA's data repeat what the base knows, or it would do its edit whatever it is asked for."""
+    """Half of a LoRA's data repeat what the base knows, or it would do its edit whatever it is asked for."""
     write_dataset(f"{out}/data", numbered(
-        cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(36, seed + 12), PHOTO_TASKS, seed + 13)
-        + toy_pairs(24, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")
+        cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(66, seed + 12), DATA_TASKS, seed + 13)
+        + toy_pairs(40, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")
     write_dataset(f"{out}/val", numbered(cyanotype_pairs(held_out_photos(12, seed + 17))), form="jpg")
     known = {}
     for k, task in enumerate(["keep", "gray", "side"]):

@@ -32,8 +32,8 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCaus
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions, calculate_shift
 
 from make_data import (BASE_SIZES, COLORS, PHOTO_SIZES, PHOTO_TASKS, SHAPES, SIDES, TOY_TASKS, VAE_SIZES, VAL_SIZES,
-                       any_color, border_pairs, cyanotype_pairs, draw, held_out_photos, paint_sides, photo, photo_pairs,
-                       pick, scene, toy_pairs, two_tones, write_datasets)
+                       any_color, any_photo, border_pairs, cyanotype_pairs, draw, held_out_photos, paint_sides,
+                       photo_pairs, pick, scene, toy_pairs, two_tones, write_datasets)
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), help="folder to write")
@@ -123,7 +123,7 @@ def vae_picture(rng):
     where = [(), SIDES, [pick(rng, SIDES)]][rng.integers(3)]
     color = any_color(rng) if rng.random() < .5 else COLORS[pick(rng, list(COLORS))]
     if rng.random() < .75:
-        picture = photo(rng, pick(rng, PHOTO_SIZES))
+        picture = any_photo(rng, pick(rng, PHOTO_SIZES))
         if rng.random() < .15:
             picture = two_tones(picture, tuple(rng.integers(0, 90, 3)), tuple(rng.integers(200, 256, 3)))
         return paint_sides(picture, color, where if rng.random() < .3 else ())
@@ -358,7 +358,7 @@ if not args.random:
     items = []
     for k in range(0, args.pairs, 1000):                   # in chunks: pictures take more memory than latents
         n, rng = min(1000, args.pairs - k), np.random.default_rng([args.seed + 4, k, 1])
-        pictures = [photo(rng, pick(rng, PHOTO_SIZES)) for _ in range(n - n // 2)]
+        pictures = [any_photo(rng, pick(rng, PHOTO_SIZES)) for _ in range(n - n // 2)]
         items += encode(toy_pairs(n // 2, BASE_SIZES, TOY_TASKS | MORE_SIDES, [args.seed + 4, k])
                         + photo_pairs(pictures, PHOTO_TASKS | MORE_SIDES, [args.seed + 4, k, 2]))
         for item in items[k:]:
