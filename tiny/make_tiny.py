@@ -3,7 +3,7 @@ Makes everything in tiny/: a complete Qwen-Image-Edit-Plus pipeline, 5000 times 
 same classes, files and state-dict names, and datasets for a first LoRA (make_data.py draws those). Downloads nothing;
 one CPU core will do.
 
-$ python tiny/make_tiny.py                # draw the data, train VAE and transformer from nothing: over an hour
+$ python tiny/make_tiny.py                # draw the data, train VAE and transformer from nothing: 80 minutes
 $ python tiny/make_tiny.py --random       # the same files with untrained weights, in seconds
 $ python tiny/make_tiny.py --out /tmp/tiny --seed 1
 
