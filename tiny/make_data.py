@@ -196,7 +196,7 @@ TONES = dict(gray=("make it black and white", lambda p: p.convert("L").convert("
              brighter=("make it brighter", lambda p: p.point(lambda v: 255 - (255 - v) * .6)),
              darker=("make it darker", lambda p: p.point(lambda v: v * .6)))
 PHOTO_TASKS = dict(keep=.2, gray=.12, sepia=.12, brighter=.06, darker=.06, side=.44)   # share of each, for the base
-DATA_TASKS = dict(keep=.1, gray=.42, sepia=.15, brighter=.05, darker=.05, side=.23)    # gray is next to the demo's edit
+DATA_TASKS = dict(keep=.1, gray=.55, sepia=.1, brighter=.03, darker=.03, side=.19)    # gray is next to the demo's edit
 
 def photo_pair(rng, picture, task):
     """(controls, instruction, target)."""
