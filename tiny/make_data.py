@@ -252,6 +252,8 @@ def numbered(pairs, form="{:03d}"):
 
 def write_datasets(out, seed):
     """Two fifths of a LoRA's data repeat what the base knows, or it would do its edit whatever it is asked for."""
+    if os.path.exists(f"{out}/data") and not os.path.exists(f"{out}/toys"):    # somebody's own, and would be deleted
+        raise SystemExit(f"error: --out {out}: holds another data/; give an empty folder")
     write_dataset(f"{out}/data", numbered(
         cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(36, seed + 12), PHOTO_TASKS, seed + 13)
         + toy_pairs(24, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")
@@ -273,4 +275,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", default=HERE, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of all pictures")
     args = parser.parse_args()
+    if args.seed < 0:
+        parser.error(f"argument --seed: {args.seed} is negative; give 0 or more")
     write_datasets(args.out, args.seed)
