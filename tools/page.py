@@ -363,7 +363,7 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.py, or its copy")
     parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
-    parser.add_argument("--hardest", type=natural, default=6, metavar="N", help="how many samples to name and show (0: none)")
+    parser.add_argument("--hardest", type=natural, default=6, metavar="N", help="samples to name and show (0: none)")
     parser.add_argument("--watch", action="store_true", help="write the page again at each validation, until the end")
     args = parser.parse_args()
     if missing := [folder for folder in args.run if not folder.is_dir()]:
