@@ -294,10 +294,18 @@ def signals_noted():
     stopped = []
     before = {}
     handle = signal.signal # a local name, as modules may be gone when the interpreter ends
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)] # stdout, stderr
+
+    def note(number, frame):
+        stopped.append(number)
+        for stream in terminals:
+            if not os.isatty(stream): # closed: the next line written there would end the run before its checkpoint
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), stream)
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"): # the last is a terminal that is closed
         number = getattr(signal, name, None) # Windows lacks some
         if number and signal.getsignal(number) != signal.SIG_IGN: # ignored: nohup was asked for
-            before[number] = handle(number, lambda number, frame: stopped.append(number))
+            before[number] = handle(number, note)
     try:
         yield stopped
     finally:

@@ -235,6 +235,7 @@ def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
             save(natural(rng, (64, 64)), data / f"control/b{n:02}_1.png")
         planted |= {(kind, f"a{n:02}", f"b{n:02}")} if n % 5 < 3 else set()
     save(draw_picture(), tmp_path / "out/sheet_moved_9.png")
+    (tmp_path / "out/report.json").write_text("[]") # an earlier report's
     result, rows = diagnose(data, out=tmp_path / "out")
     found = {(finding.split(": ")[0], name, finding.split()[-1])
              for name, row in rows.items() for finding in row["findings"] if ": and " in finding}
@@ -253,6 +254,10 @@ def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
         (tmp_path / f"data/target/{name}.txt").write_text(attack)
     out = tmp_path / "out"
     save(draw_picture(), out / "pictures/moved-7-0.jpg")
+    refused = run_script("tools/doctor.py", tmp_path / "data", "--out", out) # somebody's own pictures
+    assert refused.status == 1 and is_one_line(refused.errors[0], "pictures/", "--out")
+    assert [path.name for path in out.rglob("*.*")] == ["moved-7-0.jpg"]
+    (out / "report.json").write_text("[]") # then they are an earlier report's
     diagnose(tmp_path / "data", "--target_pixels", "native", "--control_pixels", "native", out=out)
     read = Reader(out / "index.html")
     assert attack in read.texts["p"] and [tag for tag, _ in read.tags].count("script") == 1

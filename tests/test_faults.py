@@ -162,6 +162,25 @@ def test_a_closed_terminal_is_a_signal_unless_nohup_was_asked_for(monkeypatch):
     finally:
         signal.signal(signal.SIGHUP, before)
 
+def test_what_is_printed_after_its_terminal_was_closed_ends_no_run(tmp_path):
+    """The line of the step at hand, before its checkpoint."""
+    master, terminal = os.openpty()
+    code = f"""if True:
+        import os, time, common
+        tty = os.open({os.ttyname(terminal)!r}, os.O_RDWR) # of this new session: a SIGHUP comes when it is closed
+        os.dup2(tty, 1), os.dup2(tty, 2)
+        with common.signals_noted() as stopped:
+            print("ready", flush=True)
+            while not stopped:
+                time.sleep(0.01)
+        print("step 1", flush=True)
+        open({str(tmp_path / "checkpoint")!r}, "w")"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, start_new_session=True)
+    assert b"ready" in os.read(master, 100)
+    os.close(terminal)
+    os.close(master)
+    assert process.wait(60) == 0 and (tmp_path / "checkpoint").exists()
+
 def test_a_validation_without_memory_is_a_warning_and_costs_no_step(tmp_path, small, monkeypatch):
     flags = [*small.flags, "--max_steps", 3]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole").status == 0

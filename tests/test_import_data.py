@@ -222,6 +222,9 @@ def test_one_instruction_serves_all_targets_that_have_none(tmp_path):
     write_rows(tmp_path / "table.jsonl", dict(target="my photos/after/cat.jpg", control="my photos/before/cat.png"))
     [error] = import_data(tmp_path / "table.jsonl", tmp_path / "none", "--prompt", "go", status=1).errors
     assert error.startswith("error: --prompt")
+    for words in ("", " ", "<|im_end|>"): # said once, not for each target
+        [error] = import_data(None, tmp_path / "none", *flags, "--prompt", words, status=1).errors
+        assert is_one_line(error, "--prompt")
 
 # ---- as the documents of other trainers write it ---------------------------------------------------------------------
 
@@ -524,6 +527,8 @@ def caches(tmp_path_factory):
 
 @pytest.mark.parametrize("form", ["padded", "unpadded"])
 def test_version_1_dictionaries_become_today_s_cache(tmp_path, caches, form):
+    [error] = import_data(caches / form, tmp_path / "out", "--prompt", "go", status=1).errors # it has its own
+    assert is_one_line(error, "--prompt")
     import_data(caches / form, tmp_path / "out")
     for name in ("cat", "dog"):
         assert_same(tensors_of(tmp_path / "out", name), tensors_of(caches / "new", name))

@@ -249,6 +249,7 @@ def test_two_runs_stand_side_by_side_with_what_differs_in_their_flags(tmp_path):
     assert names == ["control", "base", f"LoRA {runs[0]}", f"LoRA {runs[1]}", "target"]
     slider, = [json.loads(a["data-steps"]) for tag, a in read.tags if "data-steps" in a]
     assert slider == [40, 50, 80, 100, 120, 150, 160, 200]
+    assert [text for text in read.texts["span"] if text.startswith("base")] == [f"base, {runs[0]}"] # theirs is the same
     assert {(("Loss"), str(run)) for run in runs} <= ends_of(runs[0] / "index.html").keys()
 
 def test_watching_writes_the_page_again_at_each_validation_until_the_end(tmp_path, monkeypatch):
@@ -269,7 +270,7 @@ def test_watching_writes_the_page_again_at_each_validation_until_the_end(tmp_pat
     monkeypatch.setattr(time, "sleep", sleep)
     result = draw_page(run, "--watch")
     assert seen[0] == 0 and len(seen) == 21 and len(set(seen)) == 5 # none; 10 steps; three validations
-    assert result.out.count("open it") == 5 and "finished" in (run / "index.html").read_text()
+    assert result.out.count("open it") == 5 and re.search(r"; finished \d", (run / "index.html").read_text())
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,12 @@ def test_the_pictures_are_drawn_by_make_data(tmp_path, drawn, folder):
             got, want = [np.asarray(Image.open(root / folder / file), float) for root in (drawn, TINY)]
             assert got.shape == want.shape and abs(got - want).mean() < 1
 
+def test_a_data_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "data").mkdir()
+    with pytest.raises(SystemExit, match="error: --out"):
+        toy_functions()["write_datasets"](str(tmp_path), 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawn")

@@ -220,6 +220,7 @@ def photos(n, seed):
     return [photo(rng, PHOTO_DATA_SIZES[i % len(PHOTO_DATA_SIZES)]) for i in range(n)]
 
 def held_out_photos(n, seed):
+    """n of the six, in turn; each time round one has another size."""
     rng = np.random.default_rng(seed)
     return [held_out_photo(rng, PHOTO_VAL_SIZES[(i + i // 6) % len(PHOTO_VAL_SIZES)], i) for i in range(n)]
 
@@ -243,7 +244,7 @@ def write_dataset(folder, pairs, borders=0, form="png"):
     for i, (name, (controls, text, target)) in enumerate(pairs.items()):
         files = {f"target/{name}.{form}": target}
         files.update({f"control/{name}{f'_{k}' if k else ''}.{form}": c for k, c in enumerate(controls)})
-        if i < borders and i % 5 == 1:
+        if i < borders and i % 5 == 1:                     # (1: so that all sizes get some)
             files[f"mask/{name}.png"] = draw(target.size, (0, 0, 0), [], (255, 255, 255), SIDES).convert("L")
         for file, picture in files.items():
             os.makedirs(os.path.dirname(f"{folder}/{file}"), exist_ok=True)
@@ -256,6 +257,8 @@ def numbered(pairs, form="{:03d}"):
 
 def write_datasets(out, seed):
     """Half of a LoRA's data repeat what the base knows, or it would do its edit whatever it is asked for."""
+    if os.path.exists(f"{out}/data") and not os.path.exists(f"{out}/toys"):    # somebody's own, and would be deleted
+        raise SystemExit(f"error: --out {out}: holds another data/; give an empty folder")
     write_dataset(f"{out}/data", numbered(
         cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(66, seed + 12), DATA_TASKS, seed + 13)
         + toy_pairs(40, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")
@@ -269,12 +272,16 @@ def write_datasets(out, seed):
     write_dataset(f"{out}/toys/data", numbered(border_pairs(144, DATA_SIZES, seed + 1)
                                                + toy_pairs(96, DATA_SIZES, TOY_TASKS, seed + 2)), borders=144)
     write_dataset(f"{out}/toys/val", numbered(border_pairs(12, VAL_SIZES, seed + 7)), borders=12)
-    write_dataset(f"{out}/toys/known", {name: pair for k, task in enumerate(TOY_TASKS) for name, pair in numbered(
-        toy_pairs(4, VAL_SIZES, {task: 1}, [seed + 8, k]), task + "/{}").items()})
+    known = {}
+    for k, task in enumerate(TOY_TASKS):
+        known |= numbered(toy_pairs(4, VAL_SIZES, {task: 1}, [seed + 8, k]), task + "/{}")
+    write_dataset(f"{out}/toys/known", known)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=HERE, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of all pictures")
     args = parser.parse_args()
+    if args.seed < 0:
+        parser.error(f"argument --seed: {args.seed} is negative; give 0 or more")
     write_datasets(args.out, args.seed)

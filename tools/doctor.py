@@ -397,9 +397,12 @@ def main():
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
         raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
     common.prepare_folder(out)
-    for old in [out / "index.html", *out.glob("sheet_*_*.png")]: # of an earlier call, should this one end early
-        old.unlink(missing_ok=True)
-    shutil.rmtree(out / "pictures", ignore_errors=True)
+    if (out / "report.json").exists(): # of an earlier call, should this one end early
+        for old in [out / "index.html", *out.glob("sheet_*_*.png")]:
+            old.unlink(missing_ok=True)
+        shutil.rmtree(out / "pictures", ignore_errors=True)
+    elif (out / "pictures").exists(): # somebody's own
+        raise InputError(f"{out}: holds pictures/ of something else than a report; give --out another folder")
     samples, rows, found, wrong = examine(samples, pipe, args)
     problems += wrong
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)

@@ -437,6 +437,8 @@ def convert(args, columns, tmp):
     source = args.target or args.source
     old = [path for path in [source, *sorted(source.glob("*"))] if path.suffix in import_cache.SUFFIXES]
     if old and not args.target and not args.alone and not find_folders(source):
+        if args.prompt:
+            raise InputError(f"--prompt: {source} is a cache of version 1.0, which has its own; leave it out")
         return import_cache.convert_cache(old, tmp / "out")
     if args.target:
         parts = [dict(target=args.target, controls=args.control, mask=args.mask)]
@@ -475,7 +477,7 @@ def main():
     parser.add_argument("--control", type=Path, nargs="+", action="extend", default=[], metavar="DIR",
                         help="the folders of the controls, in their order")
     parser.add_argument("--mask", type=Path, metavar="DIR", help="the folder of the masks, if there are any")
-    parser.add_argument("--prompt", metavar="TEXT", help="the instruction of each target that has no .txt beside it")
+    parser.add_argument("--prompt", metavar="TEXT", help="the instruction of each target that has no caption")
     parser.add_argument("--columns", type=column, nargs="+", action="extend", default=[], metavar="ROLE=NAME",
                         help="columns of a table that are target, control (several with commas), prompt, mask")
     parser.add_argument("--alone", action="store_true", help="there are no controls, and OUT has no control/")
@@ -486,6 +488,8 @@ def main():
         if role in columns and role != "control":
             parser.error(f"argument --columns: {role} is given twice; leave one out")
         columns[role] = columns.get(role, []) + names
+    if args.prompt is not None:
+        common.make_sample("--prompt", args.out, "", None, [], [args.prompt]) # is a good prompt, or ends here
     if by_flags and not args.target:
         parser.error("argument --target: missing; give it with --control or --mask")
     if args.out.exists():

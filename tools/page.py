@@ -348,7 +348,7 @@ def make_page(folders, page, most):
     title = " and ".join(run.name for run in runs)
     about = f"{runs[0].flags.get('model', '')}, trained on {' '.join(flag_words(runs[0].flags.get('data', '?')))}"
     head = node("header", node("h1", title), node("p", about))
-    hardest = [hardest_pairs(run, most) for run in runs]
+    hardest = [hardest_pairs(run, most) for run in runs if most]
     save_page(page, title, [head, figures(runs), pictures(runs, page), curves(runs), *hardest, *map(settings, runs)])
     print(f"{page}: open it in a browser")
 
@@ -363,7 +363,7 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.py, or its copy")
     parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
-    parser.add_argument("--hardest", type=natural, default=6, metavar="N", help="how many samples to name and show")
+    parser.add_argument("--hardest", type=natural, default=6, metavar="N", help="samples to name and show (0: none)")
     parser.add_argument("--watch", action="store_true", help="write the page again at each validation, until the end")
     args = parser.parse_args()
     if missing := [folder for folder in args.run if not folder.is_dir()]:
