@@ -196,7 +196,7 @@ TONES = dict(gray=("make it black and white", lambda p: p.convert("L").convert("
              brighter=("make it brighter", lambda p: p.point(lambda v: 255 - (255 - v) * .6)),
              darker=("make it darker", lambda p: p.point(lambda v: v * .6)))
 PHOTO_TASKS = dict(keep=.2, gray=.12, sepia=.12, brighter=.06, darker=.06, side=.44)   # share of each, for the base
-DATA_TASKS = dict(keep=.1, gray=.55, sepia=.1, brighter=.03, darker=.03, side=.19)    # gray is next to the demo's edit
+DATA_TASKS = dict(keep=.1, gray=.42, sepia=.15, brighter=.05, darker=.05, side=.23)    # gray is next to the demo's edit
 
 def photo_pair(rng, picture, task):
     """(controls, instruction, target)."""
@@ -244,7 +244,7 @@ def write_dataset(folder, pairs, borders=0, form="png"):
     for i, (name, (controls, text, target)) in enumerate(pairs.items()):
         files = {f"target/{name}.{form}": target}
         files.update({f"control/{name}{f'_{k}' if k else ''}.{form}": c for k, c in enumerate(controls)})
-        if i < borders and i % 5 == 1:                     # (1: so that all sizes get some)
+        if i < borders and i % 5 == 1:
             files[f"mask/{name}.png"] = draw(target.size, (0, 0, 0), [], (255, 255, 255), SIDES).convert("L")
         for file, picture in files.items():
             os.makedirs(os.path.dirname(f"{folder}/{file}"), exist_ok=True)
@@ -261,7 +261,7 @@ def write_datasets(out, seed):
         raise SystemExit(f"error: --out {out}: holds another data/; give an empty folder")
     write_dataset(f"{out}/data", numbered(
         cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(66, seed + 12), DATA_TASKS, seed + 13)
-        + toy_pairs(40, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")
+        + toy_pairs(48, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")
     write_dataset(f"{out}/val", numbered(cyanotype_pairs(held_out_photos(12, seed + 17))), form="jpg")
     known = {}
     for k, task in enumerate(["keep", "gray", "side"]):
