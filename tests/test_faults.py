@@ -149,13 +149,13 @@ def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, sma
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
     assert_same_run(out_dir, unbroken.out_dir)
 
-def test_a_closed_terminal_is_a_signal_unless_nohup_was_asked_for(monkeypatch):
-    before = signal.getsignal(signal.SIGHUP)
-    with common.signals_noted() as stopped:
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert stopped == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == before
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_a_closed_terminal_is_a_signal_unless_nohup_was_asked_for():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL) # these tests may be under nohup themselves
     try:
+        with common.signals_noted() as stopped:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stopped == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with common.signals_noted() as stopped:
             os.kill(os.getpid(), signal.SIGHUP)
         assert stopped == []
@@ -166,7 +166,8 @@ def test_what_is_printed_after_its_terminal_was_closed_ends_no_run(tmp_path):
     """The line of the step at hand, before its checkpoint."""
     master, terminal = os.openpty()
     code = f"""if True:
-        import os, time, common
+        import os, signal, time, common
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         tty = os.open({os.ttyname(terminal)!r}, os.O_RDWR) # of this new session: a SIGHUP comes when it is closed
         os.dup2(tty, 1), os.dup2(tty, 2)
         with common.signals_noted() as stopped:
