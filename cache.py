@@ -312,10 +312,10 @@ def read_pictures(pipe, sample, encoder, what):
     target = None
     mask = None
     if sample.target:
-        target = read(sample.target, (width, height))
+        whole = read_image(sample.target)
+        target = pipe.image_processor.resize(whole, height, width)
     if "mask" in what: # read_image, as img_shapes has no controls if --prompt_image_dropout_rate dropped them
-        pair = map(read_image, (sample.target, sample.controls[0]))
-        mask = load_extra("mask").auto_mask(*pair, (width, height))
+        mask = load_extra("mask").auto_mask(whole, read_image(sample.controls[0]), (width, height))
     elif sample.mask:
         mask = read_image(sample.mask).convert("L").resize((width // 16, height // 16), Image.BOX)
     return [*map(read, sample.controls, control_sizes), target, mask]

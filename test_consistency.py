@@ -304,9 +304,10 @@ def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border",
         save(mask, data / f"mask/{name}.png")
     return data
 
-def copy_model(folder):
-    pictures = ["data", "val", "known", "toys", "source", "*.png"]
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*pictures, "*.py"))
+def copy_model(folder, *without):
+    """tiny without its pictures and scripts, and without files of these patterns."""
+    pictures = ["data", "val", "known", "toys", "source", "*.png", "*.jpg"]
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*pictures, "*.py", *without))
     return folder
 
 def as_v1(model):

@@ -101,7 +101,7 @@ flag("--keep", 2, "how many of the newest checkpoints stay on disk", type=positi
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights", action="store_true")
 flag("--resume", False, "continue the run of these flags: --out_dir, or the newest of its name", action="store_true")
-args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native sizes, a minute on a CPU
+args = cache.parse_data_args(parser, dict( # defaults of --model tiny: native sizes, two minutes on a CPU
     **common.TINY, max_steps=450, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
     val_pictures=32, gradient_checkpointing=0, lora_targets=[
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "net.0.proj", "net.2", "proj_out",

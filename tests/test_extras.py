@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from functorch.compile import make_boxed_func
 from PIL import Image
 from torch._dynamo.backends.common import aot_autograd
 
-import cache
 import common
 import predict
 from extras import low_bit, plan
@@ -353,9 +351,7 @@ def test_the_plan_s_memory_is_what_the_training_takes(tmp_path, start, checkpoin
 
 def test_the_plan_of_the_real_model_needs_no_weights(tmp_path):
     """Only config files. 10 of its 60 blocks have 3.5 billion parameters; every way to save memory saves some."""
-    folder = tmp_path / "real"
-    pictures = ["data", "val", "known", "toys", "source", "*.png"]
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", *pictures, "*.py"))
+    folder = copy_model(tmp_path / "real", "*.safetensors")
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(
         num_layers=10, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 import time
 from types import SimpleNamespace
 
@@ -19,7 +18,8 @@ import rope_patch
 import test_rope_patch # brings a CPU kernel for varlen_attn
 from extras import fit, plan
 from models import curve_of, is_one_line, small, start, start_ranks
-from test_consistency import (TINY, assert_bitwise, hot_model, lora_of, make_batch, patched_copy, run, run_script)
+from test_consistency import (TINY, assert_bitwise, copy_model, hot_model, lora_of, make_batch, patched_copy, run,
+                              run_script)
 
 BLOCKS = 10
 
@@ -239,9 +239,7 @@ def test_the_counted_time_is_that_of_its_parts():
 
 def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     """Of 8 blocks of the real width, on two cards: a large one, which copies slowly, and one of 3 GB."""
-    folder = tmp_path / "real"
-    pictures = ["data", "val", "known", "toys", "source", "*.png"]
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", *pictures, "*.py"))
+    folder = copy_model(tmp_path / "real", "*.safetensors")
     file = folder / "transformer/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(
         num_layers=8, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,

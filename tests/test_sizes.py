@@ -68,7 +68,6 @@ def test_own_sizes_are_better_at_every_aspect(tmp_path):
             print(f"\n{way}, seed {seed}: PSNR " + " ".join(f"{x:.1f}" for x in table[way, seed])
                   + "; means: " + ", ".join(f"{key} {x:.2f}" for key, x in means.items()))
     for seed in range(3):
-        gain = np.array(table["native", seed]) - np.array(table["buckets", seed])
-        assert gain.min() > 1 and gain.mean() > 5
+        assert all(np.array(table["native", seed]) > np.array(table["buckets", seed]) + 3)
     plot(tmp_path / "sizes.png", table)
     print(f"{tmp_path / 'sizes.png'}")
