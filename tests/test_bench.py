@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import predict
 import rope_patch
-from models import is_one_line
 from test_consistency import run_script, show
+from tests.harness import is_one_line
 
 QUICK = ["--preset", "quick", "--rounds", 1]
 

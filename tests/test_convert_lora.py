@@ -8,9 +8,9 @@ from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 import predict
-from models import is_one_line, lora_tensors
 from test_consistency import TINY, copy_model, rel, run_script, show, stock_pipeline
-from test_lora_files import assert_effect, layers_of, lora_file, renamed, two_loras
+from tests.harness import is_one_line, lora_tensors
+from tests.test_lora_files import assert_effect, layers_of, lora_file, renamed, two_loras
 
 def convert(*flags):
     result = run_script("tools/convert_lora.py", *flags)

@@ -12,8 +12,8 @@ import cache
 import common
 import predict
 from extras import cuda, low_bit
-from models import refused
 from test_consistency import TINY, encoder_flags
+from tests.harness import refused
 
 @pytest.fixture
 def card(monkeypatch):

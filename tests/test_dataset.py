@@ -16,9 +16,9 @@ from PIL import Image
 
 import cache
 import common
-from models import (ON_DEVICE, assert_same, encode, flip, index_of, is_one_line, make_cache, pipes, plus, refused,
-                    samples_of, train, within)
 from test_consistency import DEVICE, NATIVE, add_item, data, draw_picture, run_script, save, tiny_v1
+from tests.harness import (ON_DEVICE, assert_same, encode, flip, index_of, is_one_line, make_cache, pipes, plus,
+                           refused, samples_of, train, within)
 
 # ---- a bad item is named and left out --------------------------------------------------------------------------------
 

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from models import is_one_line
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 import cache
 import common
 from extras import sheet
 from test_consistency import FULL, TINY, add_item, data, draw_picture, run_script, save, show
-from test_page import Reader
+from tests.harness import is_one_line
+from tests.test_page import Reader
 from tools import doctor
 
 # ---- pictures like photos: noise of all sizes, shapes with sharp edges; edits of them; and what must be found --------

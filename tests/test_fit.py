@@ -15,11 +15,11 @@ from diffusers import QwenImageTransformer2DModel
 
 import predict
 import rope_patch
-import test_rope_patch # brings a CPU kernel for varlen_attn
+from tests import test_rope_patch # brings a CPU kernel for varlen_attn
 from extras import fit, plan
-from models import curve_of, is_one_line, small, start, start_ranks
 from test_consistency import (TINY, assert_bitwise, copy_model, hot_model, lora_of, make_batch, patched_copy, run,
                               run_script)
+from tests.harness import curve_of, is_one_line, small, start, start_ranks
 
 BLOCKS = 10
 

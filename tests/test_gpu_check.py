@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import rope_patch
-import test_rope_patch # which gives torch's variable-length attention a CPU kernel
+from tests import test_rope_patch # which gives torch's variable-length attention a CPU kernel
 from extras import low_bit, offload
-from models import is_one_line
 from test_consistency import FULL, run_script
+from tests.harness import is_one_line
 from tools import bench_common, gpu_numbers
 
 PACKS = ("one", "mixed", "equal")

@@ -15,9 +15,9 @@ import pytest
 import cache
 import common
 from extras import hints
-from models import is_one_line, lora_tensors
 from test_consistency import HERE, TINY, run_script
-from test_lora_files import lora_file
+from tests.harness import is_one_line, lora_tensors
+from tests.test_lora_files import lora_file
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 EXTRAS = dict(low_bit=["--quantize", "int8"], offload=["--offload", "1"], shard=["--fsdp"],

@@ -17,8 +17,8 @@ import safetensors.torch
 import cache
 import common
 import predict
-from models import lora_tensors, refused
 from test_consistency import EXACT, NATIVE, TINY, add_item, run_script
+from tests.harness import lora_tensors, refused
 
 MAIN, OLD = "a" * 40, "b" * 40 # commits
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from models import assert_same, index_of, is_one_line, load, make_cache, refused, train
 
 import cache
 import common
 import predict
 from test_consistency import HERE, NATIVE, add_item, draw_picture, run_script, save
+from tests.harness import assert_same, index_of, is_one_line, load, make_cache, refused, train
 
 PICTURES = [np.asarray(draw_picture((64, 32), seed=n)) for n in range(6)] # told apart by their numbers
 

@@ -16,9 +16,9 @@ from peft import LoraConfig
 import cache
 import common
 import predict
-from models import DTYPE_NAME, ON_DEVICE, damage_tensors, is_one_line, lora_tensors, refused
 from test_consistency import (DEVICE, E, SMALL, TINY, assert_bitwise, curve, log_of, lora_of, rel, run_script, show,
                               stock_pipeline, train_demo, train_log)
+from tests.harness import DTYPE_NAME, ON_DEVICE, damage_tensors, is_one_line, lora_tensors, refused
 
 def tiny_with(path, scale=1.0):
     """The tiny transformer with this LoRA."""

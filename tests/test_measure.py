@@ -9,8 +9,8 @@ from PIL import Image
 import cache
 import common
 import predict
-from models import is_one_line
 from test_consistency import HERE, TINY, add_item, draw_picture, encoder_flags, run_script, save
+from tests.harness import is_one_line
 
 drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import is_one_line, toy_functions, train_and_measure
 from PIL import Image, ImageDraw
 
 import cache
 import common
 from extras import motion
 from test_consistency import FULL, TINY, add_item, draw_picture, run_script, save, show
-from test_doctor import edited_pair
+from tests.harness import is_one_line, toy_functions, train_and_measure
+from tests.test_doctor import edited_pair
 from tools import doctor, measure
 
 PHOTOS = """astronaut.png chelsea.png coffee.png rocket.jpg motorcycle_left.png camera.png coins.png brick.png

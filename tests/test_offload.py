@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import predict
 import rope_patch
 from extras import offload, plan, shard
-from models import is_one_line, refused, small
-from test_consistency import (FULL, TINY, assert_bitwise, hot_model, losses_of, log_of, make_batch, patched_copy, run,
+from test_consistency import (FULL, TINY, assert_bitwise, hot_model, log_of, losses_of, make_batch, patched_copy, run,
                               run_script)
+from tests.harness import is_one_line, refused, small
 
 SAMPLES = make_batch(([(1, 8, 8), (1, 8, 6)], 20), ([(1, 4, 12), (1, 4, 4)], 9))
 

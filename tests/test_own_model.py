@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cache
 import predict
 import rope_patch
-from models import DTYPE_NAME, ON_DEVICE
 from test_consistency import DEVICE, DTYPE, data, log_of, rel, run_script, show
+from tests.harness import DTYPE_NAME, ON_DEVICE
 
 MODEL = OPTIONS["model"]
 

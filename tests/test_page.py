@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models import is_one_line, small, until
 from test_consistency import add_item, run_script
+from tests.harness import is_one_line, small, until
 from tools import page
 
 ATTACKS = ["<script>window.hit = 1</script>", "</script><script>window.hit = 1</script>", "a\u2028b <b>bold</b>",

@@ -26,10 +26,10 @@ import cache
 import common
 import predict
 from extras import sheet
-from models import ON_DEVICE, cached_files, change_weight, is_one_line, kill, start, start_ranks, until
 from test_consistency import (EXACT, HERE, NATIVE, TINY, add_item, copy_model, draw_picture, encoder_flags, job_of,
                               photos, rel, run_script, save, show, stock_area, stock_pipeline)
-from test_lora_files import lora_file, two_loras
+from tests.harness import ON_DEVICE, cached_files, change_weight, is_one_line, kill, start, start_ranks, until
+from tests.test_lora_files import lora_file, two_loras
 
 def draw(*flags, steps=2):
     """predict.py -> result of run_script, which went well."""

@@ -11,10 +11,10 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 import cache
-from models import is_one_line, start, start_ranks, train
 from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, log_of, lora_of,
                               losses_of, rel, run_script, show)
-from test_train import validations_of
+from tests.harness import is_one_line, start, start_ranks, train
+from tests.test_train import validations_of
 
 LINES = ["keep the image", "make the background blue", "remove the circle"]
 

@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 from diffusers import QwenImageTransformer2DModel
-from models import is_one_line, make_cache, samples_of, train
 from PIL import Image
 
 import cache
@@ -25,6 +24,7 @@ import rope_patch
 from test_consistency import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one,
                               copy_model, data, draw_picture, encoder_flags, hot_model, image_lens, joint_mask_of,
                               make_batch, padded_call, patched_model, rel, run, run_script, stock_call)
+from tests.harness import is_one_line, make_cache, samples_of, train
 
 # ---- S0 and S3: calls of the transformer -----------------------------------------------------------------------------
 

@@ -176,7 +176,7 @@ def starter(folder):
     """-> start(script, *flags, env={}, prelude=None): a process of its own: pid, wait() -> status (-9 of SIGKILL),
     alive(), output(). Forked after the imports, so that it costs less than a second."""
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["predict", "models"])
+    forks.set_forkserver_preload(["predict", "tests.harness"])
 
     def start(script, *flags, env={}, prelude=None):
         output = folder / f"{len(list(folder.iterdir()))}.txt"
