@@ -1,5 +1,6 @@
-"""Options of test_consistency.py and tests/, which import OPTIONS from here."""
+"""Options of test_consistency.py and tests/, which import OPTIONS from here; and for all the harness's fixtures."""
 import os
+import sys
 
 import torch
 
@@ -27,3 +28,9 @@ def pytest_configure(config):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # with warn_only attention would stay as it is
         torch.backends.cuda.enable_cudnn_sdp(False)  # as in extras/cuda.py
+
+def pytest_collection(session):
+    # the harness takes OPTIONS when it is imported, for which pytest_plugins would be too early; `python
+    # test_consistency.py` has imported it even before pytest began, and that one knows the defaults only
+    sys.modules.pop("tests.harness", None)
+    session.config.pluginmanager.import_plugin("tests.harness")

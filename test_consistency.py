@@ -16,382 +16,36 @@ $ pytest                                                        # these, and all
 Shapes: B samples, I image tokens (target first, then controls), T text tokens, S = T + I (joint rows: [text, image]),
 C channels, J text channels, E inner channels, O output channels, H heads, D head dim, R = D/2 complex rotations.
 """
-import contextlib
 import copy
 import functools
-import gc
 import inspect
-import io
 import json
 import os
-import random
-import re
-import runpy
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-import zlib
 from math import prod
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import OPTIONS
 from diffusers import QwenImageTransformer2DModel
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as v1_code
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_code
 from peft import LoraConfig, set_peft_model_state_dict
 from PIL import Image
-from tqdm import tqdm
 
 import cache
 import common
 import predict
 import rope_patch
 from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
-
-gc.freeze() # what the imports made need not be searched by each gc.collect() below: 0.2 s each, for 600 of them
-DTYPE, DEVICE, FULL = OPTIONS["dtype"], OPTIONS["device"], OPTIONS["full"]
-HERE = Path(cache.__file__).parent
-TINY = HERE / "tiny"
-EXACT = ["--dtype", "float32"] # where a training is compared to 1e-5, whatever pytest's --dtype
-NATIVE = ["--target_pixels", "native", "--control_pixels", "native"] # the default of --model tiny only
-
-# ---- models, samples, comparison -------------------------------------------------------------------------------------
-
-C, J, E, O = 64, 512, 128, 64
-SMALL = dict(num_layers=2, num_attention_heads=4, attention_head_dim=E // 4, axes_dims_rope=(8, 12, 12),
-             joint_attention_dim=J, in_channels=C, out_channels=O // 4)
-VARIANTS = {
-    "v1": {},
-    "2511": dict(zero_cond_t=True),
-    "layered": dict(use_layer3d_rope=True, use_additional_t_cond=True),
-    "2511 layered": dict(zero_cond_t=True, use_layer3d_rope=True, use_additional_t_cond=True),
-}
-# every linear of the model: a wrong gradient anywhere shows in one of them
-LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-                "img_mod.1", "txt_mod.1", "net.0.proj", "net.2", "img_in", "txt_in", "linear_1", "linear_2",
-                "norm_out.linear", "proj_out"]
-
-def add_lora(model):
-    """A LoRA with two random factors, in float32 as train.py keeps it; alpha differs from the rank on purpose."""
-    torch.manual_seed(1)
-    model.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=LORA_TARGETS, init_lora_weights=False))
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data = weight.data.bfloat16().float()
-    return model
-
-@functools.cache
-def hot_model(variant="v1", dtype=DTYPE, lora=False, **config):
-    """A stock model that feels its attention: as initialised, wrong positions move the output by 6e-4, here by 0.4.
-
-    It is shared, so a test that changes it takes a copy. Its weights are exact in bfloat16, so that the float32 model
-    knows the exact answer for the bfloat16 one.
-    """
-    torch.manual_seed(0)
-    model = QwenImageTransformer2DModel(**SMALL | VARIANTS[variant] | config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if re.search(r"_mod\.1\.bias$", name):
-                weight.normal_()
-            elif re.search(r"norm_(added_)?[qk]\.weight$", name):
-                weight.fill_(2)
-            elif re.search(r"(to_v|add_v_proj)\.weight$", name):
-                weight.mul_(4)
-    model.to(torch.bfloat16).to(DEVICE, dtype)
-    return add_lora(model) if lora else model
-
-def patched_copy(model):
-    return patch_qwen_model_for_multi_resolution(copy.deepcopy(model))
-
-@functools.cache
-def patched_model(*args, **kwargs):
-    """The patched twin of `hot_model`, shared in the same way."""
-    return patched_copy(hot_model(*args, **kwargs))
-
-def make_sample(shapes, text_len, text_mask=None, seed=0):
-    """One sample in float32 on the CPU. Its numbers are exact in bfloat16, so that every dtype sees the same sample."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *size: torch.randn(*size, generator=generator).bfloat16().float()
-    image_len = sum(map(prod, shapes))
-    return SimpleNamespace(shapes=list(shapes), image_IC=draw(image_len, C), text_TJ=draw(text_len, J),
-                           text_mask=None if text_mask is None else torch.tensor(text_mask),
-                           time=draw(1).sigmoid().bfloat16().float(), layered=torch.tensor([seed % 2]),
-                           out_grad_IO=draw(image_len, O)) # gradient of the sample's loss with respect to its output
-
-def make_batch(*shapes_and_text):
-    return [make_sample(*each, seed=seed) for seed, each in enumerate(shapes_and_text)]
-
-def to_model(model, tensor):
-    return tensor.to(DEVICE, model.dtype if tensor.is_floating_point() else tensor.dtype)
-
-def rel(got, want):
-    """Relative L2 distance; where the wanted tensor is zero, the absolute one."""
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / (want.norm() if want.any() else 1))
-
-def show(what, error, limit):
-    print(f"{what}: {error:.2g} (limit {limit:.2g})")
-
-def assert_equals_stock(got, stock, exact=None):
-    """The rule of the claim, for each tensor of two lists or dicts. float32: within 1e-5 of stock. bfloat16, where
-    `exact` is stock's float32 answer: within 1e-2 of stock, or at most three times as far from `exact` as stock is."""
-    got, stock, exact = [x if isinstance(x, dict) else dict(enumerate(x or ())) for x in (got, stock, exact)]
-    assert got.keys() == stock.keys()
-    for name, want in stock.items():
-        assert (got[name].shape, got[name].dtype) == (want.shape, want.dtype), name
-        error, limit = rel(got[name], want), 1e-2 if exact else 1e-5
-        show(f"{name}, from stock", error, limit)
-        if exact and error > limit:
-            error, limit = rel(got[name], exact[name]), 3 * rel(want, exact[name])
-            show(f"{name}, from stock in float32", error, limit)
-        assert error <= limit, name
-
-def assert_bitwise(got, want):
-    got, want = [x if isinstance(x, dict) else dict(enumerate(x)) for x in (got, want)]
-    assert got.keys() == want.keys()
-    different = {name: rel(got[name], want[name]) for name in want if not torch.equal(got[name], want[name])}
-    assert not different
-
-# ---- the modes of forward(): each makes the arguments of one call out of a list of samples ---------------------------
-
-def pad(rows, length, fill=0):
-    """Right-pad tensors of different first dimension into one batch."""
-    batch = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), fill)
-    for padded_row, row in zip(batch, rows):
-        padded_row[:len(row)] = row
-    return batch
-
-def image_lens(samples):
-    return [len(s.image_IC) for s in samples]
-
-def text_lens(samples):
-    return [len(s.text_TJ) for s in samples]
-
-def image_mask_of(samples, width):
-    return pad([torch.ones(n, dtype=torch.bool) for n in image_lens(samples)], width).to(DEVICE)
-
-def text_mask_of(samples):
-    own = [torch.ones(len(s.text_TJ)).bool() if s.text_mask is None else s.text_mask for s in samples]
-    return pad(own, max(text_lens(samples))).to(DEVICE)
-
-def joint_mask_of(samples, width):
-    return torch.cat([text_mask_of(samples), image_mask_of(samples, width)], dim=1)
-
-def conditions(model, samples):
-    """What every call has once per sample."""
-    layered = torch.cat([s.layered for s in samples]).to(DEVICE) if model.config.use_additional_t_cond else None
-    return dict(timestep=to_model(model, torch.cat([s.time for s in samples])), additional_t_cond=layered,
-                img_shapes=[s.shapes for s in samples])
-
-def padded_call(model, samples, spare=3):
-    """For samples of equal sizes without spare rows this is the stock call."""
-    text_mask_BT = text_mask_of(samples)
-    return conditions(model, samples) | dict(
-        hidden_states=to_model(model, pad([s.image_IC for s in samples], max(image_lens(samples)) + spare)),
-        encoder_hidden_states=to_model(model, pad([s.text_TJ for s in samples], max(text_lens(samples)))),
-        encoder_hidden_states_mask=None if text_mask_BT.all() else text_mask_BT)
-
-def stock_call(model, samples):
-    return padded_call(model, samples, spare=0)
-
-def precomputed_call(model, samples, spare=3):
-    """With a joint mask, as the first seed document calls it. Shapes are given only where they are needed."""
-    call = padded_call(model, samples, spare)
-    width, text_width = call["hidden_states"].shape[1], call["encoder_hidden_states"].shape[1]
-    freqs = [model.pos_embed([s.shapes], max_txt_seq_len=text_width, device=DEVICE) for s in samples]
-    return call | dict(
-        image_rotary_emb=(pad([img for img, _ in freqs], width), torch.stack([txt for _, txt in freqs])),
-        attention_kwargs={"attention_mask": joint_mask_of(samples, width)[:, None, None]},
-        encoder_hidden_states_mask=None, img_shapes=call["img_shapes"] if model.config.zero_cond_t else None)
-
-def packed_call(model, samples):
-    return conditions(model, samples) | dict(
-        hidden_states=to_model(model, torch.cat([s.image_IC for s in samples]))[None],
-        encoder_hidden_states=to_model(model, torch.cat([s.text_TJ for s in samples]))[None],
-        txt_seq_lens=text_lens(samples))
-
-MODES = dict(stock=stock_call, padded=padded_call, precomputed=precomputed_call, packed=packed_call)
-MIXED_MODES = ["padded", "precomputed", "packed"]
-
-HOLES = [True, False, True, True, False, False, True, True, False]
-EQUAL = make_batch(([(1, 6, 4), (1, 4, 4)], 9), ([(1, 6, 4), (1, 4, 4)], 9))
-MIXED = make_batch(([(1, 6, 10)], 7), ([(1, 4, 6), (1, 4, 6)], 12))
-
-def batch_for(mode):
-    return EQUAL if mode == "stock" else MIXED
-
-def take_apart(out, mode, samples):
-    """The samples' outputs without pads, which must be zero wherever a test goes."""
-    if mode == "packed":
-        return list(out[0].split(image_lens(samples)))
-    assert all((row_IO[n:] == 0).all() for row_IO, n in zip(out, image_lens(samples)))
-    return [row_IO[:n] for row_IO, n in zip(out, image_lens(samples))]
-
-def run(model, mode, samples, **changes):
-    return take_apart(model(**MODES[mode](model, samples) | changes).sample, mode, samples)
-
-def one_by_one(model, samples, **changes):
-    return [run(model, "stock", [sample], **changes)[0] for sample in samples]
-
-def assert_one_by_one(got, samples, stock_changes={}, **which_model):
-    """`got` is what stock answers to each sample alone."""
-    stock = one_by_one(hot_model(**which_model), samples, **stock_changes)
-    exact = one_by_one(hot_model(dtype=torch.float32, **which_model), samples, **stock_changes)
-    assert_equals_stock(got, stock, exact if DTYPE == torch.bfloat16 else None)
-
-def with_gradients(model, samples, outputs):
-    """Outputs, and by name the LoRA gradients of the samples' summed losses. A dead parameter has the gradient zero."""
-    model.zero_grad()
-    torch.autograd.backward(outputs, [s.out_grad_IO.to(out) for s, out in zip(samples, outputs)])
-    return dict(enumerate(outputs)) | {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                                       for name, p in model.named_parameters() if p.requires_grad}
-
-# ---- scripts and datasets --------------------------------------------------------------------------------------------
-
-def run_script(script, *flags):
-    """`python SCRIPT FLAGS` in an empty folder -> exit status, what it wrote, and its errors. In this process, because
-    imports take seconds; cache.py and predict.py as the imported modules, so that a test may replace functions."""
-    out, err = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
-    gc.collect() # a run that failed holds the lock of its folder until then
-    with (tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch,
-          contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", [script, *map(str, flags)])
-        names, status = {}, 0
-        try:
-            if script in ("cache.py", "predict.py"):
-                {"cache.py": cache, "predict.py": predict}[script].main()
-            else:
-                names = runpy.run_path(str(HERE / script), run_name="__main__")
-        except SystemExit as e: # as the interpreter does it
-            status = e.code if isinstance(e.code, int) else int(e.code is not None)
-            if isinstance(e.code, str):
-                print(e.code, file=err)
-    if "lock" in names:
-        names["lock"].release() # a process would end here
-    tqdm._instances.clear() # bars that a script left open must not move those of the next
-    texts = []
-    for stream in (out, err):
-        stream.flush()
-        texts.append(stream.buffer.getvalue().decode())
-    errors = list(dict.fromkeys(re.findall(r"\berror: [^\r\n]*", texts[1]))) # also behind a progress bar
-    return SimpleNamespace(status=status, out=texts[0], err=texts[1], errors=errors, globals=names)
-
-def draw_picture(size=(64, 64), seed=0, mode="RGB"):
-    """Smooth, colourful, not symmetric, another one for every seed."""
-    rng = np.random.default_rng(seed)
-    return Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize(size, Image.BICUBIC).convert(mode)
-
-def save(image, path, **options):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path, **options)
-    return path
-
-def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border", mask=None):
-    """target/NAME.png of the first size, control/NAME.png, NAME_1.png, ... of the others, target/NAME.txt."""
-    seed = zlib.crc32(name.encode(errors="surrogateescape"))
-    for k, size in enumerate(sizes):
-        file = f"target/{name}.png" if k == 0 else f"control/{name}.png" if k == 1 else f"control/{name}_{k - 1}.png"
-        save(draw_picture(size, seed=(seed, k)), data / file)
-    (data / f"target/{name}.txt").write_text(caption, encoding="utf-8")
-    if mask:
-        save(mask, data / f"mask/{name}.png")
-    return data
-
-def copy_model(folder, *without):
-    """tiny without its pictures and scripts, and without files of these patterns."""
-    pictures = ["data", "val", "known", "toys", "source", "*.png", "*.jpg"]
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*pictures, "*.py", *without))
-    return folder
-
-def as_v1(model):
-    """tiny as a Qwen-Image-Edit v1: the same weights, the other pipeline class."""
-    index = json.loads((model / "model_index.json").read_text())
-    (model / "model_index.json").write_text(json.dumps(index | {"_class_name": "QwenImageEditPipeline"}))
-    return model
-
-@functools.cache
-def demo_cache():
-    """The demo's dataset, encoded once for all tests, with the empty prompt."""
-    folder = Path(tempfile.mkdtemp(), "cache")
-    assert run_script("cache.py", "--cache_dir", folder, "--caption_dropout_rate", 0.1, "--device", DEVICE,
-                      *EXACT).status == 0
-    return folder
-
-def train_demo(out_dir, *flags):
-    """A short run on the demo's dataset -> result of run_script."""
-    return run_script("train.py", "--cache_dir", demo_cache(), "--out_dir", out_dir, "--max_steps", 3,
-                      "--batch_size", 4, "--val_data", *EXACT, "--device", DEVICE, *flags)
-
-def log_of(out_dir):
-    """The steps in a run's log; validations have lines of their own."""
-    records = map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines()[1:])
-    return [r for r in records if "loss" in r]
-
-def train_log(out_dir, *flags):
-    result = train_demo(out_dir, *flags)
-    assert result.status == 0, result.err
-    return log_of(out_dir)
-
-def globals_of_train(out_dir, *flags):
-    """train.py's functions, after a run of one step with these flags."""
-    result = train_demo(out_dir, "--max_steps", 1, *flags)
-    assert result.status == 0, result.err
-    return result.globals
-
-def curve(log):
-    return [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in log]
-
-def losses_of(log):
-    return [r["loss"] for r in log]
-
-def lora_of(out_dir):
-    return predict.read_lora(out_dir)[0]
-
-@contextlib.contextmanager
-def stock_area(area):
-    """The stock pipelines work at 1024*1024 and 384*384; here at `area`, so that a CPU is done in a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        small = lambda real: lambda target_area, ratio: real(area if target_area == 1024 * 1024 else target_area, ratio)
-        for module in (plus_code, v1_code):
-            patch.setattr(module, "calculate_dimensions", small(module.calculate_dimensions))
-        yield
-
-def encoder_flags(**changes):
-    """What the command line gives to the functions that encode."""
-    return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="cache",
-                                  max_sequence_length=1024, quantize_text_encoder="none") | changes)
-
-def stock_pipeline(folder):
-    """The unmodified pipeline, with weights, and with our processor, since its own needs torchvision."""
-    pipe = cache.load_pipeline(folder)
-    for part in ("vae", "text"):
-        cache.load_encoder(pipe, part, encoder_flags())
-    pipe.transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", "float32")
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-@pytest.fixture(scope="session")
-def photos(tmp_path_factory):
-    """Three pictures of different sizes and aspects."""
-    folder = tmp_path_factory.mktemp("photos")
-    return [save(draw_picture(size, seed), folder / f"{seed}.png")
-            for seed, size in enumerate([(100, 60), (64, 128), (90, 90)])]
-
-@pytest.fixture(scope="session")
-def tiny_v1(tmp_path_factory):
-    return as_v1(copy_model(tmp_path_factory.mktemp("v1") / "tiny"))
-
-@pytest.fixture
-def data(tmp_path):
-    """Two items: `good`, which stays so, and `cat`, which a test spoils."""
-    return add_item(add_item(tmp_path / "data", "good"), "cat")
+from tests.harness import (BATCHES, DEVICE, DTYPE, E, EXACT, FULL, HERE, HOLES, MIXED, MIXED_MODES, MODES, O, TINY,
+                           add_item, as_v1, assert_bitwise, assert_equals_stock, assert_one_by_one, copy_model, curve,
+                           demo_cache, draw_picture, everything, globals_of_train, hot_model, image_lens, image_mask_of,
+                           job_of, joint_mask_of, log_of, lora_of, losses_of, make_batch, one_by_one, padded_call,
+                           patched_copy, patched_model, precomputed_call, rel, run, run_script, show, stock_answer,
+                           stock_area, stock_pipeline, take_apart, text_mask_of, train_log, with_gradients)
 
 # ==== claim 1: a call that stock diffusers knows is bit-equal to stock ================================================
 
@@ -420,63 +74,31 @@ GRID += [(variant, DTYPE, True, name) for variant in ("2511", "layered")
 GRID += [("v1", BFLOAT, lora, name) for name in ("nested shapes", "text mask with holes") for lora in (True, False)]
 GRID += [("2511", BFLOAT, True, "nested shapes")]
 
-def everything(model, name, *positional):
-    """Output and all gradients, those of images and texts too, of a stock call. `positional` names go by position."""
-    call = stock_call(model, EQUAL) | {key: to_model(model, value) if torch.is_tensor(value) else value
-                                       for key, value in STOCK_CALLS[name].items()}
-    model.zero_grad()
-    leaves = [call[name].requires_grad_() for name in ("hidden_states", "encoder_hidden_states")]
-    out = model(*[call.pop(name, None) for name in positional], **call).sample
-    out.backward(to_model(model, torch.stack([s.out_grad_IO for s in EQUAL])))
-    return [out, *(x.grad for x in (*leaves, *model.parameters()) if x.grad is not None)]
-
 @pytest.mark.parametrize("variant, dtype, lora, name", GRID, ids=str)
 def test_stock_call_is_bitwise_stock(variant, dtype, lora, name):
     patched, stock = patched_model(variant, dtype, lora), hot_model(variant, dtype, lora)
-    assert_bitwise(everything(patched, name), everything(stock, name))
+    assert_bitwise(everything(patched, STOCK_CALLS[name]), everything(stock, STOCK_CALLS[name]))
 
 def test_stock_arguments_keep_their_order():
     order = list(inspect.signature(QwenImageTransformer2DModel.forward).parameters)[1:-1] # not self, not return_dict
     assert list(inspect.signature(patched_model("layered").forward).parameters)[:len(order)] == order
-    for name in ("text mask with holes", "controlnet residual per block"):
-        assert_bitwise(everything(patched_model("layered"), name, *order), everything(hot_model("layered"), name))
+    for changes in (STOCK_CALLS["text mask with holes"], STOCK_CALLS["controlnet residual per block"]):
+        assert_bitwise(everything(patched_model("layered"), changes, *order), everything(hot_model("layered"), changes))
 
 def test_two_stock_calls_differ():
     """The negative control: bit-equality is not had by chance, nor by gradients that are never compared."""
     model = patched_model(lora=True)
-    whole, masked = everything(model, "nested shapes"), everything(model, "text mask with holes")
+    whole, masked = everything(model, {}), everything(model, STOCK_CALLS["text mask with holes"])
     assert len(whole) > 30 and all(rel(a, b) > 1e-3 for a, b in zip(whole, masked) if b.any())
 
 # ==== claim 2: a batch of mixed sizes, and its gradients, equal stock one sample at a time; pads never leak ===========
 
-def random_batch(n):
-    rng = random.Random(n)
-    pictures = lambda: [(1, rng.randint(1, 8), rng.randint(1, 8)) for _ in range(rng.randint(1, 3))]
-    return make_batch(*[(pictures(), rng.randint(1, 15)) for _ in range(n)])
-
-BATCHES = {
-    "one sample": make_batch(([(1, 5, 7), (1, 4, 3)], 11)),
-    "mixed sizes": make_batch(([(1, 6, 10)], 9), ([(1, 12, 4)], 9), ([(1, 3, 5)], 9)),
-    "equal sizes, unequal text": make_batch(([(1, 6, 6), (1, 4, 4)], 3), ([(1, 6, 6), (1, 4, 4)], 11)),
-    "equal tokens": make_batch(([(1, 4, 16)], 9), ([(1, 8, 8)], 9), ([(1, 4, 8), (1, 8, 4)], 9)),
-    # layer3d takes the text's position in the last sample from the number of its pictures, not from their size
-    "one to six pictures": make_batch(([(1, 8, 8)], 7), ([(1, 4, 6), (1, 7, 5)], 1),
-                                      ([(1, 3, 3), (1, 2, 9), (1, 6, 2)], 14), ([(1, 2, 2)] * 6, 5)),
-    "holes in the text": make_batch(([(1, 6, 10)], 9, HOLES), ([(1, 4, 6), (1, 4, 6)], 12),
-                                    ([(1, 5, 5)], 2, [False, False])),
-    "twelve samples": random_batch(12),
-}
 MIXTURES = [(batch, mode, variant, DTYPE) for batch in BATCHES for mode in MIXED_MODES for variant in ("v1", "2511")]
 MIXTURES += [("one to six pictures", mode, variant, DTYPE) for mode in MIXED_MODES
              for variant in ("layered", "2511 layered")]
 MIXTURES += [(batch, mode, variant, BFLOAT) for mode in MIXED_MODES
              for batch, variant in (("mixed sizes", "v1"), ("one to six pictures", "2511"))]
 MIXTURES = [m for m in MIXTURES if m[:2] != ("holes in the text", "packed")] # packed mode takes no mask
-
-@functools.cache
-def stock_answer(batch, variant, dtype):
-    model = hot_model(variant, dtype, lora=True)
-    return with_gradients(model, BATCHES[batch], one_by_one(model, BATCHES[batch]))
 
 @pytest.mark.parametrize("batch, mode, variant, dtype", MIXTURES, ids=str)
 def test_mixed_batch_and_its_gradients_equal_one_by_one(batch, mode, variant, dtype):
@@ -833,15 +455,6 @@ def test_lora_loads_in_stock_pipeline(tmp_path):
     assert rel(a, b) <= 1e-6 and rel(a, c) <= 1e-5 and rel(d, c) > 1e-4
 
 # ==== claim 5: what predict.py draws is what the stock pipeline draws =================================================
-
-def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red border", **settings):
-    """What predict.py makes of its flags: a sample, encoded into a cache, and read from it for denoise()."""
-    sample = common.make_sample("--prompt", images[0], "a", None, images, [prompt])
-    sample.settings = dict(predict.SAMPLING, num_inference_steps=3) | settings
-    texts = [(prompt, True), (sample.settings["negative_prompt"], True)]
-    cache.plan_sample(pipe, sample, texts, dict(target_pixels=[area], control_pixels=area, upscale=True),
-                      cache.encoder_fingerprints(Path(pipe.name_or_path)), encoder_flags(cache_dir=tmp_path / "c"))
-    return predict.load_job(sample, sample.settings, seed, "cpu", pipe)
 
 @pytest.mark.parametrize("version, pictures, settings", [
     ("v1", 1, {}), ("plus", 1, {}), ("plus", 2, {}), ("plus", 3, dict(true_cfg_scale=1.0, num_inference_steps=4)),

@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import predict
 import rope_patch
-from test_consistency import run_script, show
-from tests.harness import is_one_line
+from tests.harness import is_one_line, run_script, show
 
 QUICK = ["--preset", "quick", "--rounds", 1]
 

@@ -29,11 +29,10 @@ import cache
 import common
 import predict
 from extras import pictures
-from test_consistency import (DEVICE, DTYPE, NATIVE, TINY, add_item, as_v1, copy_model, data, draw_picture,
-                              encoder_flags, rel, run_script, save, show, stock_area, tiny_v1)
-from tests.harness import (DTYPE_NAME, ON_DEVICE, assert_same, cached_files, change_weight, damage_tensors, encode,
-                           flip, index_of, is_one_line, load, make_cache, pipes, plus, refused, samples_of, start,
-                           start_ranks, train, until)
+from tests.harness import (DEVICE, DTYPE, DTYPE_NAME, NATIVE, ON_DEVICE, TINY, add_item, as_v1, assert_same,
+                           cached_files, change_weight, copy_model, damage_tensors, draw_picture, encode, encoder_flags,
+                           flip, index_of, is_one_line, load, make_cache, refused, rel, run_script, samples_of, save,
+                           show, start_ranks, stock_area, train, until)
 
 # ---- encoding equals the stock pipeline ------------------------------------------------------------------------------
 

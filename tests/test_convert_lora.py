@@ -8,8 +8,7 @@ from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 import predict
-from test_consistency import TINY, copy_model, rel, run_script, show, stock_pipeline
-from tests.harness import is_one_line, lora_tensors
+from tests.harness import TINY, copy_model, is_one_line, lora_tensors, rel, run_script, show, stock_pipeline
 from tests.test_lora_files import assert_effect, layers_of, lora_file, renamed, two_loras
 
 def convert(*flags):

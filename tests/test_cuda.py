@@ -12,8 +12,7 @@ import cache
 import common
 import predict
 from extras import cuda, low_bit
-from test_consistency import TINY, encoder_flags
-from tests.harness import refused
+from tests.harness import TINY, encoder_flags, refused
 
 @pytest.fixture
 def card(monkeypatch):

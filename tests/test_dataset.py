@@ -16,9 +16,8 @@ from PIL import Image
 
 import cache
 import common
-from test_consistency import DEVICE, NATIVE, add_item, data, draw_picture, run_script, save, tiny_v1
-from tests.harness import (ON_DEVICE, assert_same, encode, flip, index_of, is_one_line, make_cache, pipes, plus,
-                           refused, samples_of, train, within)
+from tests.harness import (DEVICE, NATIVE, ON_DEVICE, add_item, assert_same, draw_picture, encode, flip, index_of,
+                           is_one_line, make_cache, refused, run_script, samples_of, save, train, within)
 
 # ---- a bad item is named and left out --------------------------------------------------------------------------------
 

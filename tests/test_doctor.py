@@ -18,8 +18,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 import cache
 import common
 from extras import sheet
-from test_consistency import FULL, TINY, add_item, data, draw_picture, run_script, save, show
-from tests.harness import is_one_line
+from tests.harness import FULL, TINY, add_item, draw_picture, is_one_line, run_script, save, show
 from tests.test_page import Reader
 from tools import doctor
 

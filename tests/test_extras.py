@@ -21,10 +21,9 @@ from torch._dynamo.backends.common import aot_autograd
 import common
 import predict
 from extras import low_bit, plan
-from test_consistency import (DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, data,
-                              draw_picture, hot_model, log_of, lora_of, losses_of, make_batch, patched_copy, photos,
-                              rel, run, run_script, save, show)
-from tests.harness import curve_of, error_of, is_one_line, lora_tensors, small, start, start_ranks, train
+from tests.harness import (DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve_of, hot_model,
+                           is_one_line, log_of, lora_of, lora_tensors, losses_of, make_batch, patched_copy, rel, run,
+                           run_script, show, start_ranks, train)
 
 def needs(quantize):
     """nf4 comes from a package that requirements.txt does not name."""

@@ -25,9 +25,8 @@ import cache
 import common
 import predict
 import rope_patch
-from test_consistency import EXACT, HERE, add_item, log_of, losses_of, run_script
-from tests.harness import (assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip, is_one_line, kill,
-                           refused, small, start, start_ranks, steps_of, unbroken, until)
+from tests.harness import (HERE, assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip, is_one_line,
+                           kill, log_of, losses_of, refused, run_script, start_ranks, steps_of, until)
 
 def lines_of(out_dir):
     return len(log_of(out_dir)) if (out_dir / "log.jsonl").exists() else 0

@@ -17,9 +17,8 @@ import predict
 import rope_patch
 from tests import test_rope_patch # brings a CPU kernel for varlen_attn
 from extras import fit, plan
-from test_consistency import (TINY, assert_bitwise, copy_model, hot_model, lora_of, make_batch, patched_copy, run,
-                              run_script)
-from tests.harness import curve_of, is_one_line, small, start, start_ranks
+from tests.harness import (TINY, assert_bitwise, copy_model, curve_of, hot_model, is_one_line, lora_of, make_batch,
+                           patched_copy, run, run_script, start_ranks)
 
 BLOCKS = 10
 

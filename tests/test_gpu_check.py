@@ -15,8 +15,7 @@ import torch
 import rope_patch
 from tests import test_rope_patch # which gives torch's variable-length attention a CPU kernel
 from extras import low_bit, offload
-from test_consistency import FULL, run_script
-from tests.harness import is_one_line
+from tests.harness import FULL, is_one_line, run_script
 from tools import bench_common, gpu_numbers
 
 PACKS = ("one", "mixed", "equal")

@@ -17,8 +17,7 @@ import common
 import predict
 import rope_patch
 from extras import pictures
-from test_consistency import TINY, draw_picture, encoder_flags
-from tests.harness import DTYPE_NAME
+from tests.harness import DTYPE_NAME, TINY, draw_picture, encoder_flags
 
 FEW, MANY = 1000, 10_000
 MOST = 30 # times the cost of a tenth: halfway between 10 and 100. the tree of plan_packs, and caches, take some

@@ -15,8 +15,7 @@ import pytest
 import cache
 import common
 from extras import hints
-from test_consistency import HERE, TINY, run_script
-from tests.harness import is_one_line, lora_tensors
+from tests.harness import HERE, TINY, is_one_line, lora_tensors, run_script
 from tests.test_lora_files import lora_file
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left

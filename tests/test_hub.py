@@ -17,8 +17,7 @@ import safetensors.torch
 import cache
 import common
 import predict
-from test_consistency import EXACT, NATIVE, TINY, add_item, run_script
-from tests.harness import lora_tensors, refused
+from tests.harness import EXACT, NATIVE, TINY, add_item, lora_tensors, refused, run_script
 
 MAIN, OLD = "a" * 40, "b" * 40 # commits
 WEIGHTS = "diffusion_pytorch_model.safetensors"

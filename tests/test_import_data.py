@@ -19,8 +19,8 @@ import torch
 import cache
 import common
 import predict
-from test_consistency import HERE, NATIVE, add_item, draw_picture, run_script, save
-from tests.harness import assert_same, index_of, is_one_line, load, make_cache, refused, train
+from tests.harness import (HERE, NATIVE, add_item, assert_same, draw_picture, index_of, is_one_line, load, make_cache,
+                           refused, run_script, save, train)
 
 PICTURES = [np.asarray(draw_picture((64, 32), seed=n)) for n in range(6)] # told apart by their numbers
 

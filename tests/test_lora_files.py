@@ -16,9 +16,9 @@ from peft import LoraConfig
 import cache
 import common
 import predict
-from test_consistency import (DEVICE, E, SMALL, TINY, assert_bitwise, curve, log_of, lora_of, rel, run_script, show,
-                              stock_pipeline, train_demo, train_log)
-from tests.harness import DTYPE_NAME, ON_DEVICE, damage_tensors, is_one_line, lora_tensors, refused
+from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, curve, damage_tensors,
+                           is_one_line, log_of, lora_of, lora_tensors, refused, rel, run_script, show, stock_pipeline,
+                           train_demo, train_log)
 
 def tiny_with(path, scale=1.0):
     """The tiny transformer with this LoRA."""

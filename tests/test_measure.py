@@ -9,8 +9,7 @@ from PIL import Image
 import cache
 import common
 import predict
-from test_consistency import HERE, TINY, add_item, draw_picture, encoder_flags, run_script, save
-from tests.harness import is_one_line
+from tests.harness import HERE, TINY, add_item, draw_picture, encoder_flags, is_one_line, run_script, save
 
 drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
 

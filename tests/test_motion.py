@@ -19,8 +19,8 @@ from PIL import Image, ImageDraw
 import cache
 import common
 from extras import motion
-from test_consistency import FULL, TINY, add_item, draw_picture, run_script, save, show
-from tests.harness import is_one_line, toy_functions, train_and_measure
+from tests.harness import (FULL, TINY, add_item, draw_picture, is_one_line, run_script, save, show, toy_functions,
+                           train_and_measure)
 from tests.test_doctor import edited_pair
 from tools import doctor, measure
 

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import predict
 import rope_patch
 from extras import offload, plan, shard
-from test_consistency import (FULL, TINY, assert_bitwise, hot_model, log_of, losses_of, make_batch, patched_copy, run,
-                              run_script)
-from tests.harness import is_one_line, refused, small
+from tests.harness import (FULL, TINY, assert_bitwise, hot_model, is_one_line, log_of, losses_of, make_batch,
+                           patched_copy, refused, run, run_script)
 
 SAMPLES = make_batch(([(1, 8, 8), (1, 8, 6)], 20), ([(1, 4, 12), (1, 4, 4)], 9))
 

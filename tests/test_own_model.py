@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cache
 import predict
 import rope_patch
-from test_consistency import DEVICE, DTYPE, data, log_of, rel, run_script, show
-from tests.harness import DTYPE_NAME, ON_DEVICE
+from tests.harness import DEVICE, DTYPE, DTYPE_NAME, ON_DEVICE, log_of, rel, run_script, show
 
 MODEL = OPTIONS["model"]
 

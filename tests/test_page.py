@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from test_consistency import add_item, run_script
-from tests.harness import is_one_line, small, until
+from tests.harness import add_item, is_one_line, run_script, until
 from tools import page
 
 ATTACKS = ["<script>window.hit = 1</script>", "</script><script>window.hit = 1</script>", "a\u2028b <b>bold</b>",

@@ -26,9 +26,9 @@ import cache
 import common
 import predict
 from extras import sheet
-from test_consistency import (EXACT, HERE, NATIVE, TINY, add_item, copy_model, draw_picture, encoder_flags, job_of,
-                              photos, rel, run_script, save, show, stock_area, stock_pipeline)
-from tests.harness import ON_DEVICE, cached_files, change_weight, is_one_line, kill, start, start_ranks, until
+from tests.harness import (EXACT, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, change_weight, copy_model,
+                           draw_picture, encoder_flags, is_one_line, job_of, kill, rel, run_script, save, show,
+                           start_ranks, stock_area, stock_pipeline, until)
 from tests.test_lora_files import lora_file, two_loras
 
 def draw(*flags, steps=2):

@@ -11,9 +11,8 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 import cache
-from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, draw_picture, log_of, lora_of,
-                              losses_of, rel, run_script, show)
-from tests.harness import is_one_line, start, start_ranks, train
+from tests.harness import (EXACT, FULL, NATIVE, TINY, add_item, curve, draw_picture, is_one_line, log_of, lora_of,
+                           losses_of, rel, run_script, show, start_ranks)
 from tests.test_train import validations_of
 
 LINES = ["keep the image", "make the background blue", "remove the circle"]

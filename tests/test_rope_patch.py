@@ -21,16 +21,17 @@ from torch._dynamo.utils import counters
 
 import predict
 import rope_patch
-import test_consistency
 from rope_patch import QwenDoubleStreamAttnProcessor2_0_MultiRes, patch_qwen_model_for_multi_resolution
-from test_consistency import (BATCHES, C, DEVICE, E, EQUAL, FULL, MIXED, MIXED_MODES, MODES, add_lora, assert_bitwise,
-                              assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model, image_lens,
-                              image_mask_of, joint_mask_of, make_batch, one_by_one, pad, patched_copy, patched_model,
-                              precomputed_call, rel, run, show, stock_answer, text_mask_of, to_model, with_gradients)
+from tests import harness
+from tests.harness import (BATCHES, C, DEVICE, E, EQUAL, FULL, HOLES, MIXED, MIXED_MODES, MODES, add_lora,
+                           assert_bitwise, assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model,
+                           image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, pad, patched_copy,
+                           patched_model, precomputed_call, rel, run, show, stock_answer, text_mask_of, with_gradients)
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_mixed_mode = pytest.mark.parametrize("mode", MIXED_MODES)
 every_masked_mode = pytest.mark.parametrize("mode", ["stock", "padded", "precomputed"])
+TWO_CALLS = [{}, dict(encoder_hidden_states_mask=torch.tensor([HOLES, HOLES[::-1]]))] # that stock knows
 
 def with_kwargs(model, mode, samples, **more):
     """What changes in a call when its attention_kwargs hold more."""
@@ -108,8 +109,8 @@ def test_batched_rotation_is_stocks_for_each_sample(dtype):
 def test_processor_is_a_drop_in_for_stocks():
     model = copy.deepcopy(hot_model())
     model.set_attn_processor(QwenDoubleStreamAttnProcessor2_0_MultiRes()) # and no patch of the forward
-    for name in ("nested shapes", "text mask with holes"):
-        assert_bitwise(everything(model, name), everything(hot_model(), name))
+    for changes in TWO_CALLS:
+        assert_bitwise(everything(model, changes), everything(hot_model(), changes))
     parameters = inspect.signature(QwenDoubleStreamAttnProcessor2_0_MultiRes.__call__).parameters
     assert set(inspect.signature(stock_code.QwenDoubleStreamAttnProcessor2_0.__call__).parameters) <= set(parameters)
     # diffusers drops every argument that is not named
@@ -253,8 +254,8 @@ def test_lora_scale_scales_as_in_stock(mode):
 
 def test_the_forward_patch_alone_keeps_stock_calls_and_refuses_what_stock_attention_cannot():
     model = rope_patch.patch_qwen_forward_for_multi_resolution(copy.deepcopy(hot_model()))
-    for name in ("nested shapes", "text mask with holes"):
-        assert_bitwise(everything(model, name), everything(hot_model(), name))
+    for changes in TWO_CALLS:
+        assert_bitwise(everything(model, changes), everything(hot_model(), changes))
     for mode in MIXED_MODES:
         with pytest.raises(ValueError, match="attention: got"):
             run(model, mode, MIXED)
@@ -417,7 +418,7 @@ def on_cpu(monkeypatch):
     """Models and samples there, whatever --device is: the kernel above is a CPU's, and takes float32, which a card's
     does not."""
     shared = hot_model, patched_model, stock_answer # which remember those on --device
-    monkeypatch.setattr(test_consistency, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(harness, "DEVICE", torch.device("cpu"))
     for function in shared:
         function.cache_clear()
     yield

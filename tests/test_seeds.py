@@ -21,10 +21,9 @@ import cache
 import common
 import predict
 import rope_patch
-from test_consistency import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one,
-                              copy_model, data, draw_picture, encoder_flags, hot_model, image_lens, joint_mask_of,
-                              make_batch, padded_call, patched_model, rel, run, run_script, stock_call)
-from tests.harness import is_one_line, make_cache, samples_of, train
+from tests.harness import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one, copy_model,
+                           draw_picture, encoder_flags, hot_model, image_lens, is_one_line, joint_mask_of, make_batch,
+                           make_cache, padded_call, patched_model, rel, run, run_script, samples_of, stock_call, train)
 
 # ---- S0 and S3: calls of the transformer -----------------------------------------------------------------------------
 

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from test_consistency import FULL, TINY
-
-from tests.harness import toy_functions, train_and_measure
+from tests.harness import FULL, TINY, toy_functions, train_and_measure
 
 WIDE = [(192, 160), (128, 96), (224, 160), (224, 128), (224, 96), (192, 64)]
 ASPECTS = [(h, w) for w, h in reversed(WIDE)] + WIDE

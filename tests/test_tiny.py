@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from test_consistency import TINY
-
-from tests.harness import toy_functions
+from tests.harness import TINY, toy_functions
 
 def test_every_photograph_has_a_free_licence_and_a_line_of_credit():
     credits = (TINY / "CREDITS.md").read_text()

@@ -22,11 +22,9 @@ import cache
 import common
 import predict
 import rope_patch
-from test_consistency import (EXACT, FULL, NATIVE, TINY, add_item, curve, data, demo_cache, draw_picture,
-                              globals_of_train, log_of, lora_of, losses_of, rel, run_script, show, tiny_v1, train_demo,
-                              train_log)
-from tests.harness import (ON_DEVICE, cached_files, damage_tensors, error_of, is_one_line, pipes, plus, small, start,
-                           start_ranks, train, until)
+from tests.harness import (EXACT, FULL, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve, damage_tensors,
+                           demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of, losses_of, rel,
+                           run_script, show, start_ranks, train, train_demo, train_log, until)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
