@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import zlib
+from html.parser import HTMLParser
 from math import prod
 from multiprocessing import forkserver, get_context
 from pathlib import Path
@@ -34,7 +35,7 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as v1_code
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_code
 from peft import LoraConfig
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFilter
 from tqdm import tqdm
 
 import cache
@@ -350,6 +351,55 @@ def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border",
         save(mask, data / f"mask/{name}.png")
     return data
 
+def natural(rng, size):
+    out = np.zeros((size[1], size[0], 3))
+    for cells, height in ((3, 70), (7, 40), (16, 22), (40, 12)):
+        noise = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)).resize(size, Image.BICUBIC)
+        out += height * (np.asarray(noise) / 127.5 - 1)
+    return Image.fromarray((out + rng.integers(70, 190, 3)).clip(0, 255).astype(np.uint8))
+
+random_colour = lambda rng: tuple(rng.integers(0, 256, 3).tolist())
+
+def put_shape(rng, image):
+    (w, h), (bw, bh) = image.size, rng.uniform(0.12, 0.35, 2) * image.size
+    x, y = rng.uniform(0, w - bw), rng.uniform(0, h - bh)
+    pen, box = ImageDraw.Draw(image), (x, y, x + bw, y + bh)
+    (pen.ellipse if rng.random() < 0.5 else pen.rectangle)(box, random_colour(rng))
+    return box
+
+def edited_pair(rng, kind, size):
+    """-> control, target."""
+    control = natural(rng, size)
+    for _ in range(rng.integers(2, 6)):
+        box = put_shape(rng, control)
+    target, (w, h), colour = control.copy(), size, random_colour(rng)
+    pen = ImageDraw.Draw(target)
+    if kind in ("object", "remove"):
+        put_shape(rng, target if kind == "object" else control)
+    elif kind == "recolour":
+        ImageDraw.Draw(control).rectangle(box, random_colour(rng))
+        pen.rectangle(box, colour)
+    elif kind == "border":
+        pen.rectangle((0, 0, w - 1, h - 1), outline=colour, width=int(min(size) * rng.uniform(0.03, 0.12)))
+    elif kind == "frame":
+        pen.rectangle((w * 0.15, h * 0.15, w * 0.85, h * 0.85), outline=colour, width=min(size) // 20)
+    elif kind == "half":
+        halves = (0, 0, w // 2, h), (0, 0, w, h // 2), (w // 2, 0, w, h), (0, h // 2, w, h)
+        pen.rectangle(halves[rng.integers(4)], colour)
+    elif kind == "background":
+        mask, edge = Image.new("L", size), rng.uniform(0.12, 0.25)
+        ImageDraw.Draw(mask).ellipse((w * edge, h * edge, w * (1 - edge), h * (1 - edge)), 255)
+        behind = natural(rng, size) if rng.random() < 0.5 else Image.new("RGB", size, colour)
+        target = Image.composite(control, behind, mask)
+    elif kind == "blur":
+        box = w // 5, h // 5, w * 4 // 5, h * 7 // 10
+        target.paste(target.crop(box).filter(ImageFilter.GaussianBlur(min(size) / 30)), box)
+    elif kind == "grain":
+        target = Image.fromarray((np.asarray(target) + rng.normal(0, 12, (h, w, 3))).clip(0, 255).astype(np.uint8))
+    else:
+        target.paste(natural(rng, (w // 2, h // 2)), (rng.integers(w // 2), rng.integers(h // 2)))
+    return control, target
+
 def toy_functions():
     """What draws the toys, by name: tiny/make_data.py."""
     return runpy.run_path(str(TINY / "make_data.py"))
@@ -416,6 +466,28 @@ def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red borde
                       cache.encoder_fingerprints(Path(pipe.name_or_path)), encoder_flags(cache_dir=tmp_path / "c"))
     return predict.load_job(sample, sample.settings, seed, "cpu", pipe)
 
+class Reader(HTMLParser): # a class because HTMLParser calls its methods
+    """What a browser would make of a page: the tags with their attributes, the texts of each kind of tag."""
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.texts, self.open = [], {}, []
+        self.feed(path.read_text())
+        self.pictures = [attributes for tag, attributes in self.tags if tag == "img" and "src" in attributes]
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "img", "input"):
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag):
+        while self.open.pop() != tag:
+            pass
+
+    def handle_data(self, text):
+        for tag in set(self.open):
+            self.texts[tag][-1] += text
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 def is_one_line(line, *named):
@@ -468,6 +540,27 @@ def lora_tensors(rank=2, names=("attn.to_q", "attn.to_out.0", "img_mlp.net.2"), 
         tensors[f"{prefix}{layer}.lora_A.weight"] = torch.randn(rank, in_len, generator=rng)
         tensors[f"{prefix}{layer}.lora_B.weight"] = torch.randn(out_len, rank, generator=rng)
     return tensors
+
+def renamed(old, new):
+    return lambda tensors: {k.replace(old, new): v for k, v in tensors.items()}
+
+def lora_file(folder, tensors, **meta):
+    path = folder / predict.LORA_FILE
+    safetensors.torch.save_file(tensors, path, metadata=dict(lora_adapter_metadata=json.dumps(meta)) if meta else None)
+    return path
+
+def layers_of(tensors):
+    return sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors})
+
+def assert_effect(transformer, tensors, scale):
+    """All layers of these tensors, and no others, work at this scale, or at that of scale(layer)."""
+    layers = {name: m for name, m in transformer.named_modules() if "lora0" in getattr(m, "lora_A", {})}
+    assert sorted(layers) == layers_of(tensors)
+    for name, m in layers.items():
+        got_b, got_a = [x["lora0"].weight.float().cpu() for x in (m.lora_B, m.lora_A)]
+        b, a = [tensors[f"transformer.{name}.lora_{x}.weight"].to(transformer.dtype).float() for x in "BA"]
+        want = (scale(name) if callable(scale) else scale) * b @ a
+        torch.testing.assert_close(m.scaling["lora0"] * got_b @ got_a, want)
 
 # ---- processes of their own, to be killed ----------------------------------------------------------------------------
 
@@ -585,6 +678,10 @@ def log_of(out_dir):
     records = map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines()[1:])
     return [r for r in records if "loss" in r]
 
+def validations_of(out_dir):
+    records = map(json.loads, (out_dir / "log.jsonl").read_text().splitlines()[1:])
+    return [r for r in records if "val_loss" in r]
+
 def losses_of(log):
     return [r["loss"] for r in log]
 
@@ -642,6 +739,17 @@ def pipes(tiny_v1):
 @pytest.fixture
 def plus(pipes):
     return pipes["Plus"]
+
+@pytest.fixture(scope="session")
+def two_loras(tmp_path_factory):
+    """Two random LoRAs with different layers, in diffusers' form: one with rsLoRA in its metadata."""
+    paths = []
+    for i, names in enumerate([("attn.to_q", "attn.to_out.0"), ("attn.to_q", "img_mlp.net.2")]):
+        tensors = {k: 0.05 * v for k, v in lora_tensors(rank=4, names=names).items()}
+        paths.append(lora_file(tmp_path_factory.mktemp(f"lora{i}"), tensors, **{
+            "transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_rslora": bool(i),
+            "transformer.target_modules": layers_of(tensors)}))
+    return paths
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):

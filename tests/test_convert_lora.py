@@ -8,8 +8,8 @@ from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 import predict
-from tests.harness import TINY, copy_model, is_one_line, lora_tensors, rel, run_script, show, stock_pipeline
-from tests.test_lora_files import assert_effect, layers_of, lora_file, renamed, two_loras
+from tests.harness import (TINY, assert_effect, copy_model, is_one_line, layers_of, lora_file, lora_tensors, rel,
+                           renamed, run_script, show, stock_pipeline)
 
 def convert(*flags):
     result = run_script("tools/convert_lora.py", *flags)

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from PIL import Image, ImageFont
 
 import cache
 import common
 from extras import sheet
-from tests.harness import FULL, TINY, add_item, draw_picture, is_one_line, run_script, save, show
-from tests.test_page import Reader
+from tests.harness import (FULL, Reader, TINY, add_item, draw_picture, edited_pair, is_one_line, natural, run_script,
+                           save, show)
 from tools import doctor
 
 # ---- pictures like photos: noise of all sizes, shapes with sharp edges; edits of them; and what must be found --------
@@ -27,60 +27,11 @@ from tools import doctor
 EDITS = ["border", "object", "remove", "background", "recolour", "half", "blur", "frame", "grain", "texture"]
 SHAPES = [(96, 96), (160, 112), (128, 192), (256, 192), (300, 400)]
 
-def natural(rng, size):
-    out = np.zeros((size[1], size[0], 3))
-    for cells, height in ((3, 70), (7, 40), (16, 22), (40, 12)):
-        noise = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)).resize(size, Image.BICUBIC)
-        out += height * (np.asarray(noise) / 127.5 - 1)
-    return Image.fromarray((out + rng.integers(70, 190, 3)).clip(0, 255).astype(np.uint8))
-
 def numbers_of(words):
     """-> pixels right, pixels down, zoom in percent, degrees clockwise, of a finding."""
     turned = re.search(r"turned ([\d.]+) degrees (counter)?clockwise", words)
     degrees = float(turned[1]) * (-1 if turned[2] else 1) if turned else 0
     return *(float(n) for n in re.findall(r"[-+][\d.]+", words)), degrees
-
-random_colour = lambda rng: tuple(rng.integers(0, 256, 3).tolist())
-
-def put_shape(rng, image):
-    (w, h), (bw, bh) = image.size, rng.uniform(0.12, 0.35, 2) * image.size
-    x, y = rng.uniform(0, w - bw), rng.uniform(0, h - bh)
-    pen, box = ImageDraw.Draw(image), (x, y, x + bw, y + bh)
-    (pen.ellipse if rng.random() < 0.5 else pen.rectangle)(box, random_colour(rng))
-    return box
-
-def edited_pair(rng, kind, size):
-    """-> control, target."""
-    control = natural(rng, size)
-    for _ in range(rng.integers(2, 6)):
-        box = put_shape(rng, control)
-    target, (w, h), colour = control.copy(), size, random_colour(rng)
-    pen = ImageDraw.Draw(target)
-    if kind in ("object", "remove"):
-        put_shape(rng, target if kind == "object" else control)
-    elif kind == "recolour":
-        ImageDraw.Draw(control).rectangle(box, random_colour(rng))
-        pen.rectangle(box, colour)
-    elif kind == "border":
-        pen.rectangle((0, 0, w - 1, h - 1), outline=colour, width=int(min(size) * rng.uniform(0.03, 0.12)))
-    elif kind == "frame":
-        pen.rectangle((w * 0.15, h * 0.15, w * 0.85, h * 0.85), outline=colour, width=min(size) // 20)
-    elif kind == "half":
-        halves = (0, 0, w // 2, h), (0, 0, w, h // 2), (w // 2, 0, w, h), (0, h // 2, w, h)
-        pen.rectangle(halves[rng.integers(4)], colour)
-    elif kind == "background":
-        mask, edge = Image.new("L", size), rng.uniform(0.12, 0.25)
-        ImageDraw.Draw(mask).ellipse((w * edge, h * edge, w * (1 - edge), h * (1 - edge)), 255)
-        behind = natural(rng, size) if rng.random() < 0.5 else Image.new("RGB", size, colour)
-        target = Image.composite(control, behind, mask)
-    elif kind == "blur":
-        box = w // 5, h // 5, w * 4 // 5, h * 7 // 10
-        target.paste(target.crop(box).filter(ImageFilter.GaussianBlur(min(size) / 30)), box)
-    elif kind == "grain":
-        target = Image.fromarray((np.asarray(target) + rng.normal(0, 12, (h, w, 3))).clip(0, 255).astype(np.uint8))
-    else:
-        target.paste(natural(rng, (w // 2, h // 2)), (rng.integers(w // 2), rng.integers(h // 2)))
-    return control, target
 
 def moved_pair(rng, kind, size, bad):
     """An edit of a larger scene, of which the two show windows that are shifted or zoomed: 1.5 pixels or more at the

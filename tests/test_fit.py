@@ -15,8 +15,8 @@ from diffusers import QwenImageTransformer2DModel
 
 import predict
 import rope_patch
-from tests import test_rope_patch # brings a CPU kernel for varlen_attn
 from extras import fit, plan
+from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
 from tests.harness import (TINY, assert_bitwise, copy_model, curve_of, hot_model, is_one_line, lora_of, make_batch,
                            patched_copy, run, run_script, start_ranks)
 
@@ -135,9 +135,9 @@ def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_attention_that_is_kept_is_not_computed_again(dropout, monkeypatch):
     """And the gradients are the same to the bit. On CUDA attention is one kernel; here it is written out."""
-    calls, real = [], test_rope_patch.varlen_reference
+    calls, real = [], varlen_cpu.varlen_reference
     monkeypatch.setattr(rope_patch, "has_varlen", lambda x: True)
-    monkeypatch.setattr(test_rope_patch, "varlen_reference", lambda *args: calls.append(1) or real(*args))
+    monkeypatch.setattr(varlen_cpu, "varlen_reference", lambda *args: calls.append(1) or real(*args))
     model = patched_copy(hot_model(dtype=torch.float32, num_layers=3)).requires_grad_(False)
     lora = predict.add_lora(model, r=4, target_modules=["to_q", "to_out.0"], init_lora_weights=False,
                             lora_dropout=dropout)
@@ -185,8 +185,8 @@ def fitted(model, room, gather=lambda x: [x], **changes):
 
 @pytest.mark.parametrize("changes, keeps", [({}, True), (dict(compile=True), False), (dict(batching="padded"), False)])
 def test_attention_is_kept_where_that_is_said(changes, keeps, card, monkeypatch):
-    calls, real, model = [], test_rope_patch.varlen_reference, hot_transformer()
-    monkeypatch.setattr(test_rope_patch, "varlen_reference", lambda *args: calls.append(1) or real(*args))
+    calls, real, model = [], varlen_cpu.varlen_reference, hot_transformer()
+    monkeypatch.setattr(varlen_cpu, "varlen_reference", lambda *args: calls.append(1) or real(*args))
     found = set()
     for room in (40, 56, 88):
         kept, said = fitted(model, room * 2**20, **changes)

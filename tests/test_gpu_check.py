@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import rope_patch
-from tests import test_rope_patch # which gives torch's variable-length attention a CPU kernel
 from extras import low_bit, offload
+from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
 from tests.harness import FULL, is_one_line, run_script
 from tools import bench_common, gpu_numbers
 
@@ -142,8 +142,8 @@ def test_a_wrong_number_is_status_1(tmp_path, monkeypatch, as_a_card, faults):
         ["resumed", "sharded"], "RuntimeError: error: no luck")
 
 def test_all_but_attention_is_computed_again(monkeypatch, as_a_card):
-    calls, real = [], test_rope_patch.varlen_reference
-    monkeypatch.setattr(test_rope_patch, "varlen_reference", lambda *args: calls.append(1) or real(*args))
+    calls, real = [], varlen_cpu.varlen_reference
+    monkeypatch.setattr(varlen_cpu, "varlen_reference", lambda *args: calls.append(1) or real(*args))
     setup = SimpleNamespace(config=bench_common.MODELS["small"], pack=[([(4, 4)], 5)] * 2, dtype=torch.float32,
                             device="cpu")
     model, counts = gpu_numbers.build(setup), []

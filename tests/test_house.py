@@ -15,8 +15,7 @@ import pytest
 import cache
 import common
 from extras import hints
-from tests.harness import HERE, TINY, is_one_line, lora_tensors, run_script
-from tests.test_lora_files import lora_file
+from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, run_script
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 EXTRAS = dict(low_bit=["--quantize", "int8"], offload=["--offload", "1"], shard=["--fsdp"],

@@ -2,7 +2,6 @@
 LoRA files: those of any tool are loaded whole or refused; what train.py writes loads in stock diffusers and goes on; a
 LoRA to start from, and one to train on top of.
 """
-import json
 import math
 import re
 
@@ -16,9 +15,9 @@ from peft import LoraConfig
 import cache
 import common
 import predict
-from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, curve, damage_tensors,
-                           is_one_line, log_of, lora_of, lora_tensors, refused, rel, run_script, show, stock_pipeline,
-                           train_demo, train_log)
+from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, assert_effect, curve,
+                           damage_tensors, is_one_line, layers_of, log_of, lora_file, lora_of, lora_tensors, refused,
+                           rel, renamed, run_script, show, stock_pipeline, train_demo, train_log)
 
 def tiny_with(path, scale=1.0):
     """The tiny transformer with this LoRA."""
@@ -26,39 +25,7 @@ def tiny_with(path, scale=1.0):
     predict.load_loras(transformer, [path], [scale])
     return predict.place_transformer(transformer, DEVICE)
 
-def lora_file(folder, tensors, **meta):
-    path = folder / predict.LORA_FILE
-    safetensors.torch.save_file(tensors, path, metadata=dict(lora_adapter_metadata=json.dumps(meta)) if meta else None)
-    return path
-
-def layers_of(tensors):
-    return sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors})
-
-def assert_effect(transformer, tensors, scale):
-    """All layers of these tensors, and no others, work at this scale, or at that of scale(layer)."""
-    layers = {name: m for name, m in transformer.named_modules() if "lora0" in getattr(m, "lora_A", {})}
-    assert sorted(layers) == layers_of(tensors)
-    for name, m in layers.items():
-        got_b, got_a = [x["lora0"].weight.float().cpu() for x in (m.lora_B, m.lora_A)]
-        b, a = [tensors[f"transformer.{name}.lora_{x}.weight"].to(transformer.dtype).float() for x in "BA"]
-        want = (scale(name) if callable(scale) else scale) * b @ a
-        torch.testing.assert_close(m.scaling["lora0"] * got_b @ got_a, want)
-
-@pytest.fixture(scope="session")
-def two_loras(tmp_path_factory):
-    """Two random LoRAs with different layers, in diffusers' form: one with rsLoRA in its metadata."""
-    paths = []
-    for i, names in enumerate([("attn.to_q", "attn.to_out.0"), ("attn.to_q", "img_mlp.net.2")]):
-        tensors = {k: 0.05 * v for k, v in lora_tensors(rank=4, names=names).items()}
-        paths.append(lora_file(tmp_path_factory.mktemp(f"lora{i}"), tensors, **{
-            "transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_rslora": bool(i),
-            "transformer.target_modules": layers_of(tensors)}))
-    return paths
-
 # ---- files of other tools --------------------------------------------------------------------------------------------
-
-def renamed(old, new):
-    return lambda tensors: {k.replace(old, new): v for k, v in tensors.items()}
 
 def as_kohya(tensors):
     names = {k: k.removeprefix("transformer.").rsplit(".lora_", 1)[0].replace(".", "_") for k in tensors}

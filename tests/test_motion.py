@@ -19,9 +19,8 @@ from PIL import Image, ImageDraw
 import cache
 import common
 from extras import motion
-from tests.harness import (FULL, TINY, add_item, draw_picture, is_one_line, run_script, save, show, toy_functions,
-                           train_and_measure)
-from tests.test_doctor import edited_pair
+from tests.harness import (FULL, TINY, add_item, draw_picture, edited_pair, is_one_line, run_script, save, show,
+                           toy_functions, train_and_measure)
 from tools import doctor, measure
 
 PHOTOS = """astronaut.png chelsea.png coffee.png rocket.jpg motorcycle_left.png camera.png coins.png brick.png

@@ -8,14 +8,13 @@ import re
 import shlex
 import shutil
 import time
-from html.parser import HTMLParser
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.harness import add_item, is_one_line, run_script, until
+from tests.harness import Reader, add_item, is_one_line, run_script, until
 from tools import page
 
 ATTACKS = ["<script>window.hit = 1</script>", "</script><script>window.hit = 1</script>", "a\u2028b <b>bold</b>",
@@ -76,28 +75,6 @@ def draw_page(*flags):
     result = run_script("tools/page.py", *flags)
     assert result.status == 0, result.err
     return result
-
-class Reader(HTMLParser): # a class because HTMLParser calls its methods
-    """What a browser would make of a page: the tags with their attributes, the texts of each kind of tag."""
-    def __init__(self, path):
-        super().__init__()
-        self.tags, self.texts, self.open = [], {}, []
-        self.feed(path.read_text())
-        self.pictures = [attributes for tag, attributes in self.tags if tag == "img" and "src" in attributes]
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "img", "input"):
-            self.open.append(tag)
-            self.texts.setdefault(tag, []).append("")
-
-    def handle_endtag(self, tag):
-        while self.open.pop() != tag:
-            pass
-
-    def handle_data(self, text):
-        for tag in set(self.open):
-            self.texts[tag][-1] += text
 
 def ends_of(path):
     """{(title of a curve's figure, its name): the number that its description says it ends at}."""

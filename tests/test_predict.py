@@ -27,9 +27,8 @@ import common
 import predict
 from extras import sheet
 from tests.harness import (EXACT, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, change_weight, copy_model,
-                           draw_picture, encoder_flags, is_one_line, job_of, kill, rel, run_script, save, show,
-                           start_ranks, stock_area, stock_pipeline, until)
-from tests.test_lora_files import lora_file, two_loras
+                           draw_picture, encoder_flags, is_one_line, job_of, kill, lora_file, rel, run_script, save,
+                           show, start_ranks, stock_area, stock_pipeline, until)
 
 def draw(*flags, steps=2):
     """predict.py -> result of run_script, which went well."""

@@ -12,8 +12,7 @@ from diffusers import QwenImageTransformer2DModel
 
 import cache
 from tests.harness import (EXACT, FULL, NATIVE, TINY, add_item, curve, draw_picture, is_one_line, log_of, lora_of,
-                           losses_of, rel, run_script, show, start_ranks)
-from tests.test_train import validations_of
+                           losses_of, rel, run_script, show, start_ranks, validations_of)
 
 LINES = ["keep the image", "make the background blue", "remove the circle"]
 

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 import predict
 import rope_patch
 from rope_patch import QwenDoubleStreamAttnProcessor2_0_MultiRes, patch_qwen_model_for_multi_resolution
-from tests import harness
+from tests import harness, varlen_cpu # which gives torch's variable-length attention a CPU kernel
 from tests.harness import (BATCHES, C, DEVICE, E, EQUAL, FULL, HOLES, MIXED, MIXED_MODES, MODES, add_lora,
                            assert_bitwise, assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model,
                            image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, pad, patched_copy,
@@ -388,35 +388,10 @@ def test_the_last_position_of_the_table_is_usable():
 
 # ---- speed: one kernel, no pads, no dead text, no new compilation ----------------------------------------------------
 
-def varlen_reference(q, k, v, cu_q, cu_k):
-    """torch.nn.attention.varlen.varlen_attn in plain words: it has no CPU kernel. (N, H, D) tensors."""
-    cut = lambda x, cu: [x[a:b].transpose(0, 1) for a, b in zip(cu, cu[1:])]
-    return torch.cat([torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(0, 1)
-                      for qkv in zip(cut(q, cu_q), cut(k, cu_k), cut(v, cu_k))])
-
-@torch_varlen._varlen_attn.register_kernel("cpu")
-def varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, *_, **__):
-    assert q.ndim == 3 and cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
-    assert (max_q, max_k, len(q), len(k)) == (cu_q.diff().max(), cu_k.diff().max(), cu_q[-1], cu_k[-1])
-    return (varlen_reference(q, k, v, cu_q, cu_k).contiguous(), torch.zeros(q.shape[1], len(q)),
-            torch.zeros(2, dtype=torch.uint64))
-
-@torch_varlen._varlen_attn_backward.register_kernel("cpu")
-def varlen_backward(grad, q, k, v, out, lse, cu_q, cu_k, *_, **__):
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    for (a, b), (c, d) in zip(zip(cu_q, cu_q[1:]), zip(cu_k, cu_k[1:])):
-        gr, qu, ke, va, ou = [x.transpose(0, 1).float() for x in (grad[a:b], q[a:b], k[c:d], v[c:d], out[a:b])]
-        scale = q.shape[-1]**-0.5
-        weights = (scale * qu @ ke.mT).softmax(-1)
-        inner = scale * weights * (gr @ va.mT - (gr * ou).sum(-1, keepdim=True)) # of the softmax
-        for x, there, value in zip(grads, ((a, b), (c, d), (c, d)), (inner @ ke, inner.mT @ qu, weights.mT @ gr)):
-            x[slice(*there)] = value.transpose(0, 1)
-    return tuple(grads)
-
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Models and samples there, whatever --device is: the kernel above is a CPU's, and takes float32, which a card's
-    does not."""
+    """Models and samples there, whatever --device is: varlen_cpu's kernel is a CPU's, and takes float32, which a
+    card's does not."""
     shared = hot_model, patched_model, stock_answer # which remember those on --device
     monkeypatch.setattr(harness, "DEVICE", torch.device("cpu"))
     for function in shared:

@@ -1,7 +1,6 @@
 """train.py: its stream, its loss, optimizer, checkpoints and validation. What it computes: test_consistency.py."""
 import functools
 import importlib.util
-import json
 import math
 import os
 import re
@@ -24,7 +23,7 @@ import predict
 import rope_patch
 from tests.harness import (EXACT, FULL, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve, damage_tensors,
                            demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of, losses_of, rel,
-                           run_script, show, start_ranks, train, train_demo, train_log, until)
+                           run_script, show, start_ranks, train, train_demo, train_log, until, validations_of)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -404,10 +403,6 @@ def test_the_next_command_is_printed_with_the_base_lora(tmp_path):
     assert f"--lora '{tmp_path / 'my run'}' {tmp_path / 'base' / predict.LORA_FILE} --image" in result.out, result.err
 
 # ---- validation ------------------------------------------------------------------------------------------------------
-
-def validations_of(out_dir):
-    records = map(json.loads, (out_dir / "log.jsonl").read_text().splitlines()[1:])
-    return [r for r in records if "val_loss" in r]
 
 def test_validation_changes_no_number(tmp_path, data, monkeypatch):
     """With pictures drawn and the validation loss measured after every step: the same curve and LoRA, to the bit, with
