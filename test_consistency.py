@@ -13,6 +13,8 @@ $ pytest test_consistency.py --full -k "split or full_batch"    # with the sampl
 $ pytest test_consistency.py -k mixed -s                        # -s prints each measured error beside its limit
 $ pytest                                                        # these, and all of tests/
 
+Models, samples, scripts and fixtures are in tests/harness.py.
+
 Shapes: B samples, I image tokens (target first, then controls), T text tokens, S = T + I (joint rows: [text, image]),
 C channels, J text channels, E inner channels, O output channels, H heads, D head dim, R = D/2 complex rotations.
 """
@@ -22,7 +24,6 @@ import inspect
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from math import prod
@@ -42,10 +43,11 @@ import rope_patch
 from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
 from tests.harness import (BATCHES, DEVICE, DTYPE, E, EXACT, FULL, HERE, HOLES, MIXED, MIXED_MODES, MODES, O, TINY,
                            add_item, as_v1, assert_bitwise, assert_equals_stock, assert_one_by_one, copy_model, curve,
-                           demo_cache, draw_picture, everything, globals_of_train, hot_model, image_lens, image_mask_of,
+                           demo_cache, everything, free_port, globals_of_train, hot_model, image_lens, image_mask_of,
                            job_of, joint_mask_of, log_of, lora_of, losses_of, make_batch, one_by_one, padded_call,
-                           patched_copy, patched_model, precomputed_call, rel, run, run_script, show, stock_answer,
-                           stock_area, stock_pipeline, take_apart, text_mask_of, train_log, with_gradients)
+                           paint_picture, patched_copy, patched_model, precomputed_call, rel, run, run_script, show,
+                           stock_answer, stock_area, stock_pipeline, take_apart, text_mask_of, train_log,
+                           with_gradients)
 
 # ==== claim 1: a call that stock diffusers knows is bit-equal to stock ================================================
 
@@ -339,9 +341,7 @@ def test_two_ranks_equal_one(tmp_path):
     two and the other three."""
     flags = ["--max_steps", 3, "--batch_size", 5]
     one = train_log(tmp_path / "one", *flags)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", port,
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", free_port(),
                HERE / "train.py", "--cache_dir", demo_cache(), "--val_data", *EXACT, "--device", "cpu",
                "--out_dir", tmp_path / "two", *flags]
     job = subprocess.run(list(map(str, command)), capture_output=True, text=True,
@@ -423,7 +423,7 @@ def test_resume_is_bitwise(tmp_path, flags):
     assert curve(train_log(tmp_path / "c", *flags, "--seed", 1)) != curve(whole) # the negative control
 
 def test_cached_and_live_training_log_the_same_losses(data, tmp_path):
-    add_item(data, "dog", [(64, 32), (64, 64), (64, 64), (32, 64)], "one\ntwo", mask=draw_picture((64, 32)))
+    add_item(data, "dog", [(64, 32), (64, 64), (64, 64), (32, 64)], "one\ntwo", mask=paint_picture((64, 32)))
     flags = ["--data", data, "--cache_dir", tmp_path / "cache", "--target_pixels", "native", "32*64",
              "--caption_dropout_rate", 0.5, "--prompt_image_dropout_rate", 0.3]
     cached, live = train_log(tmp_path / "a", *flags), train_log(tmp_path / "b", *flags, "--no-use_cache")

@@ -69,7 +69,7 @@ LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", 
                 "norm_out.linear", "proj_out"]
 
 def add_lora(model):
-    """A LoRA with two random factors, in float32 as train.py keeps it; alpha differs from the rank on purpose."""
+    """The model gets a LoRA of two random factors, in float32 as in train.py; alpha is not the rank on purpose."""
     torch.manual_seed(1)
     model.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=LORA_TARGETS, init_lora_weights=False))
     for name, weight in model.named_parameters():
@@ -79,11 +79,9 @@ def add_lora(model):
 
 @functools.cache
 def hot_model(variant="v1", dtype=DTYPE, lora=False, **config):
-    """A stock model that feels its attention: as initialised, wrong positions move the output by 6e-4, here by 0.4.
-
-    It is shared, so a test that changes it takes a copy. Its weights are exact in bfloat16, so that the float32 model
-    knows the exact answer for the bfloat16 one.
-    """
+    """This stock model feels its attention: wrong positions move its output by 0.4; as initialised, by 6e-4."""
+    # It is shared, so a test that changes it takes a copy. Its weights are exact in bfloat16, so that the float32 model
+    # knows the exact answer for the bfloat16 one.
     torch.manual_seed(0)
     model = QwenImageTransformer2DModel(**SMALL | VARIANTS[variant] | config)
     with torch.no_grad():
@@ -98,40 +96,46 @@ def hot_model(variant="v1", dtype=DTYPE, lora=False, **config):
     return add_lora(model) if lora else model
 
 def patched_copy(model):
+    """A patched copy leaves the model as it is."""
     return patch_qwen_model_for_multi_resolution(copy.deepcopy(model))
 
 @functools.cache
 def patched_model(*args, **kwargs):
-    """The patched twin of `hot_model`, shared in the same way."""
+    """This is the patched twin of `hot_model`, shared in the same way."""
     return patched_copy(hot_model(*args, **kwargs))
 
 def make_sample(shapes, text_len, text_mask=None, seed=0):
-    """One sample in float32 on the CPU. Its numbers are exact in bfloat16, so that every dtype sees the same sample."""
+    """It makes one sample in float32 on the CPU."""
+    # its numbers are exact in bfloat16, so that every dtype sees the same sample
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *size: torch.randn(*size, generator=generator).bfloat16().float()
+    randn = lambda *size: torch.randn(*size, generator=generator).bfloat16().float()
     image_len = sum(map(prod, shapes))
-    return SimpleNamespace(shapes=list(shapes), image_IC=draw(image_len, C), text_TJ=draw(text_len, J),
+    return SimpleNamespace(shapes=list(shapes), image_IC=randn(image_len, C), text_TJ=randn(text_len, J),
                            text_mask=None if text_mask is None else torch.tensor(text_mask),
-                           time=draw(1).sigmoid().bfloat16().float(), layered=torch.tensor([seed % 2]),
-                           out_grad_IO=draw(image_len, O)) # gradient of the sample's loss with respect to its output
+                           time=randn(1).sigmoid().bfloat16().float(), layered=torch.tensor([seed % 2]),
+                           out_grad_IO=randn(image_len, O)) # gradient of the sample's loss with respect to its output
 
 def make_batch(*shapes_and_text):
+    """It makes a list of samples, each from its shapes, its text and another seed."""
     return [make_sample(*each, seed=seed) for seed, each in enumerate(shapes_and_text)]
 
 def to_model(model, tensor):
+    """The tensor moves to the device, and takes the model's dtype unless it holds integers."""
     return tensor.to(DEVICE, model.dtype if tensor.is_floating_point() else tensor.dtype)
 
 def rel(got, want):
-    """Relative L2 distance; where the wanted tensor is zero, the absolute one."""
+    """It returns the relative L2 distance; where the wanted tensor is zero, the absolute one."""
     got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / (want.norm() if want.any() else 1))
 
 def show(what, error, limit):
+    """It prints a measured error beside its limit, for -s."""
     print(f"{what}: {error:.2g} (limit {limit:.2g})")
 
 def assert_equals_stock(got, stock, exact=None):
-    """The rule of the claim, for each tensor of two lists or dicts. float32: within 1e-5 of stock. bfloat16, where
-    `exact` is stock's float32 answer: within 1e-2 of stock, or at most three times as far from `exact` as stock is."""
+    """Each tensor of two lists or dicts keeps the rule of the claim."""
+    # float32: within 1e-5 of stock. bfloat16, where `exact` is stock's float32 answer: within 1e-2 of stock, or at most
+    # three times as far from `exact` as stock is.
     got, stock, exact = [x if isinstance(x, dict) else dict(enumerate(x or ())) for x in (got, stock, exact)]
     assert got.keys() == stock.keys()
     for name, want in stock.items():
@@ -144,13 +148,14 @@ def assert_equals_stock(got, stock, exact=None):
         assert error <= limit, name
 
 def assert_bitwise(got, want):
+    """The tensors of two lists or dicts agree in every bit."""
     got, want = [x if isinstance(x, dict) else dict(enumerate(x)) for x in (got, want)]
     assert got.keys() == want.keys()
     different = {name: rel(got[name], want[name]) for name in want if not torch.equal(got[name], want[name])}
     assert not different
 
 def stock_pipeline(folder):
-    """The unmodified pipeline, with weights, and with our processor, since its own needs torchvision."""
+    """It returns the unmodified pipeline, with weights, and with our processor, since its own needs torchvision."""
     pipe = cache.load_pipeline(folder)
     for part in ("vae", "text"):
         cache.load_encoder(pipe, part, encoder_flags())
@@ -170,30 +175,35 @@ def stock_area(area):
 # ---- the modes of forward(): each makes the arguments of one call out of a list of samples ---------------------------
 
 def pad(rows, length, fill=0):
-    """Right-pad tensors of different first dimension into one batch."""
+    """It pads tensors of different first dimension on the right into one batch."""
     batch = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), fill)
     for padded_row, row in zip(batch, rows):
         padded_row[:len(row)] = row
     return batch
 
 def image_lens(samples):
+    """It returns the samples' numbers of image tokens."""
     return [len(s.image_IC) for s in samples]
 
 def text_lens(samples):
+    """It returns the samples' numbers of text tokens."""
     return [len(s.text_TJ) for s in samples]
 
 def image_mask_of(samples, width):
+    """It returns a mask of rows of this width, true where a sample has image tokens."""
     return pad([torch.ones(n, dtype=torch.bool) for n in image_lens(samples)], width).to(DEVICE)
 
 def text_mask_of(samples):
+    """It returns a mask that is true where a sample has text tokens, but for the holes of its own mask."""
     own = [torch.ones(len(s.text_TJ)).bool() if s.text_mask is None else s.text_mask for s in samples]
     return pad(own, max(text_lens(samples))).to(DEVICE)
 
 def joint_mask_of(samples, width):
+    """It returns the mask of the joint rows: text, then image."""
     return torch.cat([text_mask_of(samples), image_mask_of(samples, width)], dim=1)
 
 def conditions(model, samples):
-    """What every call has once per sample."""
+    """It returns what every call has once per sample."""
     layered = torch.cat([s.layered for s in samples]).to(DEVICE) if model.config.use_additional_t_cond else None
     return dict(timestep=to_model(model, torch.cat([s.time for s in samples])), additional_t_cond=layered,
                 img_shapes=[s.shapes for s in samples])
@@ -207,10 +217,11 @@ def padded_call(model, samples, spare=3):
         encoder_hidden_states_mask=None if text_mask_BT.all() else text_mask_BT)
 
 def stock_call(model, samples):
+    """It returns the call that stock diffusers knows, for samples of equal sizes."""
     return padded_call(model, samples, spare=0)
 
 def precomputed_call(model, samples, spare=3):
-    """With a joint mask, as the first seed document calls it. Shapes are given only where they are needed."""
+    """It has a joint mask, as the first seed document calls it; shapes are given only where they are needed."""
     call = padded_call(model, samples, spare)
     width, text_width = call["hidden_states"].shape[1], call["encoder_hidden_states"].shape[1]
     freqs = [model.pos_embed([s.shapes], max_txt_seq_len=text_width, device=DEVICE) for s in samples]
@@ -220,6 +231,7 @@ def precomputed_call(model, samples, spare=3):
         encoder_hidden_states_mask=None, img_shapes=call["img_shapes"] if model.config.zero_cond_t else None)
 
 def packed_call(model, samples):
+    """It puts all samples into one row, without pads."""
     return conditions(model, samples) | dict(
         hidden_states=to_model(model, torch.cat([s.image_IC for s in samples]))[None],
         encoder_hidden_states=to_model(model, torch.cat([s.text_TJ for s in samples]))[None],
@@ -233,6 +245,7 @@ EQUAL = make_batch(([(1, 6, 4), (1, 4, 4)], 9), ([(1, 6, 4), (1, 4, 4)], 9))
 MIXED = make_batch(([(1, 6, 10)], 7), ([(1, 4, 6), (1, 4, 6)], 12))
 
 def random_batch(n):
+    """It returns n samples of random sizes, the same in every run."""
     rng = random.Random(n)
     pictures = lambda: [(1, rng.randint(1, 8), rng.randint(1, 8)) for _ in range(rng.randint(1, 3))]
     return make_batch(*[(pictures(), rng.randint(1, 15)) for _ in range(n)])
@@ -251,19 +264,22 @@ BATCHES = {
 }
 
 def batch_for(mode):
+    """It returns samples that the mode can take: stock knows those of equal sizes only."""
     return EQUAL if mode == "stock" else MIXED
 
 def take_apart(out, mode, samples):
-    """The samples' outputs without pads, which must be zero wherever a test goes."""
+    """It returns the samples' outputs without pads, which must be zero wherever a test goes."""
     if mode == "packed":
         return list(out[0].split(image_lens(samples)))
     assert all((row_IO[n:] == 0).all() for row_IO, n in zip(out, image_lens(samples)))
     return [row_IO[:n] for row_IO, n in zip(out, image_lens(samples))]
 
 def run(model, mode, samples, **changes):
+    """It returns the samples' outputs in this mode; `changes` replace arguments of the call."""
     return take_apart(model(**MODES[mode](model, samples) | changes).sample, mode, samples)
 
 def one_by_one(model, samples, **changes):
+    """It returns what the model answers to each sample alone, called as stock is."""
     return [run(model, "stock", [sample], **changes)[0] for sample in samples]
 
 def assert_one_by_one(got, samples, stock_changes={}, **which_model):
@@ -273,14 +289,16 @@ def assert_one_by_one(got, samples, stock_changes={}, **which_model):
     assert_equals_stock(got, stock, exact if DTYPE == torch.bfloat16 else None)
 
 def with_gradients(model, samples, outputs):
-    """Outputs, and by name the LoRA gradients of the samples' summed losses. A dead parameter has the gradient zero."""
+    """It returns the outputs, and by name the LoRA gradients of the samples' summed losses."""
+    # a dead parameter has the gradient zero
     model.zero_grad()
     torch.autograd.backward(outputs, [s.out_grad_IO.to(out) for s, out in zip(samples, outputs)])
     return dict(enumerate(outputs)) | {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
                                        for name, p in model.named_parameters() if p.requires_grad}
 
 def everything(model, changes, *positional):
-    """Output and all gradients, those of images and texts too, of a stock call. `positional` names go by position."""
+    """It returns output and all gradients, those of images and texts too, of the stock call of EQUAL with changes."""
+    # `positional` names go by position
     call = stock_call(model, EQUAL) | {key: to_model(model, value) if torch.is_tensor(value) else value
                                        for key, value in changes.items()}
     model.zero_grad()
@@ -291,14 +309,16 @@ def everything(model, changes, *positional):
 
 @functools.cache
 def stock_answer(batch, variant, dtype):
+    """It returns outputs and gradients of stock, one sample at a time, and remembers them."""
     model = hot_model(variant, dtype, lora=True)
     return with_gradients(model, BATCHES[batch], one_by_one(model, BATCHES[batch]))
 
 # ---- scripts and datasets --------------------------------------------------------------------------------------------
 
 def run_script(script, *flags):
-    """`python SCRIPT FLAGS` in an empty folder -> exit status, what it wrote, and its errors. In this process, because
-    imports take seconds; cache.py and predict.py as the imported modules, so that a test may replace functions."""
+    """It runs `python SCRIPT FLAGS` in an empty folder, and returns exit status, what it wrote, and its errors."""
+    # In this process, because imports take seconds; cache.py and predict.py as the imported modules, so that a test may
+    # replace functions.
     out, err = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
     gc.collect() # a run that failed holds the lock of its folder until then
     with (tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch,
@@ -326,41 +346,46 @@ def run_script(script, *flags):
     return SimpleNamespace(status=status, out=texts[0], err=texts[1], errors=errors, globals=names)
 
 def encoder_flags(**changes):
-    """What the command line gives to the functions that encode."""
+    """The command line gives these flags to the functions that encode."""
     return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="cache",
                                   max_sequence_length=1024, quantize_text_encoder="none") | changes)
 
-def draw_picture(size=(64, 64), seed=0, mode="RGB"):
-    """Smooth, colourful, not symmetric, another one for every seed."""
+def paint_picture(size=(64, 64), seed=0, mode="RGB"):
+    """It returns a picture that is smooth, colourful, not symmetric, and another one for every seed."""
     rng = np.random.default_rng(seed)
     return Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize(size, Image.BICUBIC).convert(mode)
 
 def save(image, path, **options):
+    """It saves a picture, makes the folder for it, and returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, **options)
     return path
 
 def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border", mask=None):
-    """target/NAME.png of the first size, control/NAME.png, NAME_1.png, ... of the others, target/NAME.txt."""
+    """It writes target/NAME.png of the first size, control/NAME.png, NAME_1.png, ... of the others, target/NAME.txt."""
     seed = zlib.crc32(name.encode(errors="surrogateescape"))
     for k, size in enumerate(sizes):
         file = f"target/{name}.png" if k == 0 else f"control/{name}.png" if k == 1 else f"control/{name}_{k - 1}.png"
-        save(draw_picture(size, seed=(seed, k)), data / file)
+        save(paint_picture(size, seed=(seed, k)), data / file)
     (data / f"target/{name}.txt").write_text(caption, encoding="utf-8")
     if mask:
         save(mask, data / f"mask/{name}.png")
     return data
 
 def natural(rng, size):
+    """It returns a picture like a photo, with noise of all sizes."""
     out = np.zeros((size[1], size[0], 3))
     for cells, height in ((3, 70), (7, 40), (16, 22), (40, 12)):
         noise = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)).resize(size, Image.BICUBIC)
         out += height * (np.asarray(noise) / 127.5 - 1)
     return Image.fromarray((out + rng.integers(70, 190, 3)).clip(0, 255).astype(np.uint8))
 
-random_colour = lambda rng: tuple(rng.integers(0, 256, 3).tolist())
+def random_colour(rng):
+    """It returns any colour."""
+    return tuple(rng.integers(0, 256, 3).tolist())
 
 def put_shape(rng, image):
+    """It puts an ellipse or a rectangle anywhere in the picture, and returns its box."""
     (w, h), (bw, bh) = image.size, rng.uniform(0.12, 0.35, 2) * image.size
     x, y = rng.uniform(0, w - bw), rng.uniform(0, h - bh)
     pen, box = ImageDraw.Draw(image), (x, y, x + bw, y + bh)
@@ -368,7 +393,7 @@ def put_shape(rng, image):
     return box
 
 def edited_pair(rng, kind, size):
-    """-> control, target."""
+    """It returns a control like a photo with sharp shapes, and the target that this kind of edit makes of it."""
     control = natural(rng, size)
     for _ in range(rng.integers(2, 6)):
         box = put_shape(rng, control)
@@ -401,23 +426,23 @@ def edited_pair(rng, kind, size):
     return control, target
 
 def toy_functions():
-    """What draws the toys, by name: tiny/make_data.py."""
+    """It returns what draws the toys, by name: tiny/make_data.py."""
     return runpy.run_path(str(TINY / "make_data.py"))
 
 def copy_model(folder, *without):
-    """tiny without its pictures and scripts, and without files of these patterns."""
+    """It copies tiny without its pictures and scripts, and without files of these patterns."""
     pictures = ["data", "val", "known", "toys", "source", "*.png", "*.jpg"]
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns(*pictures, "*.py", *without))
     return folder
 
 def as_v1(model):
-    """tiny as a Qwen-Image-Edit v1: the same weights, the other pipeline class."""
+    """It makes tiny a Qwen-Image-Edit v1: the same weights, the other pipeline class."""
     index = json.loads((model / "model_index.json").read_text())
     (model / "model_index.json").write_text(json.dumps(index | {"_class_name": "QwenImageEditPipeline"}))
     return model
 
 def samples_of(pipe, data, texts=None, **geometry):
-    """A dataset's planned samples by name, and what is wrong with it. Pictures keep their sizes."""
+    """It returns a dataset's planned samples by name, and what is wrong with it; pictures keep their sizes."""
     problems, samples = [], []
     data = data if isinstance(data, list) else [data]
     for root in data:
@@ -429,20 +454,21 @@ def samples_of(pipe, data, texts=None, **geometry):
     return {s.name: s for s in good}, problems + wrong
 
 def encode(pipe, sample, prompt=None):
-    """The sample's tensors at its first resolution, encoded now."""
+    """It returns the sample's tensors at its first resolution, encoded now."""
     text = (sample.prompts[0] if prompt is None else prompt, True)
     return cache.encode_latents(pipe, sample, sample.resolutions[0]) | cache.encode_text(pipe, sample, text)
 
 def make_cache(data, cache_dir, *flags):
+    """It encodes a dataset with cache.py, and returns the result of run_script."""
     return run_script("cache.py", "--data", data, "--cache_dir", cache_dir, "--val_data", *ON_DEVICE, *flags)
 
 def index_of(cache_dir):
-    """The samples of the one dataset in a cache folder, by name."""
+    """It returns the samples of the one dataset in a cache folder, by name."""
     index, = [p for p in Path(cache_dir).glob("*.json")]
     return {s.name: s for s in cache.read_index(index)[0]}
 
 def load(cache_dir, name=None):
-    """One sample's tensors, as they lie in the files, and its entry in the index."""
+    """It returns one sample's tensors, as they lie in the files, and its entry in the index."""
     samples = index_of(cache_dir)
     sample = samples[name or next(iter(samples))]
     files = sample.resolutions[0]["file"], sample.texts[sample.prompts[0], True]["file"]
@@ -450,15 +476,17 @@ def load(cache_dir, name=None):
     return latents | text, sample
 
 def assert_same(got, want):
+    """The tensors of two samples agree in dtype and in every bit, whatever devices they are on."""
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].dtype == want[name].dtype and torch.equal(got[name].cpu(), want[name].cpu()), name
 
 def cached_files(cache_dir):
+    """It returns the files of a cache with their times, which change when a file is written again."""
     return {p.relative_to(cache_dir): p.stat().st_mtime_ns for p in Path(cache_dir).glob("*/*")}
 
 def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red border", **settings):
-    """What predict.py makes of its flags: a sample, encoded into a cache, and read from it for denoise()."""
+    """It returns what predict.py makes of its flags: a sample, encoded, and read from the cache for denoise()."""
     sample = common.make_sample("--prompt", images[0], "a", None, images, [prompt])
     sample.settings = dict(predict.SAMPLING, num_inference_steps=3) | settings
     texts = [(prompt, True), (sample.settings["negative_prompt"], True)]
@@ -467,7 +495,7 @@ def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red borde
     return predict.load_job(sample, sample.settings, seed, "cpu", pipe)
 
 class Reader(HTMLParser): # a class because HTMLParser calls its methods
-    """What a browser would make of a page: the tags with their attributes, the texts of each kind of tag."""
+    """It reads a page as a browser does: the tags with their attributes, the texts of each kind of tag."""
     def __init__(self, path):
         super().__init__()
         self.tags, self.texts, self.open = [], {}, []
@@ -491,18 +519,19 @@ class Reader(HTMLParser): # a class because HTMLParser calls its methods
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 def is_one_line(line, *named):
-    """The form that a person can act on: error: <file or flag>: <what is wrong>; <what to do>."""
+    """It tells a line that a person can act on: error: <file or flag>: <what is wrong>; <what to do>."""
     return bool(re.fullmatch(r"error: \S.*: .+; .+", line)) and all(str(n) in line for n in named)
 
 @contextlib.contextmanager
 def refused(*named):
+    """The block raises an InputError of that form, which names these."""
     with pytest.raises(common.InputError) as e:
         yield
     assert is_one_line(str(e.value), *named), e.value
 
 @contextlib.contextmanager
 def within(seconds):
-    """Fails if the block hangs, as reading a FIFO does."""
+    """The test fails if the block hangs, as reading a FIFO does."""
     def stop(*_):
         pytest.fail(f"hangs for {seconds} s")
     before = signal.signal(signal.SIGALRM, stop)
@@ -516,14 +545,15 @@ def within(seconds):
 # ---- damages ---------------------------------------------------------------------------------------------------------
 
 def flip(bit):
+    """It returns a function that flips this bit of bytes."""
     return lambda data: data[:bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1:]
 
 def damage_tensors(path):
-    """One bit near the end of the file, where the tensors are."""
+    """It flips one bit near the end of the file, where the tensors are."""
     path.write_bytes(flip(8 * (path.stat().st_size - 100))(path.read_bytes()))
 
 def change_weight(part):
-    """One weight of one tensor, by one part in a hundred."""
+    """It changes one weight of one tensor, by one part in a hundred."""
     file, = part.glob("*.safetensors")
     tensors = safetensors.torch.load_file(file)
     tensors[max(tensors)].view(-1)[0] += 0.01 * tensors[max(tensors)].abs().max()
@@ -532,7 +562,7 @@ def change_weight(part):
 # ---- LoRA files ------------------------------------------------------------------------------------------------------
 
 def lora_tensors(rank=2, names=("attn.to_q", "attn.to_out.0", "img_mlp.net.2"), blocks=(0, 1), prefix="transformer."):
-    """A random LoRA for tiny, in diffusers' form."""
+    """It returns a random LoRA for tiny, in diffusers' form."""
     weights = safetensors.torch.load_file(TINY / "transformer/diffusion_pytorch_model.safetensors")
     rng, tensors = torch.Generator().manual_seed(0), {}
     for layer in [f"transformer_blocks.{b}.{name}" for b in blocks for name in names]:
@@ -542,14 +572,17 @@ def lora_tensors(rank=2, names=("attn.to_q", "attn.to_out.0", "img_mlp.net.2"), 
     return tensors
 
 def renamed(old, new):
+    """It returns a function that renames a LoRA's tensors."""
     return lambda tensors: {k.replace(old, new): v for k, v in tensors.items()}
 
 def lora_file(folder, tensors, **meta):
+    """It writes a LoRA with its metadata into the folder, and returns the path."""
     path = folder / predict.LORA_FILE
     safetensors.torch.save_file(tensors, path, metadata=dict(lora_adapter_metadata=json.dumps(meta)) if meta else None)
     return path
 
 def layers_of(tensors):
+    """It returns the names of the layers that have tensors here."""
     return sorted({k.removeprefix("transformer.").rsplit(".lora_", 1)[0] for k in tensors})
 
 def assert_effect(transformer, tensors, scale):
@@ -565,7 +598,7 @@ def assert_effect(transformer, tensors, scale):
 # ---- processes of their own, to be killed ----------------------------------------------------------------------------
 
 def in_child(script, flags, env, prelude, output):
-    """`python SCRIPT FLAGS` in a process that has its imports behind it. prelude(): runs in it first."""
+    """It runs `python SCRIPT FLAGS` in a process that has its imports behind it; prelude() comes first."""
     file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
@@ -589,8 +622,8 @@ def in_child(script, flags, env, prelude, output):
     os._exit(status)
 
 def starter(folder):
-    """-> start(script, *flags, env={}, prelude=None): a process of its own: pid, wait() -> status (-9 of SIGKILL),
-    alive(), output(). Forked after the imports, so that it costs less than a second."""
+    """It returns start(script, *flags, env={}, prelude=None), which runs a script in a process of its own."""
+    # a process has pid, wait() -> status (-9 of SIGKILL), alive() and output()
     forkserver.set_forkserver_preload(["tests.harness"])
     with contextlib.chdir(HERE): # where the server looks for it; each process goes back to the folder of pytest
         forkserver.ensure_running()
@@ -607,64 +640,69 @@ def starter(folder):
         return SimpleNamespace(pid=process.pid, wait=wait, alive=process.is_alive, output=output.read_text)
     return start
 
-def start_ranks(start, *flags, preludes=(None, None), script="train.py"):
-    """A script with a process per prelude, as torchrun starts them."""
+def free_port():
+    """It returns a port at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = dict(WORLD_SIZE=str(len(preludes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return free.getsockname()[1]
+
+def start_ranks(start, *flags, preludes=(None, None), script="train.py"):
+    """It starts a script with a process per prelude, as torchrun does."""
+    env = dict(WORLD_SIZE=str(len(preludes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return [start(script, *flags, env=env | {"RANK": str(n)}, prelude=p) for n, p in enumerate(preludes)]
 
 def kill(process, number=signal.SIGKILL):
-    """If it still runs."""
+    """It sends the signal to a process if that still runs."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
 
 def until(condition, seconds=60):
+    """It waits until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
 
 def error_of(process):
-    """The error line that a process has written."""
+    """It returns the error line that a process has written."""
     return re.search(r"error: .*", process.output())[0]
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 @functools.cache
 def demo_cache():
-    """The demo's dataset, encoded once for all tests, with the empty prompt."""
+    """It encodes the demo's dataset, with the empty prompt, once for all tests."""
     folder = Path(tempfile.mkdtemp(), "cache")
     assert run_script("cache.py", "--cache_dir", folder, "--caption_dropout_rate", 0.1, "--device", DEVICE,
                       *EXACT).status == 0
     return folder
 
 def train_demo(out_dir, *flags):
-    """A short run on the demo's dataset -> result of run_script."""
+    """It trains a few steps on the demo's dataset, and returns the result of run_script."""
     return run_script("train.py", "--cache_dir", demo_cache(), "--out_dir", out_dir, "--max_steps", 3,
                       "--batch_size", 4, "--val_data", *EXACT, "--device", DEVICE, *flags)
 
 def train_log(out_dir, *flags):
+    """It trains likewise, which has to succeed, and returns the steps in the log."""
     result = train_demo(out_dir, *flags)
     assert result.status == 0, result.err
     return log_of(out_dir)
 
 def globals_of_train(out_dir, *flags):
-    """train.py's functions, after a run of one step with these flags."""
+    """It returns train.py's functions, after a run of one step with these flags."""
     result = train_demo(out_dir, "--max_steps", 1, *flags)
     assert result.status == 0, result.err
     return result.globals
 
 def train(data, tmp_path, *flags):
-    """Two steps -> result of run_script, with the losses. data: a dataset or an index."""
+    """It trains two steps on a dataset or an index, and returns the result of run_script, with the losses."""
     out_dir = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
     result = run_script("train.py", "--data", data, "--val_data", "--out_dir", out_dir, "--max_steps", 2,
                         "--batch_size", 2, "--lora_rank", 2, *ON_DEVICE, *flags)
-    result.losses = [r["loss"] for r in log_of(out_dir)] if (out_dir / "log.jsonl").exists() else []
+    result.losses = losses_of(log_of(out_dir)) if (out_dir / "log.jsonl").exists() else []
     return result
 
 def train_and_measure(run, jobs, *flags):
-    """Trains into `run`, edits the dataset `jobs` with its LoRA -> what tools/measure.py finds, by folder."""
+    """It trains into `run`, edits the dataset `jobs` with its LoRA, and returns what tools/measure.py finds."""
     drawn, same = run.with_name(f"{run.name}-drawn"), ["--cache_dir", run.parent / "cache"]
     for script, *more in (["train.py", "--out_dir", run, *same, *flags],
                           ["predict.py", "--lora", run, "--jobs", jobs, "--out_dir", drawn, *same],
@@ -673,62 +711,67 @@ def train_and_measure(run, jobs, *flags):
         assert result.status == 0, result.err
     return json.loads((drawn / "measured.json").read_text())
 
+def records_of(out_dir):
+    """It returns the lines of a run's log, but for the first, which has the flags."""
+    return list(map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines()[1:]))
+
 def log_of(out_dir):
-    """The steps in a run's log; validations have lines of their own."""
-    records = map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines()[1:])
-    return [r for r in records if "loss" in r]
+    """It returns the steps in a run's log; validations have lines of their own."""
+    return [r for r in records_of(out_dir) if "loss" in r]
 
 def validations_of(out_dir):
-    records = map(json.loads, (out_dir / "log.jsonl").read_text().splitlines()[1:])
-    return [r for r in records if "val_loss" in r]
+    """It returns the validations in a run's log."""
+    return [r for r in records_of(out_dir) if "val_loss" in r]
 
 def losses_of(log):
+    """It returns the losses of these steps."""
     return [r["loss"] for r in log]
 
 def curve(log):
+    """It returns what must be the same in two equal runs: not the times."""
     return [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in log]
 
-def curve_of(out_dir):
-    return [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in log_of(out_dir)]
-
 def lora_of(out_dir):
+    """It returns the tensors of a run's LoRA."""
     return predict.read_lora(out_dir)[0]
 
 def assert_same_run(out_dir, other):
-    """Log and final LoRA, bit for bit; finished; nothing left behind."""
-    assert curve_of(out_dir) == curve_of(other)
-    a, b = lora_of(out_dir), lora_of(other)
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    """Log and final LoRA agree in every bit; the run is finished; nothing is left behind."""
+    assert curve(log_of(out_dir)) == curve(log_of(other))
+    assert_bitwise(lora_of(out_dir), lora_of(other))
     assert (out_dir / "DONE").exists() and not list(out_dir.rglob(".tmp-*"))
 
 def assert_checkpoints_whole(out_dir):
+    """Every file of every checkpoint can be read."""
     for path in out_dir.glob("checkpoint-*/*.safetensors"):
         common.read_tensors(path, "lora_adapter_metadata" if path.name == predict.LORA_FILE else "json")
 
 def steps_of(out_dir):
+    """It returns the steps of which a run has checkpoints."""
     return sorted(int(p.name[-6:]) for p in out_dir.glob("checkpoint-*"))
 
 # ---- fixtures --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
-    """Three pictures of different sizes and aspects."""
+    """There are three pictures of different sizes and aspects."""
     folder = tmp_path_factory.mktemp("photos")
-    return [save(draw_picture(size, seed), folder / f"{seed}.png")
+    return [save(paint_picture(size, seed), folder / f"{seed}.png")
             for seed, size in enumerate([(100, 60), (64, 128), (90, 90)])]
 
 @pytest.fixture(scope="session")
 def tiny_v1(tmp_path_factory):
+    """This folder has tiny as a Qwen-Image-Edit v1."""
     return as_v1(copy_model(tmp_path_factory.mktemp("v1") / "tiny"))
 
 @pytest.fixture
 def data(tmp_path):
-    """Two items: `good`, which stays so, and `cat`, which a test spoils."""
+    """The dataset has two items: `good`, which stays so, and `cat`, which a test spoils."""
     return add_item(add_item(tmp_path / "data", "good"), "cat")
 
 @pytest.fixture(scope="session")
 def pipes(tiny_v1):
-    """The tiny model under both names, with encoders. Plus is what 2509 and 2511 are."""
+    """The tiny model is here under both names, with encoders; Plus is what 2509 and 2511 are."""
     pipes = {family: cache.load_pipeline(folder) for family, folder in (("Plus", TINY), ("v1", tiny_v1))}
     args = encoder_flags(dtype=DTYPE_NAME, vae_device=DEVICE, text_encoder_device=DEVICE)
     for pipe in pipes.values():
@@ -738,11 +781,12 @@ def pipes(tiny_v1):
 
 @pytest.fixture
 def plus(pipes):
+    """This is the pipeline of tiny as it is."""
     return pipes["Plus"]
 
 @pytest.fixture(scope="session")
 def two_loras(tmp_path_factory):
-    """Two random LoRAs with different layers, in diffusers' form: one with rsLoRA in its metadata."""
+    """There are two random LoRAs with different layers, in diffusers' form; one has rsLoRA in its metadata."""
     paths = []
     for i, names in enumerate([("attn.to_q", "attn.to_out.0"), ("attn.to_q", "img_mlp.net.2")]):
         tensors = {k: 0.05 * v for k, v in lora_tensors(rank=4, names=names).items()}
@@ -753,13 +797,14 @@ def two_loras(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
+    """It is the function of starter, whose processes take less than a second to begin."""
     start = starter(tmp_path_factory.mktemp("output"))
     start("cache.py", "-h").wait() # the fork server imports for seconds; kills are aimed by the time a process takes
     return start
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """A dataset of 5 samples and its cache; flags of cache.py, and of a training of 12 steps on it."""
+    """There are a dataset of 5 samples, its cache, flags of cache.py, and those of a training of 12 steps on it."""
     folder = tmp_path_factory.mktemp("small")
     for n in range(5):
         add_item(folder / "data", f"{n}", [(64, 64 + 32 * (n % 2)), (64, 64)])
@@ -772,7 +817,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def unbroken(small, start, tmp_path_factory):
-    """That training, left alone -> its folder and seconds."""
+    """That training was left alone; here are its folder and seconds."""
     out_dir, t0 = tmp_path_factory.mktemp("unbroken") / "run", time.monotonic()
     process = start("train.py", *small.flags, "--out_dir", out_dir)
     assert process.wait() == 0, process.output()

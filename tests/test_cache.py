@@ -30,9 +30,9 @@ import common
 import predict
 from extras import pictures
 from tests.harness import (DEVICE, DTYPE, DTYPE_NAME, NATIVE, ON_DEVICE, TINY, add_item, as_v1, assert_same,
-                           cached_files, change_weight, copy_model, damage_tensors, draw_picture, encode, encoder_flags,
-                           flip, index_of, is_one_line, load, make_cache, refused, rel, run_script, samples_of, save,
-                           show, start_ranks, stock_area, train, until)
+                           cached_files, change_weight, copy_model, damage_tensors, encode, encoder_flags, flip,
+                           index_of, is_one_line, load, make_cache, paint_picture, refused, rel, run_script, samples_of,
+                           save, show, start_ranks, stock_area, train, until)
 
 # ---- encoding equals the stock pipeline ------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch
     monkeypatch.setattr(pipe.processor, "image_processor", cache.Qwen2VLImageProcessorPil()) # tiny's makes one row
     monkeypatch.setattr(encoder, "forward", lambda **call: seen.append(call["position_ids"]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cache.encode_prompt(pipe, "go", [draw_picture((112, 84))])
+        cache.encode_prompt(pipe, "go", [paint_picture((112, 84))])
     time, row, column = seen[0][-3:, 0].cpu() # transformers may put text positions in front
     first = int((time[1:] == time[:-1]).nonzero()[0]) # where time stands still a picture begins
     at = slice(first, first + 3 * 4 + 1) # three rows of four tokens, and the text behind them
@@ -96,7 +96,7 @@ def test_the_stock_pipeline_of_the_guide_encodes_as_the_cache_does(plus):
     code = re.search(r"```\n(import cache.*?)```", (TINY.parent / "GUIDE.md").read_text(), re.DOTALL)[1]
     scope = {}
     exec(code.replace('"tiny"', repr(str(TINY))), scope)
-    pipe, picture = scope["pipe"].to(DEVICE), draw_picture((128, 64))
+    pipe, picture = scope["pipe"].to(DEVICE), paint_picture((128, 64))
     with stock_area(64 * 64):
         pipe([picture], "go", num_inference_steps=2, true_cfg_scale=1.0)
     got, _ = pipe.to(dtype=DTYPE).encode_prompt(["go"], [picture])
@@ -254,7 +254,7 @@ def test_a_model_may_be_pinned_to_a_revision(monkeypatch):
 def cached(tmp_path_factory):
     """A folder with model, data and cache, to be copied."""
     folder = copy_model(tmp_path_factory.mktemp("cached") / "model").parent
-    add_item(folder / "data", "cat", mask=draw_picture())
+    add_item(folder / "data", "cat", mask=paint_picture())
     add_item(folder / "data", "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
     for path in folder.glob("data/*/*.png"):
         overwrite(path, Image.open(path))
@@ -274,7 +274,7 @@ def root(cached, tmp_path):
 def overwrite(path, image=None):
     """Other content under the same name, with the same time and, being BMP, the same length."""
     times = path.stat()
-    (image or draw_picture((64, 64), seed=99)).save(path, format="BMP")
+    (image or paint_picture((64, 64), seed=99)).save(path, format="BMP")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 CHANGES = { # of two items, cat with a mask and dog with three controls: how many latents and texts are encoded again
@@ -514,7 +514,7 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
     for n in range(3):
         add_item(data, f"{n}", mask=Image.new("L", (64, 64), 255))
     for n, seed in enumerate((7, 8)): # a BMP's length tells its size alone
-        draw_picture(seed=seed).save(data / f"control/{n}.bmp")
+        paint_picture(seed=seed).save(data / f"control/{n}.bmp")
         (data / f"control/{n}.png").unlink()
         os.utime(data / f"control/{n}.bmp", ns=(10**18, 10**18))
 
@@ -546,8 +546,8 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
 
 def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(data, tmp_path, opened, monkeypatch):
     assert make_cache(data, tmp_path / "c").status == 0
-    save(draw_picture((400, 32)), data / "target/cat.png")
-    save(draw_picture((16, 64)), data / "control/good.png")
+    save(paint_picture((400, 32)), data / "target/cat.png")
+    save(paint_picture((16, 64)), data / "control/good.png")
     for _ in range(2):
         opened.clear()
         result = make_cache(data, tmp_path / "c")
@@ -566,7 +566,7 @@ def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(
 def test_folders_that_change_places_are_read_again_where_all_times_are_equal(data, tmp_path, opened, monkeypatch):
     """A BMP's length tells its size alone, and a clock may tick seldom. Nor is what another version wrote believed."""
     for n, part in enumerate(("target", "control")):
-        draw_picture(seed=n).save(data / part / "cat.bmp")
+        paint_picture(seed=n).save(data / part / "cat.bmp")
         (data / part / "cat.png").unlink()
 
     def stat(path):
@@ -679,7 +679,7 @@ def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypat
     bad[0].unlink()
     for kind in ("PNG", "JPEG", "WEBP", "BMP"):
         bad.append(add_item(data, kind) / f"control/{kind}.png")
-        draw_picture((96, 64)).save(bad[-1], format=kind)
+        paint_picture((96, 64)).save(bad[-1], format=kind)
         os.truncate(bad[-1], bad[-1].stat().st_size // 2)
     monkeypatch.setattr(cache, "encode_samples", lambda *args: print("now", file=cache.sys.stderr) or real(*args))
     result = make_cache(data, tmp_path / "c")

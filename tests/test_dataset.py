@@ -16,8 +16,8 @@ from PIL import Image
 
 import cache
 import common
-from tests.harness import (DEVICE, NATIVE, ON_DEVICE, add_item, assert_same, draw_picture, encode, flip, index_of,
-                           is_one_line, make_cache, refused, run_script, samples_of, save, train, within)
+from tests.harness import (DEVICE, NATIVE, ON_DEVICE, add_item, assert_same, encode, flip, index_of, is_one_line,
+                           make_cache, paint_picture, refused, run_script, samples_of, save, train, within)
 
 # ---- a bad item is named and left out --------------------------------------------------------------------------------
 
@@ -29,13 +29,13 @@ def instead(file, make):
     return spoil
 
 def resized(file, *size):
-    return instead(file, lambda path: draw_picture(size).save(path))
+    return instead(file, lambda path: paint_picture(size).save(path))
 
 def caption(content):
     return lambda d: (d / "target/cat.txt").write_bytes(content)
 
 def animation(path, **options):
-    draw_picture().save(path, save_all=True, append_images=[draw_picture(seed=s) for s in (1, 2)], **options)
+    paint_picture().save(path, save_all=True, append_images=[paint_picture(seed=s) for s in (1, 2)], **options)
 
 def chunk(kind, content):
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -43,7 +43,7 @@ def chunk(kind, content):
 def claim_size(width, height):
     """A PNG whose header, checksum included, says that it is this large."""
     def make(path):
-        sound = save(draw_picture(), path).read_bytes()
+        sound = save(paint_picture(), path).read_bytes()
         path.write_bytes(sound[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) + sound[33:])
     return make
 
@@ -56,9 +56,9 @@ BAD_ITEMS = { # what is done to cat, and what the one line about it must name
     "long caption": (caption(b"red " * 2000), "cat", "1024"),
     "one long wording": (caption(b"red\n" + b"red " * 2000), "cat", "1024"),
     "caption with a token of the template": (caption(b"a <|image_pad|> b"), "target/cat.txt", "<|image_pad|>"),
-    "two targets": (lambda d: draw_picture().save(d / "target/cat.jpg"), "cat.jpg", "cat.png"),
-    "two controls": (lambda d: draw_picture().save(d / "control/cat.WEBP"), "cat.WEBP", "cat.png"),
-    "two masks": (lambda d: [save(draw_picture(), d / f"mask/cat.{s}") for s in ("bmp", "png")], "cat.bmp", "cat.png"),
+    "two targets": (lambda d: paint_picture().save(d / "target/cat.jpg"), "cat.jpg", "cat.png"),
+    "two controls": (lambda d: paint_picture().save(d / "control/cat.WEBP"), "cat.WEBP", "cat.png"),
+    "two masks": (lambda d: [save(paint_picture(), d / f"mask/cat.{s}") for s in ("bmp", "png")], "cat.bmp", "cat.png"),
     "two captions": (lambda d: (d / "target/cat.TXT").write_text("go"), "cat.TXT", "cat.txt"),
     "second control, or another item's first": (lambda d: add_item(d, "cat_1"), "control/cat_1.png"),
     "second control, but no first": (lambda d: (d / "control/cat.png").rename(d / "control/cat_1.png"), "cat.png"),
@@ -89,10 +89,10 @@ def test_a_bad_item_is_named_and_left_out_and_the_others_stay(data, plus, kind):
     assert "good" in samples and "cat" not in samples
 
 STRAYS = { # what is put beside two good items, and what the one line about it must name
-    "control": (lambda d: draw_picture().save(d / "control/dog.png"), "control/dog.png"),
-    "third control, but no second": (lambda d: draw_picture().save(d / "control/cat_2.png"), "control/cat_2.png"),
-    "mask": (lambda d: save(draw_picture(), d / "mask/dog.png"), "mask/dog.png"),
-    "numbered mask": (lambda d: save(draw_picture(), d / "mask/cat_1.png"), "mask/cat_1.png"),
+    "control": (lambda d: paint_picture().save(d / "control/dog.png"), "control/dog.png"),
+    "third control, but no second": (lambda d: paint_picture().save(d / "control/cat_2.png"), "control/cat_2.png"),
+    "mask": (lambda d: save(paint_picture(), d / "mask/dog.png"), "mask/dog.png"),
+    "numbered mask": (lambda d: save(paint_picture(), d / "mask/cat_1.png"), "mask/cat_1.png"),
     "caption": (lambda d: (d / "target/dog.txt").write_text("add a border"), "target/dog.txt"),
     "picture in another format": (lambda d: animation(d / "target/dog.gif"), "target/dog.gif", ".gif is not read"),
     "picture of an iPhone": (lambda d: (d / "target/dog.HEIC").write_bytes(b"x"), "target/dog.HEIC", "to PNG or JPEG"),
@@ -197,8 +197,8 @@ def test_a_broken_picture_is_listed_and_left_out(tmp_path, data):
 def test_hidden_files_and_folders_are_passed_over(data):
     """What file managers and notebooks leave there."""
     (data / "target/._cat.png").write_bytes(b"not a picture")
-    save(draw_picture(), data / "target/.ipynb_checkpoints/cat-checkpoint.png")
-    save(draw_picture(), data / ".trash/cat.png")
+    save(paint_picture(), data / "target/.ipynb_checkpoints/cat-checkpoint.png")
+    save(paint_picture(), data / ".trash/cat.png")
     samples, problems = common.read_dataset(data)
     assert sorted(s.name for s in samples) == ["cat", "good"] and not problems
 
@@ -223,7 +223,7 @@ def write_rows(path, *rows, ascii=False):
 @pytest.mark.parametrize("ascii", [False, True])
 def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, ascii, absolute):
     data = add_item(tmp_path / "data", "cat", [(64, 32)] + [(32, 32 * (1 + k % 3)) for k in range(12)], PROMPT,
-                    mask=draw_picture((64, 32)))
+                    mask=paint_picture((64, 32)))
     add_item(data, "sub/[1] \U0001f431", [(64, 64), (32, 32)], "one\ntwo")
     want, problems = samples_of(plus, data)
     assert len(want) == 2 and not problems
@@ -236,7 +236,7 @@ def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, ascii, 
 
 def test_a_folder_with_a_manifest_but_no_target_folder_is_read_by_its_manifest(tmp_path, plus):
     for name in "ab":
-        save(draw_picture(seed=ord(name)), tmp_path / f"{name}.png")
+        save(paint_picture(seed=ord(name)), tmp_path / f"{name}.png")
     write_rows(tmp_path / "metadata.jsonl", dict(target="a.png", control="b.png", prompt="add a border"))
     samples, problems = samples_of(plus, tmp_path)
     assert samples["a"].controls == [str(tmp_path / "b.png")] and not problems
@@ -271,7 +271,7 @@ BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line numbe
 @pytest.mark.parametrize("kind", BAD_ROWS)
 def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
     """Outside the folder lies secret.png, inside it a link to that."""
-    save(draw_picture(), data / "../secret.png")
+    save(paint_picture(), data / "../secret.png")
     (data / "control/link.png").symlink_to("../../secret.png")
     (data / "link.png").symlink_to("../secret.png")
     (data / "into").symlink_to(data / "target")
@@ -321,7 +321,7 @@ def test_several_roots_are_one_dataset_and_repeats_are_the_stream(tmp_path):
 def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_train_beside_edits(data, tmp_path, plus):
     """The prompt has no picture then, the control has no token."""
     for name in ("face", "more/face"):
-        save(draw_picture((96, 64)), tmp_path / f"faces/target/{name}.png")
+        save(paint_picture((96, 64)), tmp_path / f"faces/target/{name}.png")
         (tmp_path / f"faces/target/{name}.txt").write_text("a face\nthe face")
     samples, problems = samples_of(plus, [data, tmp_path / "faces"])
     sample = samples["more/face"]
@@ -341,8 +341,8 @@ def test_a_manifest_says_that_a_picture_has_no_control(data, plus):
     assert list(samples) == ["target/cat"] and is_one_line(*problems, "rows.jsonl:3", "control")
 
 def test_version_1_of_the_model_takes_exactly_one_control(data, tmp_path, pipes):
-    draw_picture().save(data / "control/cat_1.png")
-    save(draw_picture(), tmp_path / "faces/target/face.png")
+    paint_picture().save(data / "control/cat_1.png")
+    save(paint_picture(), tmp_path / "faces/target/face.png")
     (tmp_path / "faces/target/face.txt").write_text("a face")
     samples, problems = samples_of(pipes["v1"], [data, tmp_path / "faces"])
     assert list(samples) == ["good"] and len(problems) == 2
@@ -364,7 +364,7 @@ TURNS = { # what the EXIF standard says about orientation 1 to 8
 def test_pictures_are_turned_as_exif_says(tmp_path, suffix, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    path = save(draw_picture((96, 64)), tmp_path / f"a.{suffix}", exif=exif)
+    path = save(paint_picture((96, 64)), tmp_path / f"a.{suffix}", exif=exif)
     want = TURNS[orientation](np.asarray(Image.open(path).convert("RGB")))
     assert np.array_equal(np.asarray(common.read_image(path)), want)
     assert common.image_size(path) == (want.shape[1], want.shape[0])
@@ -386,7 +386,7 @@ def strange_exif():
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
 def test_damaged_exif_is_ignored(tmp_path, suffix):
     for n, block in enumerate(strange_exif()):
-        path = save(draw_picture((96, 64)), tmp_path / f"{n}.{suffix}", exif=block)
+        path = save(paint_picture((96, 64)), tmp_path / f"{n}.{suffix}", exif=block)
         assert common.image_size(path) == common.read_image(path).size, block
 
 @pytest.mark.parametrize("mode, suffix, level", [
@@ -417,12 +417,12 @@ def test_16_bit_gray_is_scaled_not_clipped(tmp_path):
 
 @pytest.mark.parametrize("mode, suffix", [("CMYK", "jpg"), ("1", "png"), ("L", "jpg"), ("P", "png"), ("L", "bmp")])
 def test_other_modes_become_rgb(tmp_path, mode, suffix):
-    path = save(draw_picture(mode=mode), tmp_path / f"a.{suffix}")
+    path = save(paint_picture(mode=mode), tmp_path / f"a.{suffix}")
     got = common.read_image(path)
     assert got.mode == "RGB" and np.array_equal(np.asarray(got), np.asarray(Image.open(path).convert("RGB")))
 
 def test_the_content_counts_not_the_suffix(tmp_path):
-    image, path = draw_picture(), tmp_path / "a.jpg"
+    image, path = paint_picture(), tmp_path / "a.jpg"
     image.save(path, format="PNG")
     assert np.array_equal(np.asarray(common.read_image(path)), np.asarray(image))
     image.save(path, format="MPO", save_all=True, append_images=[image]) # a JPEG with a preview, as phones write them
@@ -431,7 +431,7 @@ def test_the_content_counts_not_the_suffix(tmp_path):
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
 def test_no_damage_to_a_picture_is_a_traceback(tmp_path, suffix):
     """A truncated file of any kind can be told; a flipped bit of a JPEG cannot, but must do no harm."""
-    path, rng = save(draw_picture((96, 64)), tmp_path / f"a.{suffix}"), np.random.default_rng(0)
+    path, rng = save(paint_picture((96, 64)), tmp_path / f"a.{suffix}"), np.random.default_rng(0)
     sound = path.read_bytes()
     cuts = [sound[:n] for n in sorted({int(n) for n in np.linspace(0, len(sound) // 2, 40)})]
     flips = [flip(int(bit))(sound) for bit in [*range(8 * 60), *rng.integers(0, 8 * len(sound), 300)]]
@@ -447,7 +447,7 @@ def test_no_damage_to_a_picture_is_a_traceback(tmp_path, suffix):
 
 def test_a_picture_with_a_bomb_in_its_text_is_refused(tmp_path):
     bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(80 * 2**20)))
-    path = save(draw_picture(), tmp_path / "a.png")
+    path = save(paint_picture(), tmp_path / "a.png")
     sound = path.read_bytes()
     for where in (33, -12): # after the header, and before the end
         path.write_bytes(sound[:where] + bomb + sound[where:])
@@ -456,7 +456,7 @@ def test_a_picture_with_a_bomb_in_its_text_is_refused(tmp_path):
 
 def test_every_picture_of_a_sample_is_prepared_alike(tmp_path, plus):
     """A turned picture with transparency equals the one that a person sees, as target, control, mask and prompt."""
-    seen = draw_picture((96, 64))
+    seen = paint_picture((96, 64))
     exif = Image.Exif()
     exif[0x0112] = 6
     hidden = seen.convert("RGBA")

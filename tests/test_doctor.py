@@ -18,11 +18,11 @@ from PIL import Image, ImageFont
 import cache
 import common
 from extras import sheet
-from tests.harness import (FULL, Reader, TINY, add_item, draw_picture, edited_pair, is_one_line, natural, run_script,
+from tests.harness import (FULL, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture, run_script,
                            save, show)
 from tools import doctor
 
-# ---- pictures like photos: noise of all sizes, shapes with sharp edges; edits of them; and what must be found --------
+# ---- edits of pictures like photos, and what must be found -----------------------------------------------------------
 
 EDITS = ["border", "object", "remove", "background", "recolour", "half", "blur", "frame", "grain", "texture"]
 SHAPES = [(96, 96), (160, 112), (128, 192), (256, 192), (300, 400)]
@@ -184,7 +184,7 @@ def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
         if kind == "other control":
             save(natural(rng, (64, 64)), data / f"control/b{n:02}_1.png")
         planted |= {(kind, f"a{n:02}", f"b{n:02}")} if n % 5 < 3 else set()
-    save(draw_picture(), tmp_path / "out/sheet_moved_9.png")
+    save(paint_picture(), tmp_path / "out/sheet_moved_9.png")
     (tmp_path / "out/report.json").write_text("[]") # an earlier report's
     result, rows = diagnose(data, out=tmp_path / "out")
     found = {(finding.split(": ")[0], name, finding.split()[-1])
@@ -203,7 +203,7 @@ def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
             save(image, tmp_path / "data" / file.format(name))
         (tmp_path / f"data/target/{name}.txt").write_text(attack)
     out = tmp_path / "out"
-    save(draw_picture(), out / "pictures/moved-7-0.jpg")
+    save(paint_picture(), out / "pictures/moved-7-0.jpg")
     refused = run_script("tools/doctor.py", tmp_path / "data", "--out", out) # somebody's own pictures
     assert refused.status == 1 and is_one_line(refused.errors[0], "pictures/", "--out")
     assert [path.name for path in out.rglob("*.*")] == ["moved-7-0.jpg"]
@@ -227,7 +227,7 @@ def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     """Sizes, controls and tokens are those of the index; prompts need --model; pictures without controls count too."""
     add_item(data, "wide", [(160, 64), (64, 64), (96, 64)], caption="one\ntwo words")
     Image.new("RGB", (96, 64), (12, 200, 77)).save(data / "control/wide_1.png")
-    save(draw_picture((64, 96)), tmp_path / "faces/target/face.png")
+    save(paint_picture((64, 96)), tmp_path / "faces/target/face.png")
     (tmp_path / "faces/target/face.txt").write_text("a face")
     sizes = ["--target_pixels", "128*128", "native", "--control_pixels", "native"]
     flags = [data, tmp_path / "faces", *sizes]
@@ -327,9 +327,9 @@ def test_every_error_is_listed_and_the_others_are_examined(tmp_path, data):
     (add_item(data, "e") / "control/e.png").unlink()
     diagnose(data, out=tmp_path / "out", status=1) # also if all pictures are good
     for name, broken in dict(a="target/a.png", b="control/b_1.png", c="mask/c.png").items():
-        add_item(data, name, [(64, 64)] * 3, mask=draw_picture())
+        add_item(data, name, [(64, 64)] * 3, mask=paint_picture())
         (data / broken).write_bytes((data / broken).read_bytes()[:-40])
-    add_item(data, "d", mask=draw_picture((64, 32)))
+    add_item(data, "d", mask=paint_picture((64, 32)))
     result, rows = diagnose(data, out=tmp_path / "out", status=1)
     assert len(result.errors) == 5 and all(map(is_one_line, result.errors)) and rows.keys() == {"good", "cat"}
     for named in ("target/a.png", "control/b_1.png", "mask/c.png", "mask/d.png", "control/e.png"):

@@ -21,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 import common
 import predict
 from extras import low_bit, plan
-from tests.harness import (DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve_of, hot_model,
+from tests.harness import (DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve, hot_model,
                            is_one_line, log_of, lora_of, lora_tensors, losses_of, make_batch, patched_copy, rel, run,
                            run_script, show, start_ranks, train)
 
@@ -266,7 +266,7 @@ def test_a_low_bit_training_goes_on_bit_for_bit(tmp_path, small, start):
     refused = start("train.py", *flags, "--out_dir", tmp_path / "run", "--resume", "--quantize", "none")
     assert refused.wait() == 1 and "quantize: int8 -> none" in refused.output()
     assert start("train.py", *flags, "--out_dir", tmp_path / "run", "--resume").wait() == 0
-    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
+    assert curve(log_of(tmp_path / "run")) == curve(log_of(tmp_path / "whole"))
     assert_bitwise(lora_of(tmp_path / "run"), lora_of(tmp_path / "whole"))
 
 def test_a_dora_on_a_low_bit_base_is_refused(tmp_path, photos, data):

@@ -17,7 +17,7 @@ import predict
 import rope_patch
 from extras import fit, plan
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
-from tests.harness import (TINY, assert_bitwise, copy_model, curve_of, hot_model, is_one_line, lora_of, make_batch,
+from tests.harness import (TINY, assert_bitwise, copy_model, curve, hot_model, is_one_line, log_of, lora_of, make_batch,
                            patched_copy, run, run_script, start_ranks)
 
 BLOCKS = 10
@@ -293,7 +293,7 @@ def trained(flags, folder):
     result = run_script("train.py", *flags, "--out_dir", folder)
     assert result.status == 0, result.err
     recomputed = re.search(r"the backward pass computes (\d) of 3 blocks again", result.out)
-    return int(recomputed[1]), curve_of(folder), lora_of(folder)
+    return int(recomputed[1]), curve(log_of(folder)), lora_of(folder)
 
 @pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"], ["--batching", "padded"]],
                          ids=["plain", "dropout", "offload", "padded"])
@@ -352,7 +352,7 @@ def test_all_processes_keep_what_the_smallest_room_allows(flags, start, tmp_path
         said = re.search(r"computes (\d) of 3 blocks again", ranks[0].output())
         assert said[1] == ("0" if name == "all" else "3")
         assert ("attention of the others" in ranks[0].output()) == (name == "some")
-        assert curve_of(tmp_path / name) == curve_of(tmp_path / "none")
+        assert curve(log_of(tmp_path / name)) == curve(log_of(tmp_path / "none"))
 
 def test_a_pack_that_never_fits_is_told_before_the_first_step(flags, card, tmp_path, monkeypatch):
     card(10**9)

@@ -17,7 +17,7 @@ import common
 import predict
 import rope_patch
 from extras import pictures
-from tests.harness import DTYPE_NAME, TINY, draw_picture, encoder_flags
+from tests.harness import DTYPE_NAME, TINY, encoder_flags, paint_picture
 
 FEW, MANY = 1000, 10_000
 MOST = 30 # times the cost of a tenth: halfway between 10 and 100. the tree of plan_packs, and caches, take some
@@ -56,7 +56,7 @@ def link_dataset(root, n):
     """n pairs, whose files are all links to three: made in a second, and as many names for the disk and for us."""
     for folder in ("target", "control"):
         (root / folder).mkdir(parents=True)
-        draw_picture((32, 32), seed=len(folder)).save(root / f"{folder}.png")
+        paint_picture((32, 32), seed=len(folder)).save(root / f"{folder}.png")
         for i in range(n):
             os.link(root / f"{folder}.png", root / folder / f"{i:06}.png")
     (root / "caption").write_text("add a red border")
@@ -110,7 +110,7 @@ def test_an_index_is_written_and_read_in_near_linear_time(starts, tmp_path, caps
     assert len(starts[FEW].index.read_text().splitlines()) == FEW + 1 # a line a sample, behind what is of all
 
 def test_finished_pictures_are_found_in_near_linear_time_without_their_pixels(tmp_path, capsys):
-    predict.save_png(draw_picture((1024, 1024)), tmp_path / "a.png", "key")
+    predict.save_png(paint_picture((1024, 1024)), tmp_path / "a.png", "key")
     paths = [tmp_path / f"{i}.png" for i in range(MANY)]
     for path in paths:
         os.link(tmp_path / "a.png", path)

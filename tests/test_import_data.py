@@ -19,15 +19,15 @@ import torch
 import cache
 import common
 import predict
-from tests.harness import (HERE, NATIVE, add_item, assert_same, draw_picture, index_of, is_one_line, load, make_cache,
+from tests.harness import (HERE, NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
                            refused, run_script, save, train)
 
-PICTURES = [np.asarray(draw_picture((64, 32), seed=n)) for n in range(6)] # told apart by their numbers
+PICTURES = [np.asarray(paint_picture((64, 32), seed=n)) for n in range(6)] # told apart by their numbers
 
 def put(source, files, captions=()):
     """Pictures 0, 1, ... under these names, and captions."""
     for n, name in enumerate(files.split()):
-        save(draw_picture((64, 32), seed=n), source / name, format="PNG") # also as .jpg: content counts
+        save(paint_picture((64, 32), seed=n), source / name, format="PNG") # also as .jpg: content counts
     for name in captions:
         (source / name).write_text("go")
     return source
@@ -128,7 +128,7 @@ def test_everything_wrong_in_folders_is_listed_and_the_rest_can_be_had(tmp_path)
         put(source, f"target/{name}.png control/{name}{'_0000' * (name in ('m', 'm_1'))}.png", [f"target/{name}.txt"])
     for file in ("control/gap_2.png", "control/twins.jpg", "mask/masked.png", "control/masked_mask.png",
                  "control/stray.png", "control/good.gif", "mask/sub/x.png"):
-        save(draw_picture(), source / file)
+        save(paint_picture(), source / file)
     (source / "target/silent.txt").unlink(), (source / "control/lonely.png").unlink()
     (source / "target/empty.txt").write_text(" \n")
     (source / "control/link").symlink_to("../target")
@@ -517,7 +517,7 @@ def tensors_of(cache_dir, name):
 def caches(tmp_path_factory):
     """The same two samples as a cache of today and in two forms as version 1.0."""
     root = tmp_path_factory.mktemp("caches")
-    add_item(add_item(root / "data", "cat", mask=draw_picture()), "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
+    add_item(add_item(root / "data", "cat", mask=paint_picture()), "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
     assert make_cache(root / "data", root / "new", "--caption_dropout_rate", 0.5, *NATIVE).status == 0
     for form, name in [(form, name) for form in ("padded", "unpadded") for name in ("cat", "dog")]:
         (root / form).mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from PIL import Image
 import cache
 import common
 import predict
-from tests.harness import HERE, TINY, add_item, draw_picture, encoder_flags, is_one_line, run_script, save
+from tests.harness import HERE, TINY, add_item, encoder_flags, is_one_line, paint_picture, run_script, save
 
 drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
 
@@ -44,7 +44,7 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     pipe, want, moved, keep = cache.load_pipeline(TINY), {}, [], np.arange(64)[:, None].repeat(96, 1) >= 16
     cache.load_encoder(pipe, "vae", encoder_flags())
     for n, name in enumerate(names):
-        image = draw_picture((96, 64), seed=n)
+        image = paint_picture((96, 64), seed=n)
         if name != "b/x": # whose control has nothing to do with it
             save(image, tmp_path / f"data/control/{name}.png")
         image.paste((9, 9, 9 + 80 * n), (0, 0, 96, 16))
@@ -76,7 +76,7 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     ((65, 64), "tiny", 1), ((65, 64), "none", 0), ((64, 16), "none", 1), ((32, 32), "tiny", 0)])
 def test_a_picture_of_another_program_is_measured_if_its_size_allows_it(tmp_path, size, model, status):
     add_item(tmp_path / "data", "cat")
-    save(draw_picture(size), tmp_path / "out/cat.png")
+    save(paint_picture(size), tmp_path / "out/cat.png")
     result = run_script("tools/measure.py", tmp_path / "out", tmp_path / "data", "--model", model)
     assert result.status == status and ("data  " in result.out) != bool(status), result.err
     assert not status or is_one_line(result.errors[0], "out/cat.png", "{}x{}".format(*size)), result.err

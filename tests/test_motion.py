@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 import cache
 import common
 from extras import motion
-from tests.harness import (FULL, TINY, add_item, draw_picture, edited_pair, is_one_line, run_script, save, show,
+from tests.harness import (FULL, TINY, add_item, edited_pair, is_one_line, paint_picture, run_script, save, show,
                            toy_functions, train_and_measure)
 from tools import doctor, measure
 
@@ -114,8 +114,8 @@ def test_there_is_no_mask_where_it_would_say_nothing():
     picture = edited_pair(np.random.default_rng(4), "object", (256, 192))[0]
     scene = edited_pair(np.random.default_rng(3), "object", (300, 240))[0]
     red = Image.fromarray((np.asarray(picture) * 0.8 + [30, 0, 10]).clip(0, 255).astype(np.uint8))
-    for target, control in ((picture, picture), (red, picture), (draw_picture((256, 192), seed=9), picture),
-                            (draw_picture((192, 192)), picture),
+    for target, control in ((picture, picture), (red, picture), (paint_picture((256, 192), seed=9), picture),
+                            (paint_picture((192, 192)), picture),
                             (scene.crop((10, 10, 266, 202)), scene.crop((16, 14, 272, 206)))):
         assert motion.auto_mask(target, control, (256, 192)) is None
 
@@ -149,8 +149,9 @@ def test_what_the_doctor_calls_recoloured_gets_no_mask(photos):
 def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
     """A mask by hand stays, and so does a pair of two shapes; 110x66, of one shape, is trained as 96x64. Without the
     flag nothing changes: no key, no tensor."""
-    for name, mask, size in (("own", draw_picture(), (96, 64)), ("none", None, (96, 64)), ("rounded", None, (110, 66))):
-        control = draw_picture(size, seed=2)
+    for name, mask, size in (("own", paint_picture(), (96, 64)), ("none", None, (96, 64)),
+                             ("rounded", None, (110, 66))):
+        control = paint_picture(size, seed=2)
         add_item(tmp_path / "data", name, mask=mask and mask.resize(size))
         save(control, tmp_path / f"data/control/{name}.png")
         control.paste((9, 200, 9), (0, 0, size[0], 16))
@@ -347,7 +348,7 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     for name, pair in (("moved", (target, control)), ("clean", (control, control)), ("far", (far_turned, its_control))):
         for role, image in zip(("target", "control", "mask"), (*pair, target.convert("L"))):
             save(image, data / f"{role}/sub/{name}.png")
-        save(draw_picture(), data / f"control/sub/{name}_1.jpg")
+        save(paint_picture(), data / f"control/sub/{name}_1.jpg")
         (data / f"target/sub/{name}.txt").write_text("one\ntwo\n")
     before = {path: path.read_bytes() for path in data.rglob("*.*")}
     result = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--mask", "auto", "--align", out)
@@ -373,8 +374,8 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     rows = [dict(target=f"{name}.png", control=controls, prompt="go") for name, controls in (
         ("cat", ["x.png", "y.jpg"]), ("cat_1", ["x.png"]))]
     for path in ("cat.png", "cat_1.png", "x.png", "y.jpg"):
-        save(draw_picture((64, 64), seed=(len(path), 5)), tmp_path / "m" / path)
-    save(draw_picture(), tmp_path / "r/target/a.png")
+        save(paint_picture((64, 64), seed=(len(path), 5)), tmp_path / "m" / path)
+    save(paint_picture(), tmp_path / "r/target/a.png")
     (tmp_path / "r/target/a.txt").write_text("a face")
     (tmp_path / "m/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for flags, status, named in (

@@ -27,7 +27,7 @@ import common
 import predict
 from extras import sheet
 from tests.harness import (EXACT, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, change_weight, copy_model,
-                           draw_picture, encoder_flags, is_one_line, job_of, kill, lora_file, rel, run_script, save,
+                           encoder_flags, is_one_line, job_of, kill, lora_file, paint_picture, rel, run_script, save,
                            show, start_ranks, stock_area, stock_pipeline, until)
 
 def draw(*flags, steps=2):
@@ -111,7 +111,7 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
     """Pictures that vanish or are cut between planning and encoding, a place that is taken, a cached file that was
     damaged: the next call makes what is missing."""
     for n in range(4):
-        save(draw_picture(seed=n), tmp_path / f"{n}.png")
+        save(paint_picture(seed=n), tmp_path / f"{n}.png")
     jobs = write_jobs(tmp_path, [dict(image=f"{n}.png", prompt="add a red border", out=f"{n}.png") for n in range(4)])
     out, real = tmp_path / "out", cache.encode_files
     def call(*flags, encode=real):
@@ -132,7 +132,7 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
 
     (out / "0.png").rmdir()
     for n in (1, 2):
-        save(draw_picture(seed=n), tmp_path / f"{n}.png")
+        save(paint_picture(seed=n), tmp_path / f"{n}.png")
     result = call()
     assert result.status == 0 and "1 of 4 pictures are there already" in result.out and "/3.png:" not in result.out
     assert len(list(out.glob("[0-3].png"))) == 4 and (out / "3.png").stat().st_mtime_ns == before
@@ -151,7 +151,7 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
     (predict, "run_packed", "--max_tokens"), (predict, "decode", "--vae_device")])
 def test_out_of_memory_is_one_line_and_finished_pictures_stay(tmp_path, monkeypatch, module, name, flag):
     """While encoding, drawing or decoding the second of two pictures; once there is memory only that one is drawn."""
-    pictures = [save(draw_picture((64, 64), seed=n), tmp_path / f"{n}.png") for n in range(2)]
+    pictures = [save(paint_picture((64, 64), seed=n), tmp_path / f"{n}.png") for n in range(2)]
     jobs = write_jobs(tmp_path, [dict(image=str(path), prompt="x", out=path.name) for path in pictures])
     real, calls, done = getattr(module, name), [], tmp_path / "out/0.png"
 
@@ -278,7 +278,7 @@ def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photo
                    ["--target_pixels", "32*32"]):
         assert drawn(*change), change
         (tmp_path / "o/a.png").write_bytes(before)
-    save(draw_picture((100, 60), 9), tmp_path / "in/a.png")
+    save(paint_picture((100, 60), 9), tmp_path / "in/a.png")
     assert drawn()
     for part in ("transformer", "vae", "text_encoder"):
         change_weight(model / part)
@@ -379,7 +379,7 @@ def test_from_the_first_picture_on_that_is_too_large_to_decode_all_are_decoded_i
     sizes = dict(a=(96, 96), b=(400, 320), c=(96, 128), d=(96, 304), e=(288, 96)) # drawn as b, d, e, c, a
     rows = []
     for name, size in sizes.items():
-        image = save(draw_picture(size, seed=4), tmp_path / f"{name}.png")
+        image = save(paint_picture(size, seed=4), tmp_path / f"{name}.png")
         rows.append(dict(image=[str(image)], prompt="go", out=image.name))
     flags = ["--jobs", write_jobs(tmp_path, rows), "--lora", "", "--cache_dir", tmp_path / "c", "--num_inference_steps",
              2, *EXACT, "--device", "cpu"]
@@ -410,7 +410,7 @@ def test_from_the_first_picture_on_that_is_too_large_to_decode_all_are_decoded_i
 
 def test_a_training_that_draws_in_tiles_still_encodes_whole_pictures(monkeypatch):
     """With the same VAE, if it has no cache."""
-    pipe, image = cache.load_pipeline(TINY), draw_picture((320, 64))
+    pipe, image = cache.load_pipeline(TINY), paint_picture((320, 64))
     cache.load_encoder(pipe, "vae", encoder_flags())
     before = cache.encode_image(pipe, image)
     def fails(vae, z, **kwargs):
@@ -443,7 +443,7 @@ def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, photos, two_lor
 def test_ctrl_c_keeps_what_is_drawn_and_ends_in_one_line(tmp_path, photos, start):
     """The same command then draws the others."""
     for path in photos:
-        shutil.copy(path, save(draw_picture(), tmp_path / "in" / path.name))
+        shutil.copy(path, save(paint_picture(), tmp_path / "in" / path.name))
     flags = ["--image", tmp_path / "in", "--prompt", "go", "--out_dir", tmp_path / "o", "--lora", "", *NATIVE,
              *ON_DEVICE, "--cache_dir", tmp_path / "c", "--max_tokens", 1, "--num_inference_steps"] # one by one
     process = start("predict.py", *flags, 300)
@@ -522,7 +522,7 @@ def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, fl
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
     monkeypatch.setattr("predict.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
     for name in ("in/a.png", "sheet/sheet.jpg"):
-        save(draw_picture(), tmp_path / name)
+        save(paint_picture(), tmp_path / name)
     (tmp_path / "no").mkdir()
     (tmp_path / "file").touch()
     place = lambda text: text.replace("EDIT", "--image TMP/in/a.png --prompt x").replace("TMP", str(tmp_path))

@@ -11,15 +11,15 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 import cache
-from tests.harness import (EXACT, FULL, NATIVE, TINY, add_item, curve, draw_picture, is_one_line, log_of, lora_of,
-                           losses_of, rel, run_script, show, start_ranks, validations_of)
+from tests.harness import (EXACT, FULL, NATIVE, TINY, add_item, curve, is_one_line, log_of, lora_of, losses_of,
+                           paint_picture, rel, run_script, show, start_ranks, validations_of)
 
 LINES = ["keep the image", "make the background blue", "remove the circle"]
 
 @pytest.fixture
 def flags(tmp_path, data):
     """Of a training on three samples of different sizes, of which half the draws are preserved."""
-    add_item(data, "wide", [(128, 64), (96, 64), (32, 32)], mask=draw_picture((128, 64)))
+    add_item(data, "wide", [(128, 64), (96, 64), (32, 32)], mask=paint_picture((128, 64)))
     return ["--data", data, "--val_data", "--cache_dir", tmp_path / "c", "--batch_size", 4, "--max_tokens", 150,
             "--lora_rank", 2, "--lr", 1e-3, "--lr_scheduler", "constant", "--device", "cpu", *NATIVE, *EXACT,
             "--preserve", 0.5, "--preserve_prompts", *LINES]

@@ -22,8 +22,9 @@ import common
 import predict
 import rope_patch
 from tests.harness import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one, copy_model,
-                           draw_picture, encoder_flags, hot_model, image_lens, is_one_line, joint_mask_of, make_batch,
-                           make_cache, padded_call, patched_model, rel, run, run_script, samples_of, stock_call, train)
+                           encoder_flags, hot_model, image_lens, is_one_line, joint_mask_of, make_batch, make_cache,
+                           padded_call, paint_picture, patched_model, rel, run, run_script, samples_of, stock_call,
+                           train)
 
 # ---- S0 and S3: calls of the transformer -----------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ def photo(tmp_path_factory):
     return cache_photo(tmp_path_factory.mktemp("photo") / "a.png")
 
 def cache_photo(path):
-    draw_picture((64, 96)).save(path)
+    paint_picture((64, 96)).save(path)
     return path
 
 def predict_photo(photo, tmp_path, *flags, device="cpu"):
@@ -316,7 +317,7 @@ def test_encoders_stand_where_their_flags_say_and_get_their_inputs_there(data):
     cache.load_encoder(pipe, "vae", encoder_flags(vae_device="meta"))
     assert devices_of(pipe.vae.encoder) == devices_of(pipe.vae.quant_conv) == {"meta"}
     assert devices_of(pipe.vae.decoder) == {"cpu"} # S1: the decoder stays behind
-    assert cache.encode_image(pipe, draw_picture((64, 32))).device.type == "meta"
+    assert cache.encode_image(pipe, paint_picture((64, 32))).device.type == "meta"
     for quantize in ("none", "int8"):
         pipe, seen = cache.load_pipeline(TINY), []
         cache.load_encoder(pipe, "text", encoder_flags(text_encoder_device="meta", quantize_text_encoder=quantize))
@@ -335,9 +336,9 @@ def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypa
                         empty(0) if size == (0,) else empty(*size, **kwargs))
     def decode(vae, latents, shapes):
         seen.append((devices_of(vae), latents.device.type))
-        return draw_picture() if latents.is_meta else real(vae, latents, shapes)
+        return paint_picture() if latents.is_meta else real(vae, latents, shapes)
     monkeypatch.setattr(predict, "decode", decode)
-    monkeypatch.setattr(predict.VaeImageProcessor, "postprocess", lambda self, image: [(image, draw_picture())[1]])
+    monkeypatch.setattr(predict.VaeImageProcessor, "postprocess", lambda self, image: [(image, paint_picture())[1]])
     for flag, want in (("transformer", ({"cpu"}, "meta")), ("vae", ({"meta"}, "cpu")),
                        ("text_encoder", ({"cpu"}, "cpu"))):
         result = predict_photo(photo, tmp_path, f"--{flag}_device", "meta")

@@ -6,13 +6,14 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 
 def varlen_reference(q, k, v, cu_q, cu_k):
-    """torch.nn.attention.varlen.varlen_attn in plain words: it has no CPU kernel. (N, H, D) tensors."""
+    """This is torch.nn.attention.varlen.varlen_attn in plain words, for tensors of (N, H, D)."""
     cut = lambda x, cu: [x[a:b].transpose(0, 1) for a, b in zip(cu, cu[1:])]
     return torch.cat([torch.nn.functional.scaled_dot_product_attention(*qkv).transpose(0, 1)
                       for qkv in zip(cut(q, cu_q), cut(k, cu_k), cut(v, cu_k))])
 
 @torch_varlen._varlen_attn.register_kernel("cpu")
 def varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, *_, **__):
+    """It also asserts what the kernel of a card relies on."""
     assert q.ndim == 3 and cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
     assert (max_q, max_k, len(q), len(k)) == (cu_q.diff().max(), cu_k.diff().max(), cu_q[-1], cu_k[-1])
     return (varlen_reference(q, k, v, cu_q, cu_k).contiguous(), torch.zeros(q.shape[1], len(q)),
@@ -20,6 +21,7 @@ def varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, *_, **__):
 
 @torch_varlen._varlen_attn_backward.register_kernel("cpu")
 def varlen_backward(grad, q, k, v, out, lse, cu_q, cu_k, *_, **__):
+    """The softmax is computed again, as in the kernel of a card."""
     grads = [torch.empty_like(x) for x in (q, k, v)]
     for (a, b), (c, d) in zip(zip(cu_q, cu_q[1:]), zip(cu_k, cu_k[1:])):
         gr, qu, ke, va, ou = [x.transpose(0, 1).float() for x in (grad[a:b], q[a:b], k[c:d], v[c:d], out[a:b])]

@@ -97,7 +97,7 @@ def share(source):
 
 def heat(model):
     """Scales weights so that a wrong position moves the output by a third. As they are made it moves by 6e-4, which
-    bf16 would hide. (test_consistency.py's hot_model does the same.)"""
+    bf16 would hide. (hot_model of tests/harness.py does the same.)"""
     for name, weight in model.named_parameters():
         if name.endswith("_mod.1.bias"):
             weight.data.normal_()
