@@ -1,6 +1,7 @@
 """
 The rule on the wall: the five core files and tiny/ work when they are copied alone; any file of extras/, tools/ and
-tests/ can go without the rest noticing; imports point down only; nothing at the top of a file is POSIX-only.
+tests/ can go without the rest noticing, but for the harness of all tests; imports point down only, and none at a test
+module; nothing at the top of a file is POSIX-only.
 """
 import ast
 import os
@@ -52,6 +53,17 @@ def test_imports_point_down_only():
         assert not imports_of(path)[1] & {*top, "tools", "tests"}, path
     for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
         assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text())), path
+
+def test_no_file_imports_a_test_module():
+    """What two of them share is in tests/harness.py."""
+    modules = {path.stem for pattern in ("test_*.py", "tests/test_*.py") for path in HERE.glob(pattern)}
+    assert {"test_consistency", "test_house"} <= modules
+    for path in [p for pattern in ("*.py", "extras/*.py", "tiny/*.py", "tools/*.py", "tests/*.py")
+                 for p in HERE.glob(pattern)]:
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        names |= {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+        assert not modules & {part for name in names for part in name.split(".")}, path
 
 AS_ON_WINDOWS = """
 import os, runpy, signal, sys
