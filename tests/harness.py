@@ -9,6 +9,7 @@ import functools
 import gc
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -22,7 +23,6 @@ import time
 import zlib
 from html.parser import HTMLParser
 from math import prod
-from multiprocessing import forkserver, get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -624,14 +624,15 @@ def in_child(script, flags, env, prelude, output):
 def starter(folder):
     """It returns start(script, *flags, env={}, prelude=None), which runs a script in a process of its own."""
     # a process has pid, wait() -> status (-9 of SIGKILL), alive() and output()
-    forkserver.set_forkserver_preload(["tests.harness"])
+    forks = multiprocessing.get_context("forkserver") # which Windows has not
+    forks.set_forkserver_preload(["tests.harness"])
     with contextlib.chdir(HERE): # where the server looks for it; each process goes back to the folder of pytest
-        forkserver.ensure_running()
+        multiprocessing.forkserver.ensure_running()
 
     def start(script, *flags, env={}, prelude=None):
         output = folder / f"{len(list(folder.iterdir()))}.txt"
         output.touch()
-        process = get_context("forkserver").Process(target=in_child, args=(script, flags, env, prelude, str(output)))
+        process = forks.Process(target=in_child, args=(script, flags, env, prelude, str(output)))
         process.start()
 
         def wait():
@@ -650,7 +651,7 @@ def start_ranks(start, *flags, preludes=(None, None), script="train.py"):
     env = dict(WORLD_SIZE=str(len(preludes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return [start(script, *flags, env=env | {"RANK": str(n)}, prelude=p) for n, p in enumerate(preludes)]
 
-def kill(process, number=signal.SIGKILL):
+def kill(process, number=9): # SIGKILL, a name that Windows has not
     """It sends the signal to a process if that still runs."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
