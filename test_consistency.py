@@ -90,7 +90,7 @@ def test_stock_arguments_keep_their_order():
 def test_two_stock_calls_differ():
     """The negative control: bit-equality is not had by chance, nor by gradients that are never compared."""
     model = patched_model(lora=True)
-    whole, masked = everything(model, {}), everything(model, STOCK_CALLS["text mask with holes"])
+    whole, masked = [everything(model, STOCK_CALLS[name]) for name in ("nested shapes", "text mask with holes")]
     assert len(whole) > 30 and all(rel(a, b) > 1e-3 for a, b in zip(whole, masked) if b.any())
 
 # ==== claim 2: a batch of mixed sizes, and its gradients, equal stock one sample at a time; pads never leak ===========
