@@ -1,4 +1,4 @@
-"""Options of test_consistency.py and tests/, which import OPTIONS from here; and for all the harness's fixtures."""
+"""Options of test_consistency.py and tests/, which import OPTIONS from here; and the fixtures of tests/harness.py."""
 import os
 import sys
 
@@ -28,6 +28,7 @@ def pytest_configure(config):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # with warn_only attention would stay as it is
         torch.backends.cuda.enable_cudnn_sdp(False)  # as in extras/cuda.py
+
 
 def pytest_collection(session):
     # the harness takes OPTIONS when it is imported, for which pytest_plugins would be too early; `python
