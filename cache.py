@@ -3,8 +3,8 @@ Encode samples once, so that training and sampling need only the transformer.
 
 A sample is one or more control (input) pictures and an instruction; for training also a target, and maybe a mask. A
 dataset is a folder of samples, or a manifest (metadata.jsonl) with paths inside its folder:
-    data/target/cat.png     data/target/cat.txt         the picture wanted and the instruction that asks for it;
-                                                        several lines are several wordings: each use picks one
+    data/target/cat.png     data/target/cat.txt         the picture wanted, and its prompt: the instruction for it
+                                                        (several lines: several prompts; each use picks one)
     data/control/cat.png    data/control/cat_1.png ...  the picture given; further ones, any number, any sizes
     data/mask/cat.png                                   optional: white = the edited region
     data/metadata.jsonl     {"target": "a.png", "control": ["b.png"], "prompt": "make it snow", "mask": "c.png"}
@@ -21,7 +21,6 @@ $ python cache.py --model ... --data photos drawings faces --repeats 1 5 1 # mix
 
 train.py and predict.py call the same functions; run this script alone to encode on another machine.
 """
-import argparse
 import gc
 import hashlib
 import inspect
@@ -54,12 +53,12 @@ from common import (TINY, TINY_DATA, VERSION, InputError, Sample, content_key, f
 from rope_patch import ROPE_TABLE
 
 PREPROCESSING = 2 # part of every key: add 1 when the preparation of pictures or prompts changes
-NEGATIVE_PROMPT = " " # what an unconditional run is told, as in the model cards
+NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
 # ---- flags of what is trained, for cache.py and train.py -------------------------------------------------------------
 
 def add_data_flags(parser):
-    flag, on_off = parser.group("data"), argparse.BooleanOptionalAction
+    flag = parser.group("data")
     flag("--data", None,
          "dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written",
          nargs="+")
@@ -67,14 +66,14 @@ def add_data_flags(parser):
          "how many times an epoch uses each --data, one number for each (default: 1)",
          type=positive, nargs="+")
     flag("--val_data", None,
-         "validation datasets, not trained on: their loss is logged, their pictures are drawn without and with the "
+         "validation datasets, not trained on: their loss is logged, their pictures are generated without and with the "
          "LoRA (default: none; the demo has its own)", nargs="*")
     flag("--target_pixels", [1024 * 1024],
-         "area of the target (default: 1024x1024); several: one is drawn for each sample; native: own size",
+         "area of the target (default: 1024x1024); several: each use of a sample picks one; native: own size",
          type=pixels, nargs="+")
     flag("--control_pixels", 1024 * 1024,
          "area of the controls, likewise (default: 1024x1024)", type=pixels)
-    flag("--upscale", True, "enlarge smaller pictures to the area, as stock does", action=on_off)
+    flag("--upscale", True, "enlarge smaller pictures to the area, as stock does")
     flag("--caption_dropout_rate", 0.0, "share of samples trained with the empty prompt", type=fraction)
     flag("--prompt_image_dropout_rate", 0.0,
          "share of samples trained as text-to-image, without their controls; not with v1", type=fraction)
@@ -85,19 +84,20 @@ def add_data_flags(parser):
          "instructions that the base follows, for --preserve (default: an empty one)", nargs="+")
     flag("--mask", None,
          "auto: a pair without a mask gets one of where target and control differ (default: none; tools/doctor.py "
-         "--mask auto draws them)", choices=["auto"])
-    flag("--skip_bad", False, "go on without the samples that have an error", action=on_off)
+         "--mask auto shows them)", choices=["auto"])
+    flag("--skip_bad", False, "go on without the samples that have an error")
 
 def parse_data_args(parser, tiny):
     """common.parse_args, with the flags of add_data_flags."""
     args = common.parse_args(parser, tiny)
+    # the demo, and no other dataset of tiny, brings its own validation pictures
     if args.val_data is None:
         is_demo = args.data == TINY["data"]
         args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known")] if is_demo else []
     if not args.data or not all(args.data):
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
     if len(set(args.data)) < len(args.data):
-        parser.error("argument --data: names a dataset twice; leave one out, --repeats has an epoch draw it more often")
+        parser.error("argument --data: names a dataset twice; leave one out; --repeats uses it more often")
     if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
         parser.error("argument --data: an index holds a whole training's samples with their masks; give it alone, "
                      "without --mask")
@@ -109,11 +109,11 @@ def parse_data_args(parser, tiny):
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-ENCODERS = ["vae", "text_encoder", "tokenizer", "processor", "scheduler"] # folders of a model
+ENCODERS = "vae text_encoder tokenizer processor scheduler".split() # folders of a model
 CONFIG_FILES = dict(tokenizer="tokenizer_config.json", processor="preprocessor_config.json",
                     scheduler="scheduler_config.json") # the other parts have config.json
 
-class Processor: # a class because the pipeline keeps and calls it as pipe.processor
+class Processor: # a class because the pipeline calls it as pipe.processor, and reads its attributes
     """Qwen2VLProcessor without its video half, which cannot be loaded without torchvision: transformers' PIL image
     processor, and the tokenizer on a text where each <|image_pad|> stands once per merged patch."""
 
@@ -121,20 +121,16 @@ class Processor: # a class because the pipeline keeps and calls it as pipe.proce
         self.tokenizer, self.image_processor = tokenizer, image_processor
 
     def __call__(self, text, images=None, padding=True, return_tensors="pt"):
-        pictures = {} if images is None else dict(self.image_processor(images=images, return_tensors=return_tensors))
-        counts = []
-        if pictures:
-            counts = (pictures["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist()
-        tokens = self.tokenizer(expand_image_pads(text, counts), padding=padding, return_tensors=return_tensors)
+        pictures = {}
+        if images is not None:
+            pictures = self.image_processor(images=images, return_tensors=return_tensors)
+            counts = iter((pictures["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2).tolist())
+
+            def repeat(pad): # the k-th pad in the list of texts stands for the k-th picture
+                return pad[0] * next(counts)
+            text = [re.sub(re.escape("<|image_pad|>"), repeat, one) for one in text]
+        tokens = self.tokenizer(text, padding=padding, return_tensors=return_tensors)
         return BatchFeature({**tokens, **pictures})
-
-def expand_image_pads(texts, counts):
-    """The k-th <|image_pad|> in the list of texts becomes counts[k] of them."""
-    counts = iter(counts)
-
-    def repeat(pad):
-        return pad[0] * next(counts)
-    return [re.sub(re.escape("<|image_pad|>"), repeat, text) for text in texts]
 
 def find_model(model, parts, weights=True, flag="--model"):
     """--model or --transformer (flag) -> a local folder, downloaded if need be, that holds these parts. Their files are
@@ -142,6 +138,7 @@ def find_model(model, parts, weights=True, flag="--model"):
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
     if folder.is_file():
         raise InputError(f"{flag} {model}: one file; give a diffusers folder, or Qwen/Qwen-Image-Edit-2509")
+    # no folder: an id of the hub, of which only these parts are downloaded
     if not folder.is_dir():
         repo, _, revision = model.partition("@")
         wanted = ["model_index.json", *[f"{part}/*" for part in parts]]
@@ -161,14 +158,15 @@ def check_files(folder, config, weights, flag):
     try:
         for file in [folder / config, *folder.glob("*.json")]:
             content = json.loads(file.read_text())
-            if file.name == "config.json" and dict(content).get("quantization_config"): # see extras/low_bit.py
+            # extras/quantize.py says why such weights are of no use here
+            if file.name == "config.json" and dict(content).get("quantization_config"):
                 raise InputError(f"{file}: the weights are quantized already; take the bf16 model and --quantize nf4 "
                                  "(for the text encoder --quantize_text_encoder nf4)")
             if file.name.endswith(".safetensors.index.json"):
                 shards |= {folder / name for name in content["weight_map"].values()}
         for file in shards if weights else []:
             safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, safetensors.SafetensorError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git clone: git lfs "
                          f"pull), as {flag} wants a complete diffusers folder")
 
@@ -176,28 +174,37 @@ def load_pipeline(folder):
     """The stock pipeline of model_index.json (v1 or Plus) without weights: tokenizer, processor and scheduler only. Its
     methods then prepare pictures and prompts; load_encoder adds VAE and text encoder."""
     try:
+        # a new model family begins here; GUIDE.md lists the other places
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
             raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEdit(Plus)Pipeline")
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
+        # parts that are None are not loaded
         pipe = DiffusionPipeline.from_pretrained(
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
-    except (OSError, KeyError, ValueError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder" / "config.json" # (tools/doctor.py does without)
-    pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # another one if the vocabulary is missing
+    pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # a tokenizer without vocabulary gives another one
     if config.is_file() and json.loads(config.read_text())["image_token_id"] != pad_id:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
     pipe.processor = Processor(pipe.tokenizer, image_processor)
     pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
     return pipe
 
+def find_pipeline(args, weights=True):
+    """-> (the folder of --model, load_pipeline of it, or None where all datasets are indexes: these need no encoders,
+    only the VAE, for the pictures of validations)."""
+    indexes = all(map(is_index, args.data + args.val_data))
+    folder = find_model(args.model, ["scheduler", "vae"] if indexes else ENCODERS, weights)
+    return folder, None if indexes else load_pipeline(folder)
+
 def load_part(cls, folder, dtype):
     """One frozen model from its safetensors files. InputError names the folder."""
     try:
         model, info = cls.from_pretrained(folder, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); download it again")
     if missing := sorted(info["missing_keys"]): # these weights would be random numbers
         raise InputError(f"{folder}: {len(missing)} tensors are missing, for instance {missing[0]}; download it again")
@@ -207,23 +214,24 @@ def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
     CPU: encoding does not need it. args: dtype, device and quantisation flags of common.add_model_flags."""
     folder = Path(pipe.name_or_path)
-    if encoder == "vae":
+    if encoder == "vae": # its encoder is what encode_image uses
         pipe.vae = load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype)
         pipe.vae.encoder.to(args.vae_device)
         pipe.vae.quant_conv.to(args.vae_device)
         return
+    # quantized layer by layer, so that the device never holds all of it in full precision
     model = load_part(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", args.dtype)
     adapt_text_encoder(model)
     try:
         if args.quantize_text_encoder != "none":
-            low_bit = load_extra("quantize_text_encoder")
-            low_bit.make_low_bit(model, args.quantize_text_encoder, args.text_encoder_device)
+            load_extra("quantize").quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
         pipe.text_encoder = model.to(args.text_encoder_device)
     except torch.OutOfMemoryError:
         raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text encoder, "
                          "16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
 
 def adapt_text_encoder(encoder):
+    """Changes a text encoder in place: no logits, and add_token_types."""
     encoder.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
     encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
 
@@ -236,9 +244,9 @@ def add_token_types(encoder, args, kwargs):
     return args, kwargs
 
 def drop_encoders(pipe):
-    """Both leave their devices, and the host's memory."""
+    """VAE and text encoder leave their devices, and the host's memory."""
     pipe.vae = pipe.text_encoder = None
-    gc.collect()
+    gc.collect() # hooks refer to the model that holds them, in circles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats() # train.py's log shows the training's peak, not the encoding's
@@ -247,8 +255,9 @@ def is_plus(pipe):
     return type(pipe).__name__ == "QwenImageEditPlusPipeline"
 
 def fingerprint(folder):
-    """Identifies a model's folder: every small file whole, of each large one the size and three 1 MiB windows (hashing
-    all 16 GB of a text encoder would cost a minute at every start, and two trainings hardly share all windows)."""
+    """Identifies a model's folder: every small file whole, of each large one the size and three 1 MiB windows. (Hashing
+    all 16 GB of a text encoder would cost a minute at every start; two different checkpoints are very unlikely to agree
+    in all windows.)"""
     h = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
         size = path.stat().st_size
@@ -277,6 +286,7 @@ def encoder_fingerprints(folder):
 def encode_image(pipe, image):
     """RGB image -> (tokens, 64): the posterior's mode, normalised by latents_mean/std, 2x2 patches packed. fp32 or bf16
     as the VAE; on the VAE encoder's device."""
+    # the VAE knows videos, so a picture is one frame: (1, 3, 1, H, W)
     weight = next(pipe.vae.encoder.parameters())
     x = pipe.image_processor.preprocess(image).unsqueeze(2).to(weight.device, weight.dtype)
     z = pipe._encode_vae_image(x, generator=None)
@@ -284,8 +294,8 @@ def encode_image(pipe, image):
 
 @torch.no_grad()
 def encode_prompt(pipe, prompt, images):
-    """Instruction and the pictures it speaks of -> (T, 3584), without the template's first 64 tokens."""
-    images = (images or None) if is_plus(pipe) else images[0]
+    """A prompt and the pictures it speaks of -> (T, 3584), without the template's first 64 tokens."""
+    images = (images or None) if is_plus(pipe) else images[0] # v1 has one picture, and not in a list
     embeds, _ = pipe.encode_prompt([prompt], images, device=pipe.text_encoder.device)
     return embeds[0]
 
@@ -295,40 +305,42 @@ def prompt_length(pipe, prompt, sizes):
     counts = [images.get_number_of_image_patches(h, w, {}) // images.merge_size**2 for w, h in sizes]
     pictures = "".join(f"Picture {i + 1}: <|vision_start|><|image_pad|><|vision_end|>" for i in range(len(sizes)))
     text = pipe.prompt_template_encode.format((pictures if is_plus(pipe) else "") + prompt)
-    # a picture's pad, which is one token here, will be `count` of them
+    # the pad of a picture is one token here, and will be `count` of them
     return len(pipe.tokenizer(text).input_ids) + sum(counts) - len(counts) - pipe.prompt_template_encode_start_idx
 
 def read_pictures(pipe, sample, encoder, what):
-    """Reads and resizes what encode_text or encode_latents takes; threads can do it ahead, as PIL releases the GIL.
-    For "text" what is a text key -> the controls, or []. For "vae" what is one of sample.resolutions -> [*controls,
-    target or None, mask or None]; the mask has one pixel a token."""
+    """Reads and resizes the pictures that encode_text or encode_latents encodes; threads can do it ahead, as PIL
+    releases the GIL. encoder "text": `what` is a text key -> the controls, or []. encoder "vae": `what` is one of
+    sample.encodings -> [*controls, target or None, mask or None]; the mask has one pixel a token."""
     def read(path, size):
         return pipe.image_processor.resize(read_image(path), size[1], size[0])
 
+    # the text encoder sees small copies of the controls
     if encoder == "text":
         _, with_pictures = what
         return list(map(read, sample.controls, sample.prompt_sizes)) if with_pictures else []
+    # a token is 16x16 pixels; shapes are (frames, height, width), and PIL's sizes (width, height)
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
-    target = None
-    mask = None
+    target = mask = None
     if sample.target:
         whole = read_image(sample.target)
         target = pipe.image_processor.resize(whole, height, width)
-    if "mask" in what: # read_image, as img_shapes has no controls if --prompt_image_dropout_rate dropped them
+    if "mask" in what: # --mask auto compares the pictures at their own sizes
         mask = load_extra("mask").auto_mask(whole, read_image(sample.controls[0]), (width, height))
     elif sample.mask:
         mask = read_image(sample.mask).convert("L").resize((width // 16, height // 16), Image.BOX)
     return [*map(read, sample.controls, control_sizes), target, mask]
 
-def encode_latents(pipe, sample, resolution, pictures=None):
+def encode_latents(pipe, sample, encoding, pictures=None):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
     (I_0, 64), and where there is a mask edit_mask (I_0,): the edited share of each token's 16x16 pixels. pictures:
     read_pictures's, if it has been called."""
     if pictures is None:
-        pictures = read_pictures(pipe, sample, "vae", resolution)
+        pictures = read_pictures(pipe, sample, "vae", encoding)
+    # one picture at a time: no batch, so no size has to fit another's
     *controls, target, mask = pictures
     latents = [encode_image(pipe, image) for image in controls]
-    out = dict(img_shapes=torch.tensor(resolution["img_shapes"]))
+    out = dict(img_shapes=torch.tensor(encoding["img_shapes"]))
     if target:
         out["pixel_latent"] = encode_image(pipe, target)
     out["control_latent"] = torch.cat(latents) if latents else out["pixel_latent"][:0]
@@ -354,13 +366,14 @@ def check_finite(tensors, sample):
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
 
 def look_at(path):
-    """-> ((width, height), content hash) of a picture. InputError as of image_size."""
+    """-> ((width, height), content hash) of a picture. InputErrors are image_size's."""
     return image_size(path), file_hash(path)
 
 def plan_sizes(pipe, sample, geometry, look):
-    """Sets sample.sizes and prompt_sizes -> [(width, height)] of the target at each of its resolutions, and of the
+    """Sets sample.sizes and prompt_sizes -> [(width, height)] of the target at each of its encodings, and of the
     controls. geometry: dict(target_pixels=[...], control_pixels, upscale). look: as for plan_sample."""
     own_sizes, upscale = [look(path)[0] for path in sample.controls], geometry["upscale"]
+    # the aspect ratio of the result
     if sample.target:
         base_size = look(sample.target)[0]
     else: # size_from counts from 1; without it the last one decides, as in stock
@@ -388,7 +401,7 @@ def check_sample(pipe, sample, max_sequence_length):
         raise InputError(f"{sample.name}: prompt of {tokens} tokens, over --max_sequence_length {max_sequence_length}; "
                          "shorten it")
     # rotary positions: pictures are centred on 0, and the text begins where the largest ends
-    longest_side = max(max(h, w) for resolution in sample.resolutions for _, h, w in resolution["img_shapes"])
+    longest_side = max(max(h, w) for encoding in sample.encodings for _, h, w in encoding["img_shapes"])
     left = ROPE_TABLE - longest_side // 2
     tokens = max(text["tokens"] for text in sample.texts.values())
     if tokens > left:
@@ -409,22 +422,25 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")
     target_sizes, control_sizes = plan_sizes(pipe, sample, geometry, look)
+    # what decides the content of every file
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
 
     def cache_file(folder, **fields):
         return Path(args.cache_dir, folder, content_key(**shared, **fields) + ".safetensors")
 
+    # latents: one file for each area of the target, with the controls in it
     control_hashes = [look(path)[1] for path in sample.controls]
     hashes = control_hashes + [path and look(path)[1] for path in (sample.target, sample.mask)]
-    auto = {}
+    auto = {} # goes into the key as well: with the mask the file has other content
     if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:
         auto = dict(mask="auto")
-    sample.resolutions = []
+    sample.encodings = []
     for target_size in target_sizes:
         sizes = [target_size, *control_sizes]
         file = cache_file("latents", vae=fingerprints.get("vae"), pictures=hashes, sizes=sizes, **auto)
         shapes = [(1, h // 16, w // 16) for w, h in sizes]
-        sample.resolutions.append(dict(img_shapes=shapes, file=file) | auto)
+        sample.encodings.append(dict(img_shapes=shapes, file=file) | auto)
+    # texts: one file for each prompt, as the text encoder sees it: with the controls' copies, or without
     for prompt, with_pictures in text_keys:
         hashes, sizes = (control_hashes, sample.prompt_sizes) if with_pictures else ([], [])
         file = cache_file("text", text=fingerprints.get("text"), quantize=args.quantize_text_encoder, prompt=prompt,
@@ -437,23 +453,22 @@ def plan_samples(pipe, samples, texts_of, geometry, args, quiet):
     good = []
     problems = []
     fingerprints = encoder_fingerprints(Path(pipe.name_or_path))
+    # threads read what pictures.txt does not know
     look = look_at
     if pictures := common.find_extra("pictures"): # without it each start reads every picture, twice
-        look = pictures.look_ahead(samples, look_at, args.cache_dir, quiet, common)
-    # disable=None here and elsewhere: tqdm hides itself where there is no terminal
+        look = pictures.look_ahead(samples, look_at, args.cache_dir, quiet)
+    # disable=None here and elsewhere: no bar where the output is not a terminal
     for sample in tqdm(samples, desc="planning", unit=" samples", disable=quiet or None, leave=False):
-        try:
+        with common.noted(problems):
             plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look)
             good.append(sample)
-        except InputError as e:
-            problems.append(str(e))
     return good, problems
 
 # ---- the cache: encoded files ----------------------------------------------------------------------------------------
 
 def files_of(sample):
-    """A planned sample's {file: (encoder, what it encodes: one of sample.resolutions or a text key)}."""
-    files = {resolution["file"]: ("vae", resolution) for resolution in sample.resolutions}
+    """A planned sample's {file: (encoder, what it encodes: one of sample.encodings or a text key)}."""
+    files = {encoding["file"]: ("vae", encoding) for encoding in sample.encodings}
     for key, text in sample.texts.items():
         files[text["file"]] = "text", key
     return files
@@ -465,22 +480,23 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
     """Each process encodes its share of what the cache lacks -> problems, the same on every process; a bad sample does
     not stop the others. The encoders are loaded only if needed, one after the other, and unloaded before this returns.
     With `verify` every file is read, and damaged ones are encoded again."""
-    jobs = {} # {file: (sample, encoder, what)}: files that samples share are there once
+    jobs = {} # {file: (sample, encoder, what)}: a file that several samples share is encoded once
     for sample in samples:
         for file, job in files_of(sample).items():
             jobs[file] = sample, *job
-    # by key: the processes' lists of missing files may differ, as another one may have written some already
-    mine = {file for file in jobs if int(file.stem, 16) % world_size == rank}
+    # by key, and not by place: the processes' lists of missing files may differ, as one may have written some already
+    my_files = {file for file in jobs if int(file.stem, 16) % world_size == rank}
     if verify:
-        remove_damaged(filter(Path.is_file, mine), rank > 0)
+        remove_damaged(filter(Path.is_file, my_files), rank > 0)
     missing, problems = [file for file in jobs if not file.is_file()], []
     if missing:
         for folder in ("latents", "text"):
             common.prepare_folder(Path(args.cache_dir, folder))
         if rank == 0:
             print(f"encoding {len(missing)} files into {args.cache_dir}")
-        problems = encode_files(pipe, {file: jobs[file] for file in missing if file in mine}, args, rank > 0)
-    shares = common.gather_objects(problems, world_size) # waits for the others' files
+        problems = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args, rank > 0)
+    # waits until the others have written their files; two may have met the same problem
+    shares = common.gather_objects(problems)
     return list(dict.fromkeys(sum(shares, [])))
 
 def remove_damaged(files, quiet):
@@ -492,16 +508,17 @@ def remove_damaged(files, quiet):
             file.unlink()
 
 def encode_files(pipe, jobs, args, quiet):
-    """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems. A thread writes, as
-    it waits for the disk."""
+    """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems. Other threads read
+    and write, as they wait for the disk."""
     problems = []
+    # sorted: the encoders are loaded once each, and are never in memory together
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
     reads = common.run_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
         for file in tqdm(order, desc="encoding", unit=" files", disable=quiet or None):
-            if stopped:
+            if signals_seen:
                 return
             pictures = next(reads)
             sample, encoder, what = jobs[file]
@@ -510,35 +527,33 @@ def encode_files(pipe, jobs, args, quiet):
                 load_encoder(pipe, encoder, args)
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
+            meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls])
             try:
-                yield file, encode(pipe, sample, what, pictures.result()), dict(
-                    version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls])
-            except InputError as e:
-                problems.append(str(e))
+                with common.noted(problems):
+                    yield file, encode(pipe, sample, what, pictures.result()), meta
             except torch.OutOfMemoryError:
                 raise InputError(f"{sample.name}: out of memory in the {encoder} encoder; lower --control_pixels and "
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
 
-    with common.signals_noted() as stopped, closing(reads): # also if it ends early
+    with common.signals_noted() as signals_seen, closing(reads): # closed also if this ends early
         for written in common.run_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
-            written.result() # a full disk's InputError
-        if stopped:
+            written.result() # a full disk raises its InputError here
+        if signals_seen:
             tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
-            sys.exit(128 + stopped[0])
+            sys.exit(128 + signals_seen[0])
     drop_encoders(pipe)
     return problems
 
-def load_latents(sample, resolution, live=None):
-    """encode_latents of one of sample.resolutions, from the cache, or encoded now by the pipeline `live`."""
-    file = resolution["file"]
-    return encode_latents(live, sample, resolution) if live else read_tensors(file, key=file.stem)[0]
+def load_latents(sample, encoding, encoders=None):
+    """encode_latents of one of sample.encodings: from the cache, or encoded now by the pipeline `encoders`."""
+    file = encoding["file"]
+    return encode_latents(encoders, sample, encoding) if encoders else read_tensors(file, key=file.stem)[0]
 
-def load_text(sample, text_key, live=None):
+def load_text(sample, text_key, encoders=None):
     """prompt_embed (T, 3584) of a text key, likewise."""
     file = sample.texts[text_key]["file"]
-    prompt = text_key[0]
-    tensors = encode_text(live, sample, text_key) if live else read_tensors(file, key=file.stem)[0]
-    return tensors["prompt_embed" if prompt else "empty_prompt_embed"]
+    tensors = encode_text(encoders, sample, text_key) if encoders else read_tensors(file, key=file.stem)[0]
+    return tensors["prompt_embed" if text_key[0] else "empty_prompt_embed"]
 
 # ---- indexes: a dataset's samples and their files --------------------------------------------------------------------
 
@@ -552,18 +567,19 @@ def run_name(model, roots):
     return f"{model}-{'+'.join(names).removeprefix(model + '-')}"
 
 def write_index(path, samples, geometry, fingerprints):
-    """JSON that read_index reads, a line for each sample; an index that is right already is left alone. Files go by
-    their names below the index's folder, which may be copied elsewhere."""
+    """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone. Files
+    are named relative to the index's folder, so that the folder may be copied elsewhere."""
     def below(file):
         return file.relative_to(path.parent).as_posix()
 
+    # vars of a Sample are its fields
     rows = []
     for s in samples:
         texts = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
         rows.append(vars(s) | dict(texts=texts))
     index = dict(version=VERSION, models=fingerprints, geometry=geometry, samples=rows)
     data = json.dumps(index, default=below).replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    with suppress(OSError):
+    with suppress(OSError): # there is none yet
         if path.read_bytes() == data:
             return
     common.write_file(path, data)
@@ -576,18 +592,19 @@ def read_index(path):
         samples = [Sample(**row) for row in index["samples"]]
         for s in samples:
             s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
-            for encoded in (*s.resolutions, *s.texts.values()):
+            for encoded in (*s.encodings, *s.texts.values()):
                 encoded["file"] = path.parent / encoded["file"]
         if index["version"] != VERSION or not samples:
             raise ValueError(f"version {index['version']}, {len(samples)} samples")
         return samples, index["geometry"], index["models"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {e}); run cache.py again")
 
 def open_index(path, folder, texts_of):
     """read_index -> (samples, geometry). InputError if another model than that in `folder` has encoded them, or if a
     file is missing, or a text that texts_of(sample) asks for."""
     samples, geometry, fingerprints = read_index(path)
+    # each encoder that is here must be the one that has encoded
     for encoder, here in encoder_fingerprints(folder).items():
         if fingerprints.get(encoder, here) != here: # (tools/import_data.py does not know who encoded a cache)
             raise InputError(f"{path}: encoded with another model than {folder} ({encoder}); run cache.py with this "
@@ -609,9 +626,10 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
     """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
     every process. What the cache lacks is encoded, and the indexes are written (unless `encode` is False). Ends the
     script if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
-    # the first process alone reads the pictures
+    # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(
-        lambda: plan_training(pipe, folder, args), rank, world_size)
+        lambda: plan_training(pipe, folder, args), rank)
+    # encode; a sample whose encoding failed is no sample
     if encode:
         encoding_problems = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
         samples = list(filter(is_cached, samples))
@@ -623,6 +641,7 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
         sys.exit("correct these samples, or go on without them: --skip_bad" if rank == 0 else 1)
     if not samples:
         raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
+    # the indexes, which another machine can train from
     if rank == 0 and encode:
         for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
             if encoded and not any(map(is_index, roots)):
@@ -635,14 +654,16 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
 
 def plan_training(pipe, folder, args):
     """-> (planned samples, planned validation samples, geometry, problems), of datasets or of indexes."""
-    geometry = dict(target_pixels=args.target_pixels, control_pixels=args.control_pixels, upscale=args.upscale)
-    picture_choices = [True, False] if args.prompt_image_dropout_rate else [True] # whether they come with the prompt
+    geometry = {name: getattr(args, name) for name in ("target_pixels", "control_pixels", "upscale")}
+    # whether the pictures come with the prompt
+    picture_choices = [True, False] if args.prompt_image_dropout_rate else [True]
     if pipe is not None and not is_plus(pipe) and False in picture_choices:
         raise InputError("--prompt_image_dropout_rate: Qwen-Image-Edit v1 has a picture in every prompt; leave it out")
     preserve_prompts = args.preserve_prompts if args.preserve else []
     for prompt in preserve_prompts:
         common.check_text("--preserve_prompts", prompt)
 
+    # the text keys that a training may pick, and those of a validation: its loss, and its pictures with true CFG
     def texts_of(sample):
         prompts = [*sample.prompts, ""] if args.caption_dropout_rate else sample.prompts
         text_keys = list(product(prompts, picture_choices))
@@ -651,27 +672,28 @@ def plan_training(pipe, folder, args):
     def val_texts_of(sample):
         return [(prompt, True) for prompt in [*sample.prompts, NEGATIVE_PROMPT]]
 
-    def read_root(root, wanted_texts, wanted_geometry):
-        if is_index(root): # it brings its own geometry
-            return *open_index(root, folder, wanted_texts), []
-        samples, problems = common.read_dataset(root)
-        samples, more = plan_samples(pipe, samples, wanted_texts, wanted_geometry, args, quiet=False)
-        return samples, wanted_geometry, problems + more
+    def read_roots(roots, wanted_texts, geometry, repeats=None):
+        samples = []
+        for n, root in enumerate(roots):
+            if is_index(root): # which stands alone, and brings its own geometry
+                found, geometry = open_index(root, folder, wanted_texts)
+            else:
+                found, wrong = common.read_dataset(root)
+                found, more = plan_samples(pipe, found, wanted_texts, geometry, args, quiet=False)
+                problems.extend(wrong + more)
+            for sample in found if repeats else []:
+                sample.repeats = repeats[n]
+            samples += found
+        return samples, geometry
 
-    samples, val_samples, problems = [], [], []
-    for n, root in enumerate(args.data):
-        root_samples, geometry, root_problems = read_root(root, texts_of, geometry) # (an index stands alone)
-        for sample in root_samples:
-            sample.repeats = args.repeats[n] if args.repeats else sample.repeats
-        samples += root_samples
-        problems += root_problems
-    val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1]) # the first area alone is validated
-    for root in args.val_data:
-        root_samples, _, root_problems = read_root(root, val_texts_of, val_geometry)
-        if alone := [sample.name for sample in root_samples if not sample.controls]:
-            raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be drawn; leave it out")
-        val_samples += root_samples
-        problems += root_problems
+    problems = []
+    samples, geometry = read_roots(args.data, texts_of, geometry, args.repeats)
+    # the first area alone is validated
+    val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1])
+    val_samples, _ = read_roots(args.val_data, val_texts_of, val_geometry)
+    if alone := [sample.name for sample in val_samples if not sample.controls]:
+        raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be generated; leave it out")
+    # the base shall answer the other instructions, not the one that is being trained
     for sample in samples:
         if learned := set(preserve_prompts) & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
@@ -683,11 +705,12 @@ def describe(samples):
     words = f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"
     if alone := sum(not s.controls for s in samples):
         words += f", {alone} of them without a control: text-to-image"
+    # how much the aspect of each target changes, at each of its sizes
     distortions = []
     for s in samples:
         width, height = s.sizes[0]
-        for resolution in s.resolutions:
-            _, h, w = resolution["img_shapes"][0]
+        for encoding in s.encodings:
+            _, h, w = encoding["img_shapes"][0]
             distortions.append((abs(w / h * height / width - 1), s.name))
     distortion, name = max(distortions)
     if distortion > 0.1:
@@ -701,11 +724,10 @@ def main():
     parser = common.Parser(__doc__)
     common.add_model_flags(parser)
     add_data_flags(parser)
-    parser.add_argument("--verify", action="store_true", help="read every file of the cache; encode damaged ones again")
+    parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
     args = parse_data_args(parser, TINY)
     rank, world_size = common.start_processes(args)
-    folder = find_model(args.model, ENCODERS)
-    pipe = load_pipeline(folder)
+    folder, pipe = find_pipeline(args)
     samples, val_samples, _ = make_cache(pipe, folder, args, rank, world_size, verify=args.verify)
     if rank == 0:
         print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "

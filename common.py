@@ -1,6 +1,6 @@
 """
-What comes before a model, for all scripts: the `Sample`, error lines, extras, flags, processes and devices, files that
-are written whole and checked, datasets, pictures. Nobody has to read this to understand the training.
+What comes before a model, for all scripts. `Sample`, below, is what they all pass around. The rest is plumbing, and can
+wait: error lines, extras, flags, processes and devices, files that are written whole and checked, datasets, pictures.
 """
 import argparse
 import contextlib
@@ -32,7 +32,6 @@ import torch.distributed as dist
 import transformers
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 from PIL import Image
-from safetensors import SafetensorError
 
 VERSION = "2.0" # of the cache files
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
@@ -41,24 +40,24 @@ TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="nat
 
 @dataclass
 class Sample:
-    """A training pair, a held-out pair, a line of jobs.jsonl, a photo to edit."""
+    """A training pair, a validation pair, a line of jobs.jsonl, a photo to edit."""
     name: str # its path in the dataset, without suffix
     root: str # the dataset's name
     controls: list # pictures given, in order; none: text-to-image
-    prompts: list # wordings of the instruction; an epoch draws one of them each time
-    target: str | None = None # the picture wanted; None: the sample is only drawn
+    prompts: list # the instruction, in one or several wordings; each use of the sample picks one
+    target: str | None = None # the picture wanted; None: one will be generated
     mask: str | None = None # white = the edited region
     repeats: int = 1 # how often an epoch has it
-    own_settings: dict = field(default_factory=dict) # flags of predict.py that its line of jobs.jsonl sets
-    settings: dict = field(default_factory=dict) # all flags that predict.py draws it with, its own included
+    # flags of predict.py: those that its line of jobs.jsonl sets; predict.complete_settings adds the others
+    settings: dict = field(default_factory=dict)
 
     # what cache.plan_sample adds
     # original (width, height) in pixels: of the target (without one, of the control that gives the shape), the controls
     sizes: list = field(default_factory=list)
     prompt_sizes: list = field(default_factory=list) # (width, height) of the controls' copies for the text encoder
     # for each of --target_pixels dict(file=of the latents, img_shapes=[(1, height, width), ...]), in tokens, the target
-    # first; and mask="auto" if it is to be made
-    resolutions: list = field(default_factory=list)
+    # first; and mask="auto" if --mask auto makes one
+    encodings: list = field(default_factory=list)
     # {text key: dict(file=, tokens=)}; a text key is (prompt, whether the pictures come with it)
     texts: dict = field(default_factory=dict)
 
@@ -68,11 +67,19 @@ def error_line(message):
     return "error: " + message.replace("\n", "\\n") # names may hold anything
 
 class InputError(SystemExit):
-    """Something of the user's is wrong: InputError('<file or flag>: <what is wrong>; <what to do>'). A SystemExit, so
-    that the script ends with this line and status 1, without a traceback."""
+    """The user's input is wrong: InputError('<file or flag>: <what is wrong>; <what to do>'). A SystemExit, so that the
+    script ends with this line and status 1, without a traceback."""
 
     def __init__(self, message):
         super().__init__(error_line(message))
+
+@contextlib.contextmanager
+def noted(problems):
+    """Within `with`, an InputError becomes a line of this list, and the code behind the block runs all the same."""
+    try:
+        yield
+    except InputError as e:
+        problems.append(str(e))
 
 def print_problems(lines):
     for line in lines:
@@ -84,22 +91,22 @@ def first_words(e):
 
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
-EXTRAS = dict(quantize="low_bit", quantize_text_encoder="low_bit", offload="offload", fsdp="shard", plan="plan",
-              tracker="track", mask="motion") # flag: the file in extras/ that it switches on
+EXTRAS = "quantize offload fsdp plan tracker mask".split() # flags that a file of their name in extras/ serves
 
-def find_extra(name):
-    """The module extras/NAME.py, or None if it was deleted."""
+def load_extra(name):
+    """The module extras/NAME.py, which the flag --NAME needs. InputError if it, or one that it imports, is not here."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as e:
-        if not e.name.startswith("extras"):
+        package, _, missing = e.name.partition(".")
+        if package != "extras":
             raise
+        raise InputError(f"--{name}: needs extras/{missing or name}.py; copy it here, or leave the flag out")
 
-def load_extra(flag):
-    """The module in extras/ that this flag switches on. InputError if it is not here."""
-    if module := find_extra(EXTRAS[flag]):
-        return module
-    raise InputError(f"--{flag}: needs extras/{EXTRAS[flag]}.py; copy it here, or leave the flag out")
+def find_extra(name):
+    """The module extras/NAME.py, or None if it was deleted."""
+    with contextlib.suppress(InputError):
+        return load_extra(name)
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
@@ -115,7 +122,7 @@ def pixels(text):
     return area or text
 
 def number(kind, low, high=math.inf):
-    """For argparse's type=: an int or a float from low to high; anything else ends the script with status 2."""
+    """For argparse's type=: an int or a float from low to high. argparse turns the error into a line and status 2."""
     def parse(text):
         value = kind(str(text)) # a number of jobs.jsonl too: int(0.5) would be 0
         if low <= value <= high: # False for nan too
@@ -125,7 +132,7 @@ def number(kind, low, high=math.inf):
     return parse
 
 def key_value(text):
-    """For argparse's type=: 'use_dora=true' -> ('use_dora', True); the value is JSON, or else a string."""
+    """For argparse's type=: 'use_rslora=true' -> ('use_rslora', True); the value is JSON, or else a string."""
     key, _, value = text.partition("=")
     if not key.isidentifier() or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -174,6 +181,8 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         group = self.add_argument_group(title)
 
         def flag(name, default, help, **others):
+            if isinstance(default, bool): # --name and --no-name
+                others["action"] = argparse.BooleanOptionalAction
             group.add_argument(name, default=default, help=help, **others)
         return flag
 
@@ -222,8 +231,8 @@ def parse_args(parser, tiny):
     if not args.cache_dir:
         parser.error("argument --cache_dir: empty; give a folder")
     cards = find_extra("cuda") # without it a card works as torch sets it up
-    if cards and (problem := cards.too_large_for_cpu(args)):
-        raise InputError(f"--device: {problem}")
+    if cards:
+        cards.refuse_cpu(args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name in [name for name in vars(args) if name.endswith("device")]:
         device = getattr(args, name) or default
@@ -231,15 +240,16 @@ def parse_args(parser, tiny):
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         elif device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
-        if cards and (problem := cards.problem(device, args.dtype)):
-            parser.error(f"argument --{name}: {problem}")
+        if cards:
+            cards.check(parser, name, device, args.dtype)
         setattr(args, name, device)
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
-    for name, value in vars(args).items():
+    for flag, value in vars(args).items():
+        name = flag.removesuffix("_text_encoder") # one file quantizes both models
         if name in EXTRAS and value and value != "none":
             package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
             if package and not find_spec(package):
-                parser.error(f"argument --{name}: {value} needs a missing package; pip install {package}")
+                parser.error(f"argument --{flag}: {value} needs a missing package; pip install {package}")
     return args
 
 # ---- processes and devices -------------------------------------------------------------------------------------------
@@ -257,30 +267,30 @@ def start_processes(args):
         torch.cuda.set_device(args.device) # where NCCL works
         if rank == 0:
             print(card)
-    if world_size > 1: # some wait for hours while others encode or draw (with device_id they would wait in NCCL)
+    # a long timeout, as processes without work wait for the encoders. (with device_id they would wait in NCCL, whose
+    # watchdog is stricter)
+    if world_size > 1:
         dist.init_process_group(backend, timeout=timedelta(hours=6))
     return rank, world_size
 
-def gather_objects(value, world_size):
+def gather_objects(value):
     """-> [value of each process]. Waits for all of them."""
     values = [value]
-    if world_size > 1:
-        values = [None] * world_size
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
     return values
 
-def on_first_process(make, rank, world_size):
-    """What make() returns on the first process, for all of them. Its InputError ends all, and is said once."""
-    result = None
-    error = None
+def on_first_process(make, rank):
+    """What make() returns on the first process, for all of them. If it fails, all processes exit, and the first one
+    prints the error."""
+    result, problems = None, []
     if rank == 0:
-        try:
+        with noted(problems):
             result = make()
-        except InputError as e:
-            error = str(e)
-    result, error = gather_objects((result, error), world_size)[0]
-    if error:
-        sys.exit(error if rank == 0 else 1)
+    result, problems = gather_objects((result, problems))[0]
+    if problems:
+        sys.exit(problems[0] if rank == 0 else 1)
     return result
 
 def memory_of(device):
@@ -290,30 +300,26 @@ def memory_of(device):
 
 @contextlib.contextmanager
 def signals_noted():
-    """with signals_noted() as stopped: signals only fill this list, so that what is begun can be finished."""
-    stopped = []
-    before = {}
-    handle = signal.signal # a local name, as modules may be gone when the interpreter ends
+    """with signals_noted() as seen: signals only fill this list, so that work that has begun can be finished."""
+    seen = []
     terminals = [stream for stream in (1, 2) if os.isatty(stream)] # stdout, stderr
 
     def note(number, frame):
-        stopped.append(number)
+        seen.append(number)
         for stream in terminals:
             if not os.isatty(stream): # closed: the next line written there would end the run before its checkpoint
                 with open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), stream)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"): # the last is a terminal that is closed
-        number = getattr(signal, name, None) # Windows lacks some
-        if number and signal.getsignal(number) != signal.SIG_IGN: # ignored: nohup was asked for
-            before[number] = handle(number, note)
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            handle(number, handler)
+    with contextlib.ExitStack() as stack: # which puts the old handlers back
+        for name in "SIGTERM SIGINT SIGUSR1 SIGHUP".split(): # the last is a terminal that is closed
+            number = getattr(signal, name, None) # Windows lacks some
+            if number and signal.getsignal(number) != signal.SIG_IGN: # ignored: the user has asked for nohup
+                stack.callback(signal.signal, number, signal.signal(number, note))
+        yield seen
 
 def end_by_ctrl_c(kind, error, trace):
-    """One line where no signals_noted is at work: files appear whole or not at all, so nothing is to be cleaned up."""
+    """Ctrl-C where no signals_noted is at work: one line instead of a traceback. Files appear whole or not at all, so
+    there is nothing to clean up."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
     print("\nstopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
@@ -374,7 +380,7 @@ def write_tensors(path, tensors, meta, meta_key="json"):
     """A safetensors file that carries the sha256 of all its bytes: it is made with zeros where the digest will stand,
     the first in the file, and hashed; the digest takes their place. Metadata is one JSON string, because safetensors
     orders several metadata keys at random. Tensors go to the CPU."""
-    tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
     text = json.dumps({"digest": NO_DIGEST, **meta}, default=sorted) # sets become lists
     data = safetensors.torch.save(tensors, {meta_key: text})
     digest = hashlib.sha256(data).hexdigest()
@@ -392,7 +398,7 @@ def read_tensors(path, meta_key="json", key=None):
         digest = meta.pop("digest").encode()
     except FileNotFoundError:
         raise InputError(f"{path}: missing; {'run cache.py again' if key else 'take another copy'}")
-    except (OSError, SafetensorError, KeyError, ValueError, AttributeError, TypeError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
     if hashlib.sha256(data.replace(digest, NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
         raise InputError(f"{path}: content does not match its digest; {fix}")
@@ -408,8 +414,8 @@ def content_key(**fields):
 
 # ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------
 
-PICTURES = [".png", ".jpg", ".jpeg", ".webp", ".bmp"]
-NOT_READ = [".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"] # reported
+PICTURES = ".png .jpg .jpeg .webp .bmp".split()
+NOT_READ = ".gif .tif .tiff .heic .heif .avif .jxl".split() # reported
 KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
 LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
@@ -430,11 +436,10 @@ def read_dataset(root, job_types=None):
     elif manifest.is_file() and manifest.suffix == ".jsonl":
         samples, problems = read_manifest(manifest, job_types)
     else:
-        names = sorted(path.name for path in root.glob("*"))
-        near = [name for name in names if name.lower().rstrip("s") in FOLDERS]
-        remedy = f"rename {near[0]} to {near[0].lower().rstrip('s')}" if near else LAYOUT
-        held = ", ".join(names[:5])
-        raise InputError(f"{root}: does not exist, or is no dataset, and holds {held or 'nothing'}; {remedy}")
+        names, hints = sorted(path.name for path in root.glob("*")), find_extra("hints")
+        remedy = hints and hints.explain_folder(names, FOLDERS) or LAYOUT
+        raise InputError(f"{root}: does not exist, or is no dataset, and holds {', '.join(names[:5]) or 'nothing'}; "
+                         f"{remedy}")
     if not samples and not problems:
         raise InputError(f"{root}: nothing in it; {LAYOUT}")
     return samples, problems
@@ -453,8 +458,9 @@ def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or "link" for a link
     to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
     def unreadable(e):
-        if not isinstance(e, FileNotFoundError) or os.path.islink(e.filename): # mask/ need not be there
-            raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mount it, or fix its permissions")
+        raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mount it, or fix its permissions")
+    if not os.path.lexists(folder): # control/ and mask/ need not be there
+        return {}
     found = {}
     for root, dirs, names in os.walk(folder, onerror=unreadable):
         dirs[:] = [name for name in dirs if not name.startswith(".")]
@@ -480,10 +486,8 @@ def read_folder(data, folders):
     samples = []
     problems = []
     for name in [stem for role, stem, kind in left if (role, kind) == ("target", "picture")]:
-        try:
+        with noted(problems):
             samples.append(take_sample(data, folders, left, name))
-        except InputError as e:
-            problems.append(str(e))
     if (data / "metadata.jsonl").exists():
         problems.append(error_line(f"{data / 'metadata.jsonl'}: not used beside target/; give the file itself as the "
                                    "dataset, or delete it"))
@@ -528,10 +532,8 @@ def read_manifest(path, job_types=None):
         raise InputError(f"{path}: another trainer's manifest; python tools/import_data.py {path} NEW_FOLDER")
     for n, line in enumerate(text.split("\n"), 1): # not splitlines, which takes U+2028 in a prompt for a line's end
         if line.strip():
-            try:
+            with noted(problems):
                 samples.append(read_row(path, n, line, job_types))
-            except InputError as e:
-                problems.append(str(e))
     return samples, problems
 
 def as_list(value):
@@ -552,15 +554,15 @@ def read_row(manifest, n, line, job_types):
     except KeyError as e:
         want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
         raise InputError(f"{where}: no field {e}; want {want}")
-    except (ValueError, RecursionError, AttributeError, TypeError) as e:
+    except Exception as e: # a line of JSON can be anything
         raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, no comma behind its last field")
-    own_settings = {}
+    settings = {}
     for key, value in row.items():
         if key not in (job_types or {}):
             raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
         try:
-            own_settings[key] = job_types[key](value)
-        except (ValueError, TypeError, AttributeError, argparse.ArgumentTypeError) as e:
+            settings[key] = job_types[key](value)
+        except Exception as e: # as a value of JSON
             raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
     controls = [find_picture(manifest, where, path, is_job) for path in controls]
     target, mask = [path and find_picture(manifest, where, path, is_job) for path in (target, mask)]
@@ -568,28 +570,26 @@ def read_row(manifest, n, line, job_types):
         name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
     else:
         name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
-    return make_sample(where, manifest, name, target, controls, prompts, mask, own_settings)
+    return make_sample(where, manifest, name, target, controls, prompts, mask, settings)
 
 def find_picture(manifest, where, name, anywhere):
     """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
     links; your own jobs.jsonl may name any file."""
     folder = manifest.parent
-    try:
+    with contextlib.suppress(Exception): # `name` may be a number, hold NUL, or lead through links in a circle
         file = Path(os.path.normpath(folder / name))
         if file.is_file() and (anywhere or file.resolve().is_relative_to(folder.resolve())):
             return file
-    except (TypeError, ValueError, OSError, RuntimeError): # no text, NUL or half a surrogate pair, links in a circle
-        pass
     raise InputError(f"{where}: {name!r} is no file; paths begin at {folder}, and a dataset's must stay inside it")
 
-def make_sample(where, root, name, target, controls, prompts, mask=None, own_settings=None):
+def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
     for prompt in prompts or [""]:
         if not isinstance(prompt, str) or not prompt.strip():
             raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
         check_text(where, prompt)
     return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(p.strip() for p in prompts)),
-                  target and str(target), mask and str(mask), own_settings=own_settings or {})
+                  target and str(target), mask and str(mask), settings=settings or {})
 
 def check_text(where, prompt):
     if "<|" in prompt or re.search("[\ud800-\udfff]", prompt):
@@ -599,12 +599,10 @@ def read_text(path):
     """A text file in UTF-8 (editors on Windows write a mark before it). InputError names the file."""
     if not path.exists():
         raise InputError(f"{path}: does not exist; check the name")
-    try:
+    with contextlib.suppress(OSError, ValueError):
         text = path.read_bytes().decode("utf-8-sig") if path.is_file() else "\0" # a FIFO would hang
         if "\0" not in text: # UTF-16 can pass for UTF-8
             return text
-    except (OSError, ValueError):
-        pass
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -621,7 +619,7 @@ def open_image(path):
         image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
     except PermissionError:
         raise InputError(f"{path}: may not be read; mend its permissions")
-    except (OSError, ValueError, SyntaxError):
+    except Exception: # a damaged picture can fail in any way
         what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
         raise InputError(f"{path}: {what}; replace it")
     if image.width * image.height > MAX_PIXELS:
@@ -658,7 +656,7 @@ def read_image(path):
         turn = TURN.get(orientation(image))
         try:
             image.load()
-        except (OSError, ValueError, SyntaxError) as e:
+        except Exception as e: # a damaged picture can fail in any way
             raise InputError(f"{path}: broken picture ({e}); replace it")
         image = image.transpose(turn) if turn is not None else image
         if image.mode.startswith("I;16"):

@@ -2,6 +2,9 @@
 Edit pictures: control picture(s) and an instruction -> PNG, with the stock pipeline's numbers, and samples of any sizes
 in one batch.
 
+The first half is a library, which train.py uses too: the transformer, LoRA files, the sampler (`denoise`). The second
+half is the command line.
+
 $ python predict.py                                    # tiny/: its validation pictures, with its newest LoRA
 $ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/RUN
 $ python predict.py --model ... --image person.png coat.png --prompt "the person wears the coat of picture 2"
@@ -14,8 +17,8 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A picture that already exists with the same settings is not drawn again; any other of its name is overwritten.
-Shape letters as in rope_patch.py.
+encoding. A picture that already exists with the same settings is not generated again; any other file of its name is
+overwritten. Shape letters as in rope_patch.py.
 """
 import argparse
 import io
@@ -26,6 +29,7 @@ import shlex
 import sys
 import warnings
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from time import monotonic
@@ -48,7 +52,6 @@ from huggingface_hub import hf_hub_download
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import lora
 from PIL import Image, PngImagePlugin
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 import cache
@@ -57,10 +60,13 @@ from common import InputError, file_hash, first_words, load_extra, make_sample, 
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
+# how the stock pipeline samples, as the model cards have it
 SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
                 shift=None)
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
-noise_level = number(float, 1e-6, 1)
+NOISE_LEVEL = number(float, 1e-6, 1)
+
+# Types of flags, which raise what argparse turns into an error line.
 
 def png_name(text):
     if not text.lower().endswith(".png") or "\0" in text:
@@ -72,16 +78,29 @@ def only_text(value):
         raise TypeError("is no text")
     return value
 
-JOB_TYPES = dict( # flags that a line of jobs.jsonl may set, and their types
-    out=png_name, negative_prompt=only_text, height=number(int, 32, 16384), width=number(int, 32, 16384),
-    size_from=positive, seed=number(int, 0, 2**64 - 1), num_inference_steps=number(int, 1, 1000),
-    true_cfg_scale=number(float, -1e6, 1e6), sigmas=lambda values: list(map(noise_level, values)),
-    shift=number(float, 1e-6, 1e6))
+def noise_levels(values):
+    return list(map(NOISE_LEVEL, values))
 
-# ---- the transformer and its LoRAs -----------------------------------------------------------------------------------
+# Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}; and three that have another
+# form on the command line.
+SAMPLE_FLAGS = dict(
+    negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
+    num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
+    true_cfg_scale=(number(float, -1e6, 1e6), "CFG scale; at 1 or below no unconditional pass is run: half the time"),
+    shift=(number(float, 1e-6, 1e6), "one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the "
+           "model's own, by size)"),
+    height=(number(int, 32, 16384), "of the result, in pixels, rounded down to 16 (default: from the area)"),
+    width=(number(int, 32, 16384), "pixels, likewise"),
+    size_from=(positive, "which picture gives the result its shape, from 1 (default: the last, as in stock)"))
+JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=number(int, 0, 2**64 - 1),
+                 **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
+
+# ==== the library =====================================================================================================
+
+# ---- the transformer -------------------------------------------------------------------------------------------------
 
 def load_transformer(folder, dtype, weights=True):
-    """The frozen transformer, patched so that a batch may hold any sizes. Its weights stay in the files, memory-mapped,
+    """The frozen transformer, patched so that a batch may hold any sizes. Its weights are memory-mapped from the files
     until they are copied to the device (if the dtypes match). Without weights: on the meta device, for its shapes."""
     if weights:
         transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", dtype)
@@ -107,39 +126,36 @@ def add_transformer_flags(parser):
          type=number_of_blocks)
     return flag
 
-def find_folders(args, parts, weights=True):
-    """cache.find_model's folder of these parts of --model, and the folder whose transformer/ is used."""
-    folder = cache.find_model(args.model, parts, weights)
-    if args.transformer:
-        return folder, cache.find_model(args.transformer, ["transformer"], weights, flag="--transformer")
-    return folder, cache.find_model(args.model, ["transformer"], weights)
+def find_transformer(args, weights=True):
+    """-> the folder whose transformer/ is used: --transformer's, or else --model's."""
+    flag = "--transformer" if args.transformer else "--model"
+    return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag)
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
     by block, so that the device never holds more than one block in full precision."""
-    low_bit = load_extra("quantize") if quantize != "none" else None
-    if low_bit and any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
-        raise InputError("--quantize: a DoRA needs the norms of a base in full precision; leave it out")
-
-    def smaller(block):
-        return low_bit.make_low_bit(block, quantize, device, multiply=True) if low_bit else block
+    def quantize_block(block):
+        if quantize == "none":
+            return block
+        return load_extra("quantize").quantize_linears(block, quantize, device, multiply=True)
 
     blocks = transformer.transformer_blocks
+    # evenly spread, so that the blocks between two offloaded ones hide the next copy
     offload = min(offload, len(blocks))
-    away = [i * len(blocks) // offload for i in range(offload)] # spread evenly
+    offloaded_blocks = [i * len(blocks) // offload for i in range(offload)]
     try:
         if fsdp:
-            return load_extra("fsdp").shard(transformer, device, away, smaller)
+            return load_extra("fsdp").shard(transformer, device, offloaded_blocks, quantize_block)
         if offload:
-            return load_extra("offload").place(transformer, device, away, smaller)
+            return load_extra("offload").place(transformer, device, offloaded_blocks, quantize_block)
         for block in blocks:
-            smaller(block).to(device)
+            quantize_block(block).to(device)
         return transformer.to(device)
-    except MemoryError as e: # of the host
-        raise InputError(f"--offload: {e}")
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
                          "in train.py --fsdp too (train.py --plan says how much)")
+
+# ---- LoRA: y = W x + (alpha / r) B A x; B is zero at first, so that a training starts at the base model --------------
 
 class LoraLinear(lora.Linear): # a class because peft takes one in the place of its own
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of such a step on a CPU. Here
@@ -148,13 +164,14 @@ class LoraLinear(lora.Linear): # a class because peft takes one in the place of 
 
     def forward(self, x, *args, **kwargs):
         names = [name for name in self.active_adapters if name in self.lora_A]
+        # (a variant is a LoRA with more to it, such as aLoRA)
         if (x.dtype == torch.float32 or self.disable_adapters or self.merged or args or kwargs or self.lora_variant
                 or any(self.lora_bias[name] for name in names)):
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x)
         for name in names:
-            a, b = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
-            narrow = F.linear(self.lora_dropout[name](x), a)
+            a, b = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype) # (r, in), (out, r)
+            narrow = F.linear(self.lora_dropout[name](x), a) # (..., r)
             # product, scale and sum in one kernel: apart they would read and write the wide output twice more
             result = torch.addmm(result.flatten(0, -2), narrow.flatten(0, -2), b.T,
                                  alpha=self.scaling[name]).view_as(result)
@@ -163,18 +180,21 @@ class LoraLinear(lora.Linear): # a class because peft takes one in the place of 
 def add_lora(transformer, **config):
     """A new LoRA with fp32 weights for training; config: LoraConfig's arguments -> {name: parameter}."""
     config = lora.LoraConfig(**config)
-    config._register_custom_module({torch.nn.Linear: LoraLinear})
+    config._register_custom_module({torch.nn.Linear: LoraLinear}) # peft's documented way to bring a layer of one's own
     transformer.add_adapter(config)
     cast_training_params(transformer, torch.float32)
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 @contextmanager
 def without_lora(transformer):
+    """Within `with`, the transformer is the base model."""
     transformer.disable_adapters()
     try:
         yield
     finally:
         transformer.enable_adapters()
+
+# ---- LoRA files ------------------------------------------------------------------------------------------------------
 
 def number_of(path):
     """200 of checkpoint-000200, 1 of tiny-data-001."""
@@ -186,9 +206,10 @@ def checkpoints(run):
     return sorted(found, key=number_of)
 
 def find_lora(path):
-    """-> a LoRA's file: this one, the one in this folder, the one in the newest checkpoint of an unfinished run, or
-    user/repo[/file.safetensors] of the hub."""
+    """-> a LoRA's file: `path` itself, the one in this folder, the one in the newest checkpoint of an unfinished run,
+    or user/repo[/file.safetensors] of the hub."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    # a run that has not finished, or was stopped
     if not file.exists() and (saved := checkpoints(path)):
         file = saved[-1] / LORA_FILE
         print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
@@ -202,25 +223,27 @@ def find_lora(path):
 
 def read_lora(path):
     """What find_lora takes -> (state dict with transformer. keys, metadata). diffusers converts the keys of ComfyUI and
-    kohya, and works their alpha in. InputError if it is no LoRA, damaged, or holds NaN."""
+    kohya, and multiplies their alpha in. InputError if it is no LoRA, damaged, or holds NaN."""
     file = find_lora(path)
     try:
         with safetensors.safe_open(file, "pt") as f:
-            notes, raw = f.metadata() or {}, safetensors.torch.load_file(file)
-        kind = "lora_adapter_metadata" if "lora_adapter_metadata" in notes else "train" # (the latter for ComfyUI)
-        meta = dict(json.loads(notes.get(kind, "{}")))
-        if "digest" in meta: # one of ours, which can be checked
-            raw, meta = common.read_tensors(file, kind)
-        if other := re.search("dora_scale|lokr_|hada_", " ".join(raw)): # diffusers leaves out the first
-            raise ValueError(f"{other[0]}: a DoRA in the form of kohya and ComfyUI, a LoKr or a LoHa")
-        if any(k.startswith("transformer_blocks.") for k in raw): # no prefix, as Lightning's
+            header, raw = f.metadata() or {}, safetensors.torch.load_file(file)
+        # diffusers' entry, or what tools/convert_lora.py writes for ComfyUI
+        meta_key = "lora_adapter_metadata" if "lora_adapter_metadata" in header else "train"
+        meta = dict(json.loads(header.get(meta_key, "{}")))
+        if "digest" in meta: # this project wrote the file, so it can be checked to the bit
+            raw, meta = common.read_tensors(file, meta_key)
+        if other := re.search("dora_scale|lora_magnitude|lokr_|hada_", " ".join(raw)):
+            raise ValueError(f"{other[0]}: a DoRA, a LoKr or a LoHa")
+        if any(k.startswith("transformer_blocks.") for k in raw): # without a prefix, as Lightning's
             raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
         state = QwenImageEditPlusPipeline.lora_state_dict(raw)
+        # diffusers would load part of such a file, and only warn
         if not state or not all("lora" in k for k in state):
             raise ValueError("it holds no LoRA, or other tensors too")
         if diverged := [k for k, v in state.items() if not v.isfinite().all()]:
             raise ValueError(f"NaN or Inf in {diverged[0]}: its training diverged")
-    except (OSError, SafetensorError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{file}: cannot be used as a LoRA: {first_words(e)}; take another file "
                          "(tools/convert_lora.py reads peft's folders)")
     return state, meta
@@ -233,30 +256,33 @@ def lora_config(path):
     ranks = {f"^{k}": v.shape[1] for k, v in state.items() if ".lora_B." in k}
     config = get_peft_kwargs(ranks, None, state)
     config.pop("lora_bias", None)
-    for name in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
+    # a file of diffusers says what the shapes cannot tell
+    for name in "r lora_alpha rank_pattern alpha_pattern use_rslora".split():
         if f"transformer.{name}" in meta:
             config[name] = meta[f"transformer.{name}"]
     return config
 
 def check_loaded(transformer, adapter, state, path):
-    """InputError if the transformer has taken less of a state dict than it holds, or more; diffusers only warns."""
+    """InputError unless the adapter has just the tensors of this state dict: diffusers only warns if some are missing,
+    or fit nowhere."""
     loaded = {f"transformer.{k}" for k in get_peft_model_state_dict(transformer, adapter_name=adapter)}
     if wrong := sorted(loaded ^ state.keys()):
         raise InputError(f"{path}: {len(wrong)} of {len(loaded | state.keys())} tensors are missing or do not fit, for "
                          f"instance {wrong[0]}; it is incomplete, or was made for another model")
 
 def load_loras(transformer, paths, scales):
-    """Adds these LoRAs to the transformer, all active, each at its scale -> their names there."""
-    warnings.filterwarnings("ignore", "Already found a `peft_config`") # several are what is wanted
+    """Adds these LoRAs to the transformer, all active, each at its scale -> their adapters' names."""
+    warnings.filterwarnings("ignore", "Already found a `peft_config`") # several LoRAs are wanted here
     names = [f"lora{i}" for i in range(len(paths))]
     for name, path in zip(names, paths):
         state, meta = read_lora(path)
+        # the part of the metadata that diffusers knows: rank, alpha, layers
         config = {k: v for k, v in meta.items() if k.startswith("transformer.")}
         try:
             QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name,
                                                                  metadata=config or None)
             check_loaded(transformer, name, state, path)
-        except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as e:
+        except Exception as e: # a foreign file can fail in any way
             raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file "
                              "(tools/convert_lora.py reads peft's folders)")
     if names:
@@ -273,43 +299,51 @@ def load_weights(transformer, state, path):
 
 def save_lora(path, transformer, train, fold=False):
     """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
-    our own entries there. fold, for use: the scale (alpha / rank) goes into lora_B, and alpha is the rank, as ComfyUI
-    takes it, which reads no metadata. Without, the weights are as trained, bit for bit, for --resume: a checkpoint; its
-    strength is wrong in ComfyUI if alpha is not the rank. (So is any DoRA's: ComfyUI leaves out the magnitudes.)"""
+    our own entries there. fold: for use. The scale (alpha / rank) goes into lora_B, and alpha becomes the rank, because
+    ComfyUI reads no metadata and takes alpha for the rank. Not folded, for --resume: the weights are as trained, bit
+    for bit, and the file is too strong or too weak in ComfyUI if alpha is not the rank."""
     state = get_peft_model_state_dict(transformer)
-    meta = transformer.peft_config["default"].to_dict()
+    config = transformer.peft_config["default"].to_dict()
     # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing
-    meta.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None)
+    config.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None)
     if fold:
         for key in [k for k in state if ".lora_B." in k]:
             state[key] = state[key] * transformer.get_submodule(key.split(".lora_B.")[0]).scaling["default"]
-        meta.update(use_rslora=False, lora_alpha=meta["r"], alpha_pattern=meta["rank_pattern"])
+        config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
     state = {f"transformer.{k}": v for k, v in state.items()}
-    meta = {f"transformer.{k}": v for k, v in meta.items()}
-    common.write_tensors(path, state, meta | {f"train.{k}": v for k, v in train.items()}, "lora_adapter_metadata")
+    meta = {f"transformer.{k}": v for k, v in config.items()}
+    meta |= {f"train.{k}": v for k, v in train.items()}
+    common.write_tensors(path, state, meta, "lora_adapter_metadata")
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
 
 def prompts_of(sample, settings):
-    """What a sample's runs are told: the instruction, and for true CFG the negative prompt."""
+    """The prompts of a sample's runs: its own, and for true CFG the negative one."""
     prompts = [sample.prompts[0]]
     if settings["true_cfg_scale"] > 1:
         prompts.append(settings["negative_prompt"])
     return prompts
 
-def load_job(sample, settings, seed, device, live=None):
-    """What denoise needs to draw a sample, from the cache (or encoded now by the pipeline `live`): noise (I_0, 64), as
-    stock draws it for this seed, control_latent (sum I_c, 64), prompt_embeds of prompts_of, img_shapes, and SAMPLING's
-    settings."""
-    resolution = sample.resolutions[0]
-    controls = cache.load_latents(sample, resolution, live)["control_latent"]
-    embeds = [cache.load_text(sample, (prompt, True), live).to(device) for prompt in prompts_of(sample, settings)]
-    _, h, w = resolution["img_shapes"][0]
-    shape = 1, controls.shape[1] // 4, 2 * h, 2 * w # a token is 2x2 of the latent's pixels
+@dataclass
+class Job:
+    """A picture to generate, for denoise."""
+    noise: torch.Tensor # (I, 64) for the I tokens of the target: what the stock pipeline makes of this seed
+    control_latent: torch.Tensor # (K, 64) for the K tokens of all controls
+    prompt_embeds: list # of prompts_of, each (T, 3584)
+    img_shapes: list # [(1, h, w), ...] in tokens, the target first
+    settings: dict # those of SAMPLING
+
+def load_job(sample, settings, seed, device, encoders=None):
+    """-> Job, from the cache, or encoded now by the pipeline `encoders`."""
+    encoding = sample.encodings[0]
+    controls = cache.load_latents(sample, encoding, encoders)["control_latent"]
+    embeds = [cache.load_text(sample, (prompt, True), encoders).to(device) for prompt in prompts_of(sample, settings)]
+    # stock fills (1, 1, 16, 2h, 2w), on the CPU, in the prompt's dtype; a token is 2x2 of these pixels
+    _, h, w = encoding["img_shapes"][0]
+    shape = 1, controls.shape[1] // 4, 2 * h, 2 * w
     noise = randn_tensor((1, *shape), torch.Generator().manual_seed(seed), torch.device(device), embeds[0].dtype)
     noise, = QwenImageEditPlusPipeline._pack_latents(noise, *shape)
-    return SimpleNamespace(noise=noise, control_latent=controls.to(device), prompt_embeds=embeds,
-                           img_shapes=resolution["img_shapes"], **{k: settings[k] for k in SAMPLING})
+    return Job(noise, controls.to(device), embeds, encoding["img_shapes"], settings)
 
 def find_mu(img_len, scheduler_config):
     """How far the model shifts the timesteps of a target of so many tokens."""
@@ -317,20 +351,24 @@ def find_mu(img_len, scheduler_config):
     return calculate_shift(img_len, *[scheduler_config[name] for name in names])
 
 def make_schedule(job, config):
-    """-> (scheduler, timesteps) of this job. The timesteps' shift depends on the target's number of tokens, unless
-    job.shift fixes it as Qwen-Image-Lightning does: the same for every size, and not stretched."""
-    if job.shift:
-        config = {**config, "base_shift": math.log(job.shift), "max_shift": math.log(job.shift), "shift_terminal": None}
+    """-> (scheduler, timesteps from 1000 to 0) of this job. How far the timesteps are shifted depends on the target's
+    number of tokens, unless `shift` fixes it as Qwen-Image-Lightning does: the same for every size, and not stretched
+    to end at the same noise level."""
+    shift, steps = job.settings["shift"], job.settings["num_inference_steps"]
+    if shift:
+        config = dict(config, base_shift=math.log(shift), max_shift=math.log(shift), shift_terminal=None)
     mu = find_mu(len(job.noise), config)
+    # a scheduler of its own, as it counts its steps
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
-    sigmas = job.sigmas or np.linspace(1.0, 1 / job.num_inference_steps, job.num_inference_steps)
+    sigmas = job.settings["sigmas"] or np.linspace(1.0, 1 / steps, steps)
     timesteps, _ = retrieve_timesteps(scheduler, device=job.noise.device, sigmas=sigmas, mu=mu)
-    scheduler.set_begin_index(0)
+    scheduler.set_begin_index(0) # or it would look its first timestep up, which waits for the GPU
     return scheduler, timesteps
 
 def run_in_packs(transformer, runs, max_tokens):
     """[(latents (I, C), prompt_embeds (T, J), timestep, img_shapes)] -> [prediction (I, C)], in forward passes of at
     most max_tokens tokens."""
+    # packed by length, and put back in the order of the runs
     lengths = [len(latents) + len(prompt) for latents, prompt, _, _ in runs]
     preds = [None] * len(runs)
     for pack in plan_packs(lengths, max_tokens):
@@ -342,25 +380,28 @@ def run_in_packs(transformer, runs, max_tokens):
 
 @torch.no_grad()
 def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
-    """Euler steps from each job's noise -> its latents (I_0, 64). The conditional and unconditional runs of all jobs go
-    through the transformer together, at most max_tokens tokens a forward pass; jobs may differ in everything, the
-    number of steps too. bar: a tqdm, one per job and step."""
+    """From each job's noise to its latents (I, 64). The conditional and unconditional runs of all jobs go through the
+    transformer together, at most max_tokens tokens a forward pass; jobs may differ in everything, the number of steps
+    too. bar: a tqdm, one per job and step."""
     schedules = [make_schedule(job, scheduler_config) for job in jobs]
     latents = [job.noise for job in jobs]
     for i in range(max(len(timesteps) for _, timesteps in schedules)):
+        # every job that still has an i-th step, once for each of its prompts
         active = [j for j, (_, timesteps) in enumerate(schedules) if i < len(timesteps)]
         runs = []
         for j in active:
             rows, t = torch.cat([latents[j], jobs[j].control_latent]), schedules[j][1][i]
-            for prompt in jobs[j].prompt_embeds: # the conditional run, and for true CFG the unconditional one
+            for prompt in jobs[j].prompt_embeds:
                 runs.append((rows, prompt, t.to(rows.dtype) / 1000, jobs[j].img_shapes))
         preds = iter(run_in_packs(transformer, runs, max_tokens))
         for j in active:
-            pred = next(preds)[:len(latents[j])]
-            if len(jobs[j].prompt_embeds) > 1: # true CFG, rescaled to the conditional run's norm per token
+            pred = next(preds)[:len(latents[j])] # what is predicted of the controls has no use
+            if len(jobs[j].prompt_embeds) > 1:
+                # classifier-free guidance; stock then scales each token back to the norm of the conditional run
                 uncond = next(preds)[:len(latents[j])]
-                both = uncond + jobs[j].true_cfg_scale * (pred - uncond)
-                pred = both * (pred.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
+                guided = uncond + jobs[j].settings["true_cfg_scale"] * (pred - uncond)
+                pred = guided * (pred.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+            # Euler: x + (next sigma - sigma) * velocity, computed by stock's scheduler. Another sampler goes here
             scheduler, timesteps = schedules[j]
             latents[j] = scheduler.step(pred[None], timesteps[i], latents[j][None], return_dict=False)[0][0]
         if bar is not None:
@@ -369,7 +410,9 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 
 @torch.no_grad()
 def decode(vae, latents, img_shapes):
-    """Packed latents (I_0, 64) -> PIL image. In tiles, once a whole picture was too large for the memory."""
+    """Packed latents (I, 64) -> PIL image. If a whole picture does not fit into the memory, it and all later ones are
+    decoded in tiles."""
+    # (1, 16, 1, 2h, 2w): one frame, as the VAE knows videos
     _, h, w = img_shapes[0]
     z = QwenImageEditPlusPipeline._unpack_latents(latents[None], 16 * h, 16 * w, 8).to(vae.device, vae.dtype)
     mean, std = [torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)]
@@ -385,16 +428,18 @@ def decode(vae, latents, img_shapes):
         pixels = vae.decode(z, return_dict=False)[0]
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 
-def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, live=None, share=slice(None), bar=None):
-    """[(sample, settings, seed)] -> yields (place in the list, PIL image), many drawn at once. share: which of the
-    packs this process draws. Without a VAE nothing is decoded, nor yielded."""
+def generate_samples(transformer, vae, scheduler_config, wanted, max_tokens, device, encoders=None, share=slice(None),
+                     bar=None):
+    """wanted: [(sample, settings, seed)] -> yields (place in that list, PIL image), many at once. share: which of the
+    packs this process generates. Without a VAE nothing is decoded, nor yielded. encoders: as for load_job."""
     lengths = []
-    for sample, settings, _ in items:
-        images = sum(h * w for _, h, w in sample.resolutions[0]["img_shapes"])
+    for sample, settings, _ in wanted:
+        images = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
         texts = [sample.texts[prompt, True]["tokens"] for prompt in prompts_of(sample, settings)]
         lengths.append(sum(images + text for text in texts))
-    for pack in plan_packs(lengths, max_tokens)[share]: # the jobs in memory at once; denoise packs each of their steps
-        jobs = [load_job(*items[i], device, live) for i in pack]
+    # a pack: the jobs in memory at once. denoise packs each of their steps anew, as jobs end at different steps
+    for pack in plan_packs(lengths, max_tokens)[share]:
+        jobs = [load_job(*wanted[i], device, encoders) for i in pack]
         for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
             if vae is not None:
                 yield i, decode(vae, latents, job.img_shapes)
@@ -402,34 +447,37 @@ def draw_samples(transformer, vae, scheduler_config, items, max_tokens, device, 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def psnr(image, reference):
-    """dB between two pictures of one size; equal ones have 99."""
+    """Peak signal-to-noise ratio in dB between two pictures of one size; equal ones have 99."""
     error = np.mean((np.asarray(image, float) - np.asarray(reference, float)) ** 2)
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
 def save_png(image, path, key=""):
     """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it."""
-    png, notes = io.BytesIO(), PngImagePlugin.PngInfo()
-    notes.add_text("key", key)
-    notes.add_text("command", shlex.join(["python", *sys.argv]))
-    image.save(png, format="PNG", pnginfo=notes)
+    png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
+    meta.add_text("key", key)
+    meta.add_text("command", shlex.join(["python", *sys.argv]))
+    image.save(png, format="PNG", pnginfo=meta)
     common.write_file(path, png.getvalue())
 
 def finished(path, key):
-    """Whether an earlier call has saved this picture with the same key. Reads its notes, which precede the pixels."""
+    """Whether an earlier call has saved this picture with the same key. Reads its text chunks only, which precede the
+    pixels."""
     try:
         with Image.open(path) as image:
             image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
             return image.info.get("key") == key and image.fp.read(4) == b"IEND"
-    except (OSError, ValueError, SyntaxError): # none, or a broken one: it is drawn again
+    except Exception: # there is none, or a broken one: it will be generated again
         return False
 
-# ---- command line: flags; what is to be drawn; drawing ---------------------------------------------------------------
+# ==== the command line ================================================================================================
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
 
 def read_flags():
-    """-> args. What contradicts itself ends the script here."""
+    """-> args. Flags that contradict each other end the script here."""
     parser = common.Parser(__doc__)
     common.add_model_flags(parser)
-    flag = parser.group("what to draw")
+    flag = parser.group("what to generate")
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=Path)
     flag("--prompt", None, "the instruction")
     flag("--jobs", None, "jobs.jsonl, or a dataset: many samples in one batch", type=Path)
@@ -438,7 +486,7 @@ def read_flags():
          "folder for the PNGs of --jobs or of an --image folder; if given also for --image FILES, instead of --out",
          type=Path)
     flag("--seed", [0],
-         "seed of the noise; several: each sample is drawn once per seed", type=JOB_TYPES["seed"], nargs="+")
+         "seed of the noise; several: each sample is generated once per seed", type=JOB_TYPES["seed"], nargs="+")
     flag = parser.group("with which LoRA")
     strength = number(float, -10, 10)
     flag("--lora", None, "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
@@ -447,23 +495,11 @@ def read_flags():
     flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
          type=strength, nargs="+")
     flag = parser.group("how")
-    flag("--negative_prompt", None, "prompt of the unconditional pass (default: one space)")
-    flag("--num_inference_steps", None,
-         "Euler steps: at least 2, or 1 with a --shift", type=JOB_TYPES["num_inference_steps"])
-    flag("--true_cfg_scale", None,
-         "CFG scale; at 1 or below no unconditional pass is run: half the time", type=JOB_TYPES["true_cfg_scale"])
+    for name, (kind, text) in SAMPLE_FLAGS.items():
+        flag(f"--{name}", SAMPLING.get(name), text, type=kind)
     flag("--sigmas", None,
          "noise level of each step, before the shift: falling, from 1 (default: evenly spaced)",
-         type=noise_level, nargs="+")
-    flag("--shift", None,
-         "one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the model's own, by size)",
-         type=JOB_TYPES["shift"])
-    flag("--height", None,
-         "of the result, in pixels, rounded down to 16 (default: from the area)", type=JOB_TYPES["height"])
-    flag("--width", None, "pixels, likewise", type=JOB_TYPES["width"])
-    flag("--size_from", None,
-         "which picture gives the result its shape, from 1 (default: the last, as in stock)",
-         type=JOB_TYPES["size_from"])
+         type=NOISE_LEVEL, nargs="+")
     flag("--target_pixels", None,
          "area of the result, or native (default: as the LoRA was trained, else 1024x1024; tiny: native)",
          type=pixels)
@@ -474,16 +510,17 @@ def read_flags():
     flag = add_transformer_flags(parser)
     flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
     flag("--transformer_device", None, "default: --device")
-    parser.set_defaults(**SAMPLING)
     given = parser.given()
+    # without flags: the demo's validation pictures, with the newest LoRA of tiny
     tiny = dict(TINY_SAMPLING)
     if not given & {"--image", "--jobs"}:
         tiny["jobs"] = common.TINY_DATA.with_name("val")
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
     if runs and not given & {"--model", "--lora"}:
-        sys.argv += ["--lora", str(runs[-1])] # and so into the command that each PNG tells
+        sys.argv += ["--lora", str(runs[-1])] # each PNG tells this command
     args = common.parse_args(parser, tiny)
 
+    # LoRAs, each with its strength
     args.lora = [str(find_lora(path)) for path in args.lora or [] if path]
     if not args.lora and (args.scales != [1.0] or args.lora_scale != [1.0]):
         parser.error("argument --scales: --scales and --lora_scale need a LoRA; give --lora")
@@ -491,6 +528,7 @@ def read_flags():
         args.lora_scale *= len(args.lora)
     if len(args.lora_scale) != len(args.lora):
         parser.error(f"argument --lora_scale: {len(args.lora_scale)} for {len(args.lora)} LoRAs; give one, or one each")
+    # what is generated, and where it goes: either one file --out, or files in --out_dir
     if {"--sigmas", "--num_inference_steps"} <= given:
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
@@ -507,15 +545,17 @@ def read_flags():
     return args
 
 def find_geometry(args):
-    """The sizes to draw at: those of the flags, else those at which the first LoRA was trained, else stock's."""
+    """The sizes to generate at: those of the flags, else those at which the first LoRA was trained, else stock's."""
     area = "native" if common.is_tiny(args.model) else 1024 * 1024
     geometry = dict(target_pixels=area, control_pixels=area, upscale=True)
-    for path in reversed(args.lora):
+    for path in reversed(args.lora): # the first one has the last word
         geometry |= read_lora(path)[1].get("train.geometry") or {}
     for name in geometry:
         if getattr(args, name) is not None:
             geometry[name] = getattr(args, name)
     return geometry | dict(target_pixels=[geometry["target_pixels"]]) # cache.plan_samples takes several
+
+# ---- what is to be generated -----------------------------------------------------------------------------------------
 
 def read_samples(args):
     """What the flags ask for -> (samples, problems)."""
@@ -525,11 +565,12 @@ def read_samples(args):
     if args.image[1:] and any(map(Path.is_dir, args.image)):
         raise InputError("--image: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
-        own_settings = dict(out=args.out.name) if args.out else {}
-        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt], None, own_settings)], []
+        settings = dict(out=args.out.name) if args.out else {}
+        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt], settings=settings)], []
+    # each picture of a folder is a sample of its own, with the same prompt
     samples = []
     for (stem, kind), paths in common.find_files(folder).items():
-        if kind not in ("picture", "other"): # other: TIFF and the like, each an error by its name
+        if kind not in ("picture", "other"): # other: TIFF and the like, each of which becomes an error line
             continue
         for path in paths:
             name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
@@ -539,18 +580,20 @@ def read_samples(args):
     return samples, []
 
 def complete_settings(sample, args, shift_terminal):
-    """-> how the sample is drawn: what its own line sets, and the flags for the rest. InputError for what makes no
-    sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
-    own = sample.own_settings
+    """-> how the sample is generated: what its own line sets, and the flags for the rest. InputError for settings that
+    make no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
+    own = sample.settings
     where = f"{args.jobs or '--image'}: {sample.name}"
-    settings = {name: getattr(args, name) for name in (*SAMPLING, "height", "width", "size_from")} | own
+    # noise levels: a line's number of steps replaces the command line's --sigmas
+    settings = {name: getattr(args, name) for name in ("sigmas", *SAMPLE_FLAGS)} | own
     if "sigmas" in own and "num_inference_steps" in own:
         raise InputError(f"{where}: both sigmas and num_inference_steps; leave one out")
-    if "num_inference_steps" in own: # not the --sigmas of the command line
+    if "num_inference_steps" in own:
         settings["sigmas"] = None
     sigmas = settings["sigmas"] or []
     if sigmas:
         settings["num_inference_steps"] = len(sigmas)
+    # what stock would fail at later, or silently do otherwise
     common.check_text(f"{where}: negative prompt", settings["negative_prompt"])
     if not sample.controls:
         raise InputError(f"{where}: a picture without a control cannot be edited; leave it out")
@@ -560,6 +603,7 @@ def complete_settings(sample, args, shift_terminal):
         raise InputError(f"{where}: sigmas {sigmas}; give falling numbers")
     if settings["num_inference_steps"] == 1 and shift_terminal and not settings["shift"]:
         raise InputError(f"{where}: num_inference_steps 1; give 2 or more, or a shift")
+    # a line may name its file, in --out_dir
     out = Path(own.get("out", ""))
     if out.is_absolute() or ".." in out.parts:
         raise InputError(f"{where}: out {own['out']!r}; give a path below --out_dir")
@@ -568,13 +612,14 @@ def complete_settings(sample, args, shift_terminal):
     return settings
 
 def picture_stem(sample):
-    """A dataset's sample may lie in folders of it; its picture has one name."""
+    """A sample's name may lead through folders of its dataset; its picture's name does not."""
     return sample.name.replace("/", "-")
 
 def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
     """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
     would be written to one file, or one to `sheet`."""
+    # LoRAs go into the key by content, so one that is trained on is another one
     loras = [[file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
     pictures = []
     outputs = {sheet}
@@ -585,6 +630,7 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
         out = args.out_dir / sample.settings.get("out", f"{name}.png")
         seeds = [sample.settings["seed"]] if "seed" in sample.settings else args.seed
         for seed, scale in product(seeds, args.scales):
+            # one picture: its title in the sheet, and the end of its name, where there are several of a sample
             words = []
             end = ""
             if len(args.seed) > 1:
@@ -599,6 +645,7 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
             if path.resolve() in inputs:
                 raise InputError(f"{path}: would overwrite a picture that is read; give another --out_dir or --out")
             outputs.add(path)
+            # its key: the encoded files stand for pictures, prompts and sizes
             strengths = [[lora, strength * scale] for lora, strength in loras]
             key = common.content_key(files=encoded, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
                                      loras=strengths, **settings)
@@ -606,27 +653,31 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
                                             scale=scale, path=path, key=key))
     return pictures
 
-def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
-    """Draws these pictures, many at once, saves each when it is done -> problems: one that fails stops no others."""
+# ---- generating ------------------------------------------------------------------------------------------------------
+
+def generate(args, folder, transformer_folder, scheduler_config, pictures, quiet):
+    """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
+    others."""
     transformer, problems = load_transformer(transformer_folder, args.dtype), []
     names = load_loras(transformer, args.lora, args.lora_scale)
     if not quiet:
-        print(f"LoRA: {', '.join(args.lora) or 'none, the base model draws'}")
+        print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
     vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype).to(args.vae_device)
     t0 = monotonic()
+    # the bar counts steps, as a picture of the real model takes half a minute
     bar = tqdm(total=sum(p.sample.settings["num_inference_steps"] for p in pictures), desc=f"{len(pictures)} pictures",
                unit="step", disable=quiet or None)
     for scale in args.scales: # two strengths of a LoRA cannot share a forward pass
-        some = [p for p in pictures if p.scale == scale]
+        chosen = [p for p in pictures if p.scale == scale]
         if args.lora:
             transformer.set_adapters(names, [strength * scale for strength in args.lora_scale])
-        items = [(p.sample, p.sample.settings, p.seed) for p in some]
-        for i, image in draw_samples(transformer, vae, scheduler_config, items, args.max_tokens,
-                                     args.transformer_device, bar=bar):
+        wanted = [(p.sample, p.sample.settings, p.seed) for p in chosen]
+        for i, image in generate_samples(transformer, vae, scheduler_config, wanted, args.max_tokens,
+                                         args.transformer_device, bar=bar):
             try:
-                save_png(image, some[i].path, some[i].key)
-                tqdm.write(f"{some[i].path}: {image.width}x{image.height} | {some[i].sample.prompts[0]}")
+                save_png(image, chosen[i].path, chosen[i].key)
+                tqdm.write(f"{chosen[i].path}: {image.width}x{image.height} | {chosen[i].sample.prompts[0]}")
             except InputError as e: # a full disk
                 problems.append(str(e))
                 tqdm.write(str(e), file=sys.stderr)
@@ -637,7 +688,7 @@ def draw(args, folder, transformer_folder, scheduler_config, pictures, quiet):
     return problems
 
 def write_sheet(path, pictures):
-    """The first rows of pictures, those of earlier calls too, if there are several pictures."""
+    """A contact sheet of the first rows of pictures, those of earlier calls too, if there are several pictures."""
     done = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
     if len(done) > 1 and (sheet := common.find_extra("sheet")):
         save_png(sheet.results_sheet(done, common.read_image), path)
@@ -651,22 +702,19 @@ def main():
     if args.image and args.image[0].resolve() in (place, *place.parents):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
 
-    # what is to be drawn
+    # what is to be generated
     samples, problems = read_samples(args)
-    folder, transformer_folder = find_folders(args, cache.ENCODERS)
-    pipe, complete = cache.load_pipeline(folder), []
-    for sample in samples:
-        try:
-            sample.settings = complete_settings(sample, args, pipe.scheduler.config.shift_terminal)
-            complete.append(sample)
-        except InputError as e:
-            problems.append(str(e))
+    folder = cache.find_model(args.model, cache.ENCODERS)
+    transformer_folder = find_transformer(args)
+    pipe = cache.load_pipeline(folder)
 
-    def texts_of(sample):
+    def complete(sample): # its settings, and so the prompts that it needs; plan_samples notes an InputError
+        sample.settings = complete_settings(sample, args, pipe.scheduler.config.shift_terminal)
         return [(prompt, True) for prompt in prompts_of(sample, sample.settings)]
 
+    # which files: one for each sample, seed and scale; those that are there already stay
     inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
-    good, wrong = cache.plan_samples(pipe, complete, texts_of, geometry, args, rank > 0)
+    good, wrong = cache.plan_samples(pipe, samples, complete, geometry, args, rank > 0)
     pictures = plan_pictures(good, inputs, args, sheet, cache.fingerprint(transformer_folder / "transformer"))
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
@@ -675,20 +723,22 @@ def main():
         print(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the "
               "same settings")
 
-    # encode it all, let the encoders go, then draw. encode_samples also waits until all processes have looked
+    # encode everything, let the encoders go, then generate. encode_samples also waits until every process has looked
+    # which pictures are there
     problems += wrong
     problems += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size, verify=True)
     if rank == 0:
         common.print_problems(problems)
-    mine = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)] # slice, then filter: all slice one list
+    # this process's share. first the slice, then the filter: all processes must slice the same list
+    my_pictures = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)]
     try:
-        if mine:
-            problems += draw(args, folder, transformer_folder, pipe.scheduler.config, mine, quiet=rank > 0)
+        if my_pictures:
+            problems += generate(args, folder, transformer_folder, pipe.scheduler.config, my_pictures, quiet=rank > 0)
     except torch.OutOfMemoryError:
         raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
-                         "where it decodes, --vae_device cpu. the same command goes on with what is missing")
+                         "where it decodes, --vae_device cpu. the same command continues with what is missing")
     if world_size > 1:
-        dist.barrier() # all are done: torchrun would end the others when one returns 1
+        dist.barrier() # wait for all: torchrun would end the others when one returns 1
     if rank == 0 and missing:
         write_sheet(sheet, pictures)
     if dist.is_initialized():

@@ -32,11 +32,8 @@ from diffusers.models.attention_dispatch import (
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.utils import scale_lora_layers, unscale_lora_layers
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError: # an older torch: packed attention is one call a sample there
-    varlen_attn = None
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is silently shorter there
 
@@ -53,14 +50,15 @@ def apply_rotary_emb_qwen_batched(x, freqs_cis):
     if tuple(freqs.shape) != want:
         raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want "
                          f"{(*want[:-1], D // 2)}, complex, for x {tuple(x.shape)}")
+    # (..., D) -> (..., R, 2): pairs are complex numbers, and a rotation is a product with one of length 1
     pairs, freqs = x.float().unflatten(-1, (-1, 2)), freqs.unsqueeze(-2).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling(): # the compiler fuses real numbers only
         (a, b), (cos, sin) = pairs.unbind(-1), freqs.unbind(-1)
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3).type_as(x)
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs)).flatten(3).type_as(x)
 
 def real_freqs(freqs_cis):
-    """Complex (..., R) -> (..., D) of cos, sin, cos, ...: torch.compile cannot fuse complex numbers."""
+    """Complex (..., R) -> (..., D) of cos, sin, cos, ..., as torch.compile cannot fuse complex numbers."""
     return torch.view_as_real(freqs_cis).flatten(-2)
 
 def sample_freqs(pos_embed, shapes, txt_len, device):
@@ -84,10 +82,13 @@ def blank_freqs(freqs, mask_BN):
 
 def use_fused(x):
     """Whether mixed batches use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
-    On a CPU stock's bits are kept."""
+    On a CPU the results equal stock's bit for bit."""
     return x.is_cuda
 
 # ---- attention -------------------------------------------------------------------------------------------------------
+# Padded rows attend to a sample's own tokens under a mask. Packed rows need no mask: torch's variable-length kernel is
+# told where each sample begins. (FlexAttention has no backward pass on a CPU, and compiles anew for each layout. Nested
+# tensors gained nothing.)
 
 def lens_mask(lens, width, device):
     """Lengths -> bool (B, width): True up to each length."""
@@ -112,7 +113,7 @@ class Lens:
     """How long the samples of a packed row are."""
     each: list # tokens of each sample
     longest: int
-    begins: torch.Tensor | None # (B + 1,) int32, where each sample begins, and the end; None: varlen_attn cannot run
+    begins: Tensor | None # (B + 1,) int32, where each sample begins, and the end; None: varlen_attn cannot run
 
 @dataclass
 class Layout:
@@ -120,13 +121,13 @@ class Layout:
     compiled block reads no list of it: one of another length would trigger a recompilation."""
     joint: Lens # of text + image
     img: Lens # of the image tokens alone
-    order: torch.Tensor # (S,) for each token of the joint row its place in [all text, all image]
-    inverse: torch.Tensor # (S,) the way back
+    order: Tensor # (S,) for each token of the joint row its place in [all text, all image]
+    inverse: Tensor # (S,) the way back
 
 def has_varlen(x):
     """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
-    through diffusers, for all models or in a with block, has precedence."""
-    return (varlen_attn is not None and x.is_cuda and torch.version.hip is None # (which lacks it on many cards)
+    through diffusers, for all models or in a `with` block, takes precedence."""
+    return (x.is_cuda and torch.version.hip is None # (which lacks it on many cards)
             and x.dtype in (torch.bfloat16, torch.float16)
             and torch.cuda.get_device_capability(x.device) >= (8, 0)
             and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE)
@@ -134,14 +135,15 @@ def has_varlen(x):
 def make_lens(each, x):
     """-> Lens, for rows of x's device and dtype."""
     begins = None
-    if has_varlen(x):
+    if has_varlen(x): # made once per forward pass: made in each block it would wait for the GPU 60 times
         begins = torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(x.device, non_blocking=True)
     return Lens(each, max(each), begins)
 
 def make_layout(txt_lens, img_lens, x):
     """-> Layout, for rows of x's device and dtype."""
     joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
-    # to whom the tokens of [all text, all image] belong; sorted by that, each sample's text stands before its image
+    # the sample to which each token of [all text, all image] belongs. Sorted by that (stable: equal ones keep their
+    # order), each sample's text stands before its image
     owners = torch.tensor([*range(len(txt_lens))] * 2).repeat_interleave(
         torch.tensor([*txt_lens, *img_lens]), output_size=sum(joint_lens))
     order = owners.argsort(stable=True)
@@ -165,12 +167,12 @@ def packed_attention(txt_qkv, img_qkv, layout, backend, parallel_config):
     """Attention within each sample's [text, image]. txt_qkv: query, key, value, each (1, sum T, H, D); the query is
     None in the last block. img_qkv: the same, (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel
     where torch has it, else one unmasked call a sample."""
-    def join(txt, img):
+    def join(txt, img): # -> [text 0, image 0, text 1, image 1, ...]
         return Reorder.apply(torch.cat([txt, img], dim=1), layout.order, layout.inverse)
 
     (txt_q, txt_k, txt_v), (img_q, img_k, img_v) = txt_qkv, img_qkv
     k, v, lens = join(txt_k, img_k), join(txt_v, img_v), layout.joint
-    if txt_q is None:
+    if txt_q is None: # the last block: text is read, but not asked
         q, q_lens = img_q, layout.img
     else:
         q, q_lens = join(txt_q, img_q), layout.joint
@@ -201,6 +203,7 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
         (batch, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
+        # one joint mask of the two that a caller may give
         mask_BS = None
         if encoder_hidden_states_mask is not None:
             txt_mask = as_bool_mask(encoder_hidden_states_mask, "encoder_hidden_states_mask", (batch, txt_len))
@@ -222,12 +225,14 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
                 x = norm(x)
             return x if freqs is None else apply_rotary_emb_qwen_batched(x, freqs)
 
+        # queries, keys and values of both streams, each (B, tokens, H, D)
         img_freqs, txt_freqs = image_rotary_emb or (None, None)
         img, txt = hidden_states, encoder_hidden_states
         img_qkv = [normed(attn.norm_q, attn.to_q(img), img_freqs), normed(attn.norm_k, attn.to_k(img), img_freqs),
                    heads(attn.to_v(img))]
         txt_q = normed(attn.norm_added_q, attn.add_q_proj(txt), txt_freqs) if text_out else None
         txt_qkv = [txt_q, normed(attn.norm_added_k, attn.add_k_proj(txt), txt_freqs), heads(attn.add_v_proj(txt))]
+        # attention: within each sample when packed, over the row and under the mask when padded
         if layout is not None:
             txt_out, img_out = packed_attention(txt_qkv, img_qkv, layout, self._attention_backend,
                                                 self._parallel_config)
@@ -253,7 +258,7 @@ class Segments:
     zero_cond_t models its target's and its controls'."""
     lens: list # tokens of each segment
     temb_rows: list # its row of temb
-    index: torch.Tensor # (tokens,) the row of every token
+    index: Tensor # (tokens,) the row of every token
 
 def make_segments(lens, temb_rows, device):
     index = torch.repeat_interleave(torch.tensor(list(temb_rows)), torch.tensor(lens), output_size=sum(lens))
@@ -288,14 +293,15 @@ def by_segment(f, segments, modulations, *xs):
     """f(*vectors, *tokens) for all segments -> (B, N, C). modulations: (rows of temb, C) tensors; vectors: their rows
     that modulate these tokens, (C,) for a segment's, (tokens, C) when compiled. xs: (B, N, C), as B * N tokens."""
     tokens = [x.flatten(0, 1) for x in xs]
-    if torch.compiler.is_compiling(): # a gather, which the compiler fuses; eager it would cost memory and a kernel more
+    # compiled: a gather, which the compiler fuses with f. Eager it would cost memory and one more kernel
+    if torch.compiler.is_compiling():
         return f(*[RowsByIndex.apply(m, segments.index) for m in modulations], *tokens).view_as(xs[0])
-    if len(segments.temb_rows) == 1: # nothing to put together
-        return f(*[m[segments.temb_rows[0]] for m in modulations], *xs)
+    # eager: segment by segment, in stock's arithmetic
     parts = []
     for row, *own_tokens in zip(segments.temb_rows, *[x.split(segments.lens) for x in tokens]):
         parts.append(f(*[m[row] for m in modulations], *own_tokens))
-    return torch.cat(parts).view_as(xs[0])
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0] # (cat would copy a single one)
+    return whole.view_as(xs[0])
 
 def multiply_add(x, y, z):
     return torch.addcmul(z, x, y) if use_fused(x) else x * y + z
@@ -310,7 +316,7 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
                   joint_attention_kwargs=None, modulate_index=None):
     """QwenImageTransformerBlock.forward, and the same block for rows whose modulation changes from segment to segment.
     modulate_index: stock's own, or for a mixed batch a Ragged. On a CPU it keeps stock's arithmetic, so that bf16 stays
-    bit-equal. It replaces block.forward per instance: every hook on block.__call__ (checkpointing, offload, FSDP,
+    bit-equal. It replaces block.forward per instance, so every hook on block.__call__ (checkpointing, offload, FSDP,
     compile, peft) still fires."""
     if not isinstance(modulate_index, Ragged):
         return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
@@ -320,8 +326,9 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
                          "want patch_qwen_model_for_multi_resolution, which sets the processors too")
     img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
     img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
+    # modulation of attention (1) and MLP (2), from each timestep's row of temb
     img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
-    if self.zero_cond_t: # text always takes the sample's own timestep
+    if self.zero_cond_t: # its rows are [own timesteps, zeros]; text always takes its sample's own
         temb = temb.chunk(2)[0]
     txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(temb).chunk(6, dim=-1)
     img_attn, txt_attn = self.attn(
@@ -331,7 +338,7 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
     img = add_gated(img_segments, img, img_gate1, img_attn)
     img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
     img = add_gated(img_segments, img, img_gate2, img_mlp)
-    if not ragged.last:
+    if not ragged.last: # nobody reads the last block's text
         txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
         txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
         txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
@@ -344,25 +351,25 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
 def checkpoint_blocks(model, blocks=None, **options):
     """Gradient checkpointing: the backward pass recomputes the first `blocks` blocks (None: all) -> their number.
     options: torch.utils.checkpoint's."""
-    again = set(model.transformer_blocks[:blocks])
+    recomputed = set(model.transformer_blocks[:blocks])
 
     def run(block, *args):
-        if block in again:
+        if block in recomputed:
             return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False, **options)
         return block(*args)
     model.enable_gradient_checkpointing(run)
-    return len(again)
+    return len(recomputed)
 
 @dataclass
 class Batch:
     """A mixed batch as the blocks get it: packed into one row, or padded to one row a sample."""
-    img: torch.Tensor # (1, sum I, C) or (B, I, C)
-    txt: torch.Tensor # (1, sum T, C) or (B, T, C)
+    img: Tensor # (1, sum I, C) or (B, I, C)
+    txt: Tensor # (1, sum T, C) or (B, T, C)
     freqs: tuple # (img, txt) rotary frequencies, (sum N, R) or (B, N, R)
     img_lens: list # image tokens of each sample, its pads included
     txt_lens: list # text tokens likewise
-    mask_BS: torch.Tensor | None # joint attention mask; None: packed
-    img_mask_BI: torch.Tensor | None # its image half: False at pads
+    mask_BS: Tensor | None # joint attention mask; None: packed
+    img_mask_BI: Tensor | None # its image half: False at pads
 
 def blank(x_BNC, mask_BN):
     """x with 0 at the pads. They may hold NaN, and 0 * NaN would be NaN in the attention too."""
@@ -377,21 +384,23 @@ def packed_batch(model, img, txt, txt_lens, shapes, freqs):
     if (sum(txt_lens), sum(img_lens)) != (txt.shape[1], img.shape[1]):
         raise ValueError(f"packed: got {txt.shape[1]} text and {img.shape[1]} image tokens, want {sum(txt_lens)} and "
                          f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
-    if freqs is None:
+    if freqs is None: # each sample has positions of its own
         img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, n, img.device)
                                      for s, n in zip(shapes, txt_lens)])
         freqs = torch.cat(img_freqs), torch.cat(txt_freqs)
     return Batch(img, txt, freqs, img_lens, txt_lens, None, None)
 
 def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
-    """The Batch of the padded and of the precomputed mode (with freqs). Which image tokens are pads:
-    padded: img_shapes tell. precomputed: the joint mask tells, else img_shapes, else there are none."""
+    """The Batch of the padded and of the precomputed mode (the one with freqs). Which image tokens are pads? In the
+    padded mode img_shapes tell. In the precomputed mode the joint mask tells, or else img_shapes; without both there
+    are none."""
     (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
     img_lens = [img_len] * batch
     if freqs is None or (joint_mask is None and shapes is not None):
         img_lens = image_lens(shapes)
     if max(img_lens) > img_len:
         raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
+    # one mask of all that was given, then split again into text and image
     img_mask_BI = lens_mask(img_lens, img_len, device)
     if txt_mask_BT is None:
         txt_mask_BT = lens_mask([txt_len] * batch, txt_len, device)
@@ -399,7 +408,7 @@ def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
     if joint_mask is not None:
         mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
     txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
-    if freqs is None: # pads are rotated by 0: finite, and nobody looks at them
+    if freqs is None: # pads get frequencies of 0: that is finite, and nobody looks at them
         img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
         freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
     else:
@@ -446,10 +455,11 @@ def mixed_forward(model, batch, shapes, timestep, additional_t_cond, kwargs):
                     make_segments(batch.txt_lens, range(B), batch.txt.device), layout)
     kwargs = {**kwargs, "attention_mask": batch.mask_BS}
 
+    # from here on as stock's forward: embeddings, blocks, output
     img = model.img_in(batch.img)
     txt = model.txt_in(model.txt_norm(batch.txt))
     timestep = timestep.to(img.dtype).expand(B)
-    if model.zero_cond_t:
+    if model.zero_cond_t: # 2511: the controls are clean pictures, and modulated as such
         timestep = torch.cat([timestep, timestep * 0])
         if additional_t_cond is not None:
             additional_t_cond = additional_t_cond.expand(B).repeat(2)
@@ -461,7 +471,7 @@ def mixed_forward(model, batch, shapes, timestep, additional_t_cond, kwargs):
             txt, img = model._gradient_checkpointing_func(block, *args)
         else:
             txt, img = block(*args)
-    # AdaLayerNormContinuous, by segment; zero_cond_t or not, it takes the sample's own timestep (row b)
+    # AdaLayerNormContinuous, by segment. zero_cond_t or not, it takes the sample's own timestep (row b)
     segments = make_segments(batch.img_lens, range(B), img.device)
     scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
     img = modulate(segments, model.norm_out.norm(img), shift, scale)
@@ -491,39 +501,44 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
     joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
     masked = encoder_hidden_states_mask is not None or joint_mask is not None
-    is_packed = txt_lens is not None and len(hidden_states) == 1
-    if is_packed and masked and len(txt_lens) == 1: # a padded row, whose text length older diffusers wanted too
-        is_packed = False
-    B = len(txt_lens) if is_packed else len(hidden_states)
 
+    # which mode is meant? (a single masked row with a text length is padded: older diffusers wanted that length)
+    mode = "padded" if image_rotary_emb is None else "precomputed"
+    if txt_lens is not None and len(hidden_states) == 1 and not (masked and len(txt_lens) == 1):
+        mode = "packed"
+    B = len(txt_lens) if mode == "packed" else len(hidden_states)
+
+    # what every mode must have: rows and timesteps that belong together, and the shapes of the pictures
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
-    if len(encoder_hidden_states) != len(hidden_states) or any(n != B and (n != 1 or is_packed) for n in per_sample):
+    shared = [] if mode == "packed" else [1] # one timestep may serve all samples
+    if len(encoder_hidden_states) != len(hidden_states) or not {B, *shared}.issuperset(per_sample):
         raise ValueError(f"batch: got {len(encoder_hidden_states)} rows of text and {per_sample} timesteps and "
                          f"additional_t_cond, want {len(hidden_states)} and {B} each")
-    if img_shapes is None and (image_rotary_emb is None or is_packed or self.zero_cond_t):
+    if img_shapes is None and (mode != "precomputed" or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
     # what flat img_shapes must add up to, unless a joint mask says where the pads are
     img_len = hidden_states.shape[1]
-    if is_packed or (image_rotary_emb is not None and joint_mask is not None):
+    if mode == "packed" or (mode == "precomputed" and joint_mask is not None):
         img_len = None
     shapes = None if img_shapes is None else sample_shapes(img_shapes, B, img_len)
 
-    if is_packed: # the packed mode
+    if mode == "packed":
         if masked:
             raise ValueError("packed: got a mask, want none (packed rows have no pads)")
         batch = packed_batch(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
     else:
         txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
         encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
-        is_stock = image_rotary_emb is None and joint_mask is None and not should_use_multi_resolution_mode(shapes)
-        if is_stock and image_lens(shapes)[0] == hidden_states.shape[1]: # the stock mode: diffusers' code, bit for bit
-            # which is silent where the table of positions ends: sample_freqs raises
+        # equal sizes without pads need nothing of this file
+        if mode == "padded" and joint_mask is None and not should_use_multi_resolution_mode(shapes):
+            mode = "stock" if image_lens(shapes)[0] == hidden_states.shape[1] else "padded"
+        if mode == "stock":
+            # stock is silent where the table of positions ends: sample_freqs raises
             sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device)
             return type(self).forward(
                 self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
                 attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
                 additional_t_cond=additional_t_cond, return_dict=return_dict)
-        # the padded and the precomputed mode
         batch = padded_batch(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
                              image_rotary_emb)
     if guidance is not None or controlnet_block_samples is not None:
@@ -543,6 +558,7 @@ def patch_qwen_forward_for_multi_resolution(model):
     ValueError if something else has replaced a forward before: offload and compile come after the patch."""
     if hasattr(model, "multi_resolution"): # patched already, and hooks may have come since
         return model
+    # hooks replace forward on the instance, too: patched over, they would no longer run
     if any("forward" in m.__dict__ for m in [model, *model.transformer_blocks]):
         raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or hooks")
     model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
@@ -577,7 +593,7 @@ def sample_shapes(img_shapes, batch, img_len=None):
 
     shapes, flat = [], True
     for entry in map(as_list, as_list(img_shapes)):
-        if isinstance(entry[0], (list, tuple, torch.Tensor)):
+        if isinstance(entry[0], (list, tuple, Tensor)):
             flat = False
         else:
             entry = [entry]
@@ -638,7 +654,7 @@ def pad_latents_for_multi_res(samples, max_len=None):
     if max(lens) > max_len:
         raise ValueError(f"samples: got {max(lens)} tokens, want at most max_len = {max_len}")
     padded = samples[0].new_zeros(len(samples), max_len, samples[0].shape[1])
-    for row, s in zip(padded, samples):
+    for row, s in zip(padded, samples): # F.pad and stack would write each sample twice
         row[:len(s)] = s
     return padded, lens_mask(lens, max_len, padded.device)
 

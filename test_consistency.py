@@ -272,30 +272,26 @@ def test_padding_is_masked():
 
 # ==== claim 3: a training step is the formula with the stock model, however it is computed ============================
 
-@pytest.mark.parametrize("loss_norm", ["sample", "token"])
-def test_training_step_equals_the_formula_with_stock_one_at_a_time(tmp_path, loss_norm):
+def test_training_step_equals_the_formula_with_stock_one_at_a_time(tmp_path):
     """The first step's LoRA gradients and loss, computed here from the definition with the stock model, one sample at a
     time, equal what train.py applied: read from its optimizer, exp_avg = 0.1 * gradient after one step."""
-    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0, "--loss_norm",
-              loss_norm)
+    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0)
     ns = globals_of_train(tmp_path / "b")
     stock = cache.load_part(QwenImageTransformer2DModel, TINY / "transformer", "float32").requires_grad_(False)
     stock.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=ns["args"].lora_targets))
     set_peft_model_state_dict(stock, {k.removeprefix("transformer."): v for k, v in lora_of(tmp_path / "a").items()})
-    losses, weights = [], []
+    losses = []
     for position in range(4):
-        sample, resolution, text = ns["pick_sample"](position)
-        t, g = cache.load_latents(sample, resolution), ns["generator"]("noise", position)
+        p = ns["pick"](position)
+        t, g = cache.load_latents(p.sample, p.encoding), ns["generator"]("noise", position)
         s = ns["pick_timestep"](g, len(t["pixel_latent"]))
         noise = torch.randn(t["pixel_latent"].shape, generator=g)
         x = torch.cat([(1 - s) * t["pixel_latent"] + s * noise, t["control_latent"]])
-        v = stock(hidden_states=x[None], encoder_hidden_states=cache.load_text(sample, text)[None], timestep=s[None],
-                  img_shapes=[[tuple(i) for i in t["img_shapes"].tolist()]], return_dict=False)[0][0, :len(noise)]
+        v = stock(hidden_states=x[None], encoder_hidden_states=cache.load_text(p.sample, (p.prompt, True))[None],
+                  timestep=s[None], img_shapes=[p.img_shapes], return_dict=False)[0][0, :len(noise)]
         weight = 1 + t["edit_mask"] if "edit_mask" in t else torch.ones(len(noise))
-        losses.append(((v - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum())
-        weights.append(weight.sum())
-    losses, weights = torch.stack(losses), torch.stack(weights)
-    loss = (losses / weights).mean() if loss_norm == "sample" else losses.sum() / weights.sum()
+        losses.append(((v - (noise - t["pixel_latent"])).square().mean(-1) * weight).sum() / weight.sum())
+    loss = torch.stack(losses).mean()
     loss.backward()
     error = abs(log_of(tmp_path / "a")[0]["loss"] / loss.item() - 1)
     show("loss", error, 3e-6)
@@ -314,7 +310,7 @@ WAYS = {
 def packed_log(tmp_path_factory):
     return train_log(tmp_path_factory.mktemp("packed") / "a", *SIX)
 
-SIX = ["--caption_dropout_rate", 0.1, "--loss_norm", "token", "--batch_size", 6]
+SIX = ["--caption_dropout_rate", 0.1, "--batch_size", 6]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_batching_does_not_change_training(tmp_path, packed_log, way):
@@ -381,7 +377,7 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
     pipe = stock_pipeline(model)
     pipe.scheduler = type(pipe.scheduler)(shift=1.0) # its only noise level is the one that it is given
     for position, (got, item) in enumerate(zip(preds[-1], items)):
-        sample = ns["pick_sample"](position)[0]
+        sample = ns["pick"](position).sample
         target, *images = [Image.open(path) for path in [sample.target, *sample.controls]]
         width, height = plus_code.calculate_dimensions(area, target.width / target.height)
         size = dict(height=height, width=width)

@@ -1,5 +1,5 @@
 """
---device cuda: what a card wants before the first tensor is on it.
+--device cuda: checks a card, and sets it up before the first tensor is on it.
 """
 import contextlib
 import os
@@ -8,36 +8,40 @@ from pathlib import Path
 
 import torch
 
+from common import InputError
+
 
 def first_line(e):
     return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
 
 
-def problem(device, dtype):
-    """Why torch cannot train or sample on this device in this dtype (default: bfloat16 on a card), or None."""
+def check(parser, flag, device, dtype):
+    """parser.error if torch cannot train or sample on this flag's device in this dtype (None: bfloat16 on a card)."""
     try:
         torch.empty(0, device=device).cpu() # (meta has no numbers)
     except (RuntimeError, AssertionError) as e:
-        return f"{device!r} cannot be used ({first_line(e)})"
+        other = "cpu" if device.startswith("cuda") else "cuda or cpu"
+        parser.error(f"argument --{flag}: {device!r} cannot be used ({first_line(e)}); give {other}")
     if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
             and torch.cuda.get_device_capability(device) < (8, 0)):
-        return (f"{torch.cuda.get_device_name(device)} has no bfloat16 attention; take an Ampere card (A100, RTX 30xx) "
-                "or a newer one, or --dtype float32")
+        parser.error(f"argument --{flag}: {torch.cuda.get_device_name(device)} has no bfloat16 attention; take an "
+                     "Ampere card (A100, RTX 30xx) or a newer one, or --dtype float32")
 
 
-def too_large_for_cpu(args):
-    """Why a large model should not go to the CPU, in float32, only because no GPU can be used; or None."""
+def refuse_cpu(args):
+    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used."""
     weights = [file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")]
     small = args.model == "tiny" or (Path(args.model).exists() and sum(weights) < 4e9)
     if small or args.device or getattr(args, "plan", False) or torch.cuda.is_available():
-        return None
-    return (f"no usable GPU (torch {torch.__version__} is built for CUDA {torch.version.cuda or '-'}; CUDA 13 needs "
-            "driver 580 or newer, see nvidia-smi); update the driver, install a torch that fits it, or give --device "
-            "cpu")
+        return
+    raise InputError(f"--device: no usable GPU (torch {torch.__version__} is built for CUDA "
+                     f"{torch.version.cuda or '-'}; CUDA 13 needs driver 580 or newer, see nvidia-smi); update the "
+                     "driver, install a torch that fits it, or give --device cpu")
 
 
-# major capability: what torch can take there instead of its own flash attention (FA2), the package that it then loads,
-# and who has that. None on sm_120, where FA4 crashes (flash-attention issue 2860); PyPI's flash-attn-3 is empty
+# {major compute capability: (the flash attention that torch can use there instead of its own FA2, the module that it
+# then loads, where to get that)}. Not on sm_120, where FA4 crashes (flash-attention issue 2860). PyPI's flash-attn-3 is
+# empty
 FASTER = {9: ("FA3", "flash_attn_interface", "flash-attn-3 (of download.pytorch.org/whl)"),
           10: ("FA4", "flash_attn.cute", "flash-attn-4")}
 
@@ -51,18 +55,18 @@ def find_flash(capability):
         return impl if find_spec(package) else None
     except (ModuleNotFoundError, ValueError): # no flash_attn at all, or one that is no package
         return None
-    except (ImportError, RuntimeError, OSError, AttributeError): # its __init__ fails: activate_flash will say how
+    except Exception: # its __init__ fails: activate_flash will say how
         return impl
 
 
 def activate_flash(capability):
-    """Takes the fastest flash attention that can be loaded -> words for the log."""
+    """Activates the fastest flash attention that can be loaded -> words for the log."""
     impl = find_flash(capability)
     if impl:
         try:
             torch.nn.attention.activate_flash_attention_impl(impl)
             return f"flash attention {impl[2:]}"
-        except (ImportError, RuntimeError, OSError, AttributeError) as e: # made for another torch or another CUDA
+        except Exception as e: # a package for another torch or another CUDA can fail in any way
             return f"flash attention 2 ({impl} cannot be loaded: {first_line(e)})"
     if capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
         return f"flash attention 2; {FASTER[capability[0]][2]} would compute attention faster"
@@ -72,23 +76,23 @@ def activate_flash(capability):
 def prepare(device, flash_attention):
     """Call it before the first tensor is on the device. flash_attention: auto or 2 -> words for the log."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        # every step has new sizes, which fragment memory. pinned tensors are not rounded up to powers of two, and then
-        # must not be cached either: torch 2.13 would give one to a larger tensor (PR 192722)
+        # Every step has new sizes, which fragment memory: hence expandable segments. Pinned tensors are not rounded up
+        # to powers of two, and then must not be cached either: torch 2.13 could give one to a larger tensor (PR 192722)
         configure_allocator("expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1",
                             "expandable_segments:True")
-    # one family of kernels for stock, padded and packed calls, and no plan for every new shape, as cuDNN would make
+    # without cuDNN, stock, padded and packed calls use one family of kernels, and no new shape costs a new plan
     torch.backends.cuda.enable_cudnn_sdp(False)
     varlen = getattr(torch.nn.attention, "varlen", None)
     if hasattr(varlen, "_should_use_cudnn"): # torch after 2.13: five times slower on mixed lengths (issue 187770)
         varlen._should_use_cudnn = lambda *args, **kwargs: False
-    torch._dynamo.config.recompile_limit = 64 # past it --compile would go on in eager, without a word
+    torch._dynamo.config.recompile_limit = 64 # past it --compile would fall back to eager without a word
     capability = torch.cuda.get_device_capability(device)
     words = activate_flash(capability) if flash_attention == "auto" else "flash attention 2"
     return f"{torch.cuda.get_device_name(device)}, {words}"
 
 
 def configure_allocator(*choices):
-    """Takes the first of these settings that this torch knows."""
+    """Sets the allocator to the first of these settings that this torch knows."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
     for settings in choices:
         with contextlib.suppress(RuntimeError, ValueError): # an older torch does not know every key

@@ -1,32 +1,32 @@
 """
---gradient_checkpointing on a GPU, if no number is given: as few blocks are computed again as its memory allows.
+--gradient_checkpointing on a GPU, if no number is given: recompute as few blocks as the GPU's memory allows.
 
-Found by measuring, before the first step: a pass over the largest pack that can come, with no block kept, then with as
-many as fit for sure, and with more as long as there is room; so any card, --quantize, --offload and --compile are right
-by themselves. The gradients of these passes are thrown away, and train.py seeds dropout anew for each pack.
+It measures, before the first step: a pass over the largest pack that can come, with no block kept; then passes with as
+many blocks kept as surely fit, until no further one does. So the answer is right for any card, --quantize, --offload
+and --compile, without a formula for each. The gradients of these passes are thrown away, and train.py seeds dropout
+anew for each pack.
 """
-from functools import partial
+from dataclasses import fields
 from itertools import product
 from math import inf, isqrt
-from types import SimpleNamespace
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import rope_patch
+from common import InputError, gather_objects
 
 GIB = 2**30
 STATES = 5 # of each parameter beside its weight: a gradient, and AdamW's two moments or Prodigy's four
 
 # ---- the largest pack ------------------------------------------------------------------------------------------------
 
-def lengths_of(samples, count_tokens):
-    """All lengths that train.py may draw, in tokens. count_tokens: its function."""
+def lengths_of(samples, Pick):
+    """All lengths that train.py may pick, in tokens. Pick: its class."""
     lengths = set()
     for sample in samples:
-        for resolution, (prompt, with_pictures) in product(sample.resolutions, sample.texts):
-            shapes = resolution["img_shapes"]
-            if not with_pictures: # --prompt_image_dropout_rate drops the controls too
-                shapes = shapes[:1]
-            lengths.add(count_tokens(sample, dict(img_shapes=shapes), (prompt, with_pictures)))
+        for encoding, (prompt, with_controls) in product(sample.encodings, sample.texts):
+            lengths.add(Pick(sample, encoding, prompt, with_controls, False, None, None).tokens)
     return lengths
 
 def largest_pack(lengths, args):
@@ -38,9 +38,9 @@ def largest_pack(lengths, args):
         return [heaviest] * rows[heaviest]
     longest = max(lengths)
     limit = min(args.max_tokens, args.batch_size * longest)
-    sums = 1 # all sums that samples can have, as the bits of one integer: at first 0
+    sums = 1 # all sums that samples can have, as the bits of one integer: at first the sum 0 alone
     for _ in range(args.batch_size):
-        fewer = sums # of one sample less
+        fewer = sums # the sums of one sample less
         for n in lengths:
             sums |= (fewer << n) & ((2 << limit) - 1)
         if sums == fewer or sums >> limit: # nothing new, or the limit itself
@@ -55,16 +55,21 @@ def shape_of(tokens):
     width = -(-(tokens - text) // height)
     return [(1, height, width)], text
 
-def blank_items(shapes, model, device=None):
-    """train.py's items, as its load_item makes them, of zeros. shapes: (img_shapes, text tokens) of each."""
-    zeros = partial(torch.zeros, device=device)
+def blank_items(Item, shapes, model, device=None):
+    """Items of zeros. Item: train.py's class, which says dtype and shape of each tensor; shapes: (img_shapes, text
+    tokens) of each item."""
+    dtypes = dict(float32=torch.float32, base=model.dtype)
     items = []
     for img_shapes, text in shapes:
         target, *controls = [h * w for _, h, w in img_shapes]
-        items.append(SimpleNamespace(
-            x0=zeros(target, 64), noise=zeros(target, 64), velocity=zeros(target, 64), s=zeros(()),
-            controls=zeros(sum(controls), 64, dtype=model.dtype), weight=torch.ones(target, device=device),
-            prompt=zeros(text, model.config.joint_attention_dim, dtype=model.dtype), img_shapes=img_shapes))
+        sizes = dict(I=target, K=sum(controls), T=text, C=model.config.in_channels, J=model.config.joint_attention_dim)
+        tensors = {}
+        for field in fields(Item):
+            if field.name != "img_shapes":
+                dtype, *letters = field.type.split()
+                shape = [sizes[letter] for letter in letters]
+                tensors[field.name] = torch.zeros(shape, dtype=dtypes[dtype], device=device)
+        items.append(Item(**tensors, img_shapes=img_shapes))
     return items
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -96,18 +101,19 @@ def added_bytes(f, device):
         torch.cuda.empty_cache()
 
 def learning_bytes(transformer):
-    """What comes beside a pass: gradients of the packs before it, and the optimizer's state."""
+    """Bytes that are taken beside a pass: gradients of the packs before it, and the optimizer's state."""
     return STATES * sum(p.nbytes for p in transformer.parameters() if p.requires_grad)
 
 def input_bytes(transformer, pack):
-    """The inputs of all blocks, which a recomputed pass saves."""
+    """Bytes of the inputs of all blocks, which a recomputed pass saves."""
     return len(transformer.transformer_blocks) * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
 
 def find_fit(blocks, free, inputs, added, selective):
     """-> (how many of the blocks are kept, whether the others keep their attention, bytes that a pass adds then).
-    free: bytes that it may add; added(kept, selective): what it does add, inf if it runs out of memory; inputs: of
-    added(0) the saved inputs of all blocks. The rest is one block at work, and a block that is kept costs no more.
-    selective: whether attention can be kept alone. It is as large as the inputs, and costs most to compute again."""
+    free: bytes that a pass may add. added(kept, selective): bytes that it does add, inf if it runs out of memory.
+    inputs: those of added(0, False) that are the saved inputs of all blocks; the rest is one block at work, and a kept
+    block costs no more than that. selective: whether the attention's output can be kept by itself: it is as large as
+    the inputs, and the most expensive to recompute."""
     kept, adds = 0, added(0, False)
     one_block = adds - inputs
     if selective and free >= adds + 1.05 * inputs:
@@ -117,7 +123,7 @@ def find_fit(blocks, free, inputs, added, selective):
     while kept < blocks and free - adds >= one_block:
         more = min(blocks, kept + int((free - adds) // one_block))
         more_adds = added(more, selective)
-        if more_adds > free: # fragments, or another process
+        if more_adds > free: # fragments, or another process on this card
             break
         kept, adds = more, more_adds
     return kept, selective and kept < blocks, adds
@@ -126,21 +132,16 @@ def keep_attention():
     """For torch.utils.checkpoint: recomputed blocks keep what the attention kernel gives."""
     return create_selective_checkpoint_contexts([torch.ops.torch_attn._varlen_attn.default])
 
-def rope_patch_of(transformer):
-    """The names of the module that has patched it."""
-    return transformer.forward.__func__.__globals__
-
-def keep_what_fits(transformer, lengths, flow_loss, recompute, gather, args, say):
+def keep_what_fits(transformer, lengths, Item, flow_loss, recompute, args, say):
     """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths:
-    lengths_of's; flow_loss, say: train.py's functions; recompute(number, **options): checkpoint_blocks; gather(value):
-    that of each process. torch.OutOfMemoryError if the largest pack does not fit although all blocks are computed
-    again."""
+    lengths_of's; Item, flow_loss, say: train.py's; recompute(number, **options): checkpoint_blocks. InputError if the
+    largest pack does not fit although all blocks are computed again."""
     blocks, pack = len(transformer.transformer_blocks), largest_pack(lengths, args)
-    items = blank_items(map(shape_of, pack), transformer, args.device)
+    items = blank_items(Item, map(shape_of, pack), transformer, args.device)
 
     def step():
         try:
-            sum(loss for loss, _ in flow_loss(transformer, items)).backward()
+            sum(flow_loss(transformer, items)).backward()
         finally:
             for p in transformer.parameters():
                 p.grad = None
@@ -151,15 +152,16 @@ def keep_what_fits(transformer, lengths, flow_loss, recompute, gather, args, say
 
     def added(kept, selective):
         keep(kept, selective)
-        return max(gather(added_bytes(step, args.device)))
+        return max(gather_objects(added_bytes(step, args.device)))
 
-    added(0, False) # the first pass loads kernels and libraries, which take memory too
-    free = min(gather(room(args.device) - learning_bytes(transformer)))
-    one_kernel = rope_patch_of(transformer)["has_varlen"](items[0].prompt) and args.batching == "packed"
+    added(0, False) # the first pass loads kernels and libraries, which take memory that no later pass needs
+    free = min(gather_objects(room(args.device) - learning_bytes(transformer)))
+    one_kernel = rope_patch.has_varlen(items[0].prompt) and args.batching == "packed"
     selective = one_kernel and not args.compile # (with which it was not tried)
     kept, selective, adds = find_fit(blocks, free, input_bytes(transformer, pack), added, selective)
     if adds == inf:
-        raise torch.OutOfMemoryError(f"a pass of {sum(pack)} tokens does not fit")
+        raise InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "
+                         f"{sum(pack)} tokens, all blocks computed again; lower it, or give --quantize or --offload")
     words = ", the attention of the others" if selective else ""
     say(f"gradient checkpointing: {kept} blocks{words} are kept; a pass of {sum(pack):,} tokens, the largest, takes "
         f"about {adds / GIB:.1f} of {free / GIB:.1f} GiB")

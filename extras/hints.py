@@ -1,4 +1,7 @@
-"""What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip."""
+"""
+What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
+folder.
+"""
 import difflib
 
 OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
@@ -8,7 +11,7 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     target_pixels="resolution image_size max_pixels", vae_device="vae_encoder_device", lora="adapter lora_path",
     image="control_image_path",
     pretrained_lora="network_weights init_lora lora_path lora_checkpoint",
-    base_lora="base_weights assistant_lora_path preset_lora_path", batch_size="gradient_accumulation_steps",
+    batch_size="gradient_accumulation_steps",
     lora_scale="lora_weight lora_multiplier",
     data="dataset_config train_data_dir dataset_base_path folder_path image_dir reg_data",
     model="pretrained_model_name_or_path dit", out="output output_path save_path", save_every="checkpointing_steps",
@@ -20,7 +23,9 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     timestep_sampling="flow_schedule_auto_shift timestep_type")
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     enable_bucket="no buckets are needed: any sizes share a batch", bucket_no_upscale="give --no-upscale",
-    merge_lora="python tools/convert_lora.py LORA --to model --model MODEL --out DIR")
+    loss_norm="each sample's loss is the mean over its own tokens; README, 'How do I change', has the mean over all",
+    **dict.fromkeys("merge_lora base_lora base_weights assistant_lora_path preset_lora_path".split(),
+                    "python tools/convert_lora.py LORA --to model --model MODEL --out DIR, then --transformer DIR"))
 
 
 def explain(message, known):
@@ -28,6 +33,13 @@ def explain(message, known):
     words = message.removeprefix("unrecognized arguments: ").split()
     flags = [word for word in words if word.startswith("--")] or words[:1] or ["''"] # a blank one, of --flag "$EMPTY"
     return "; ".join(explain_word(word, known) for word in flags)
+
+
+def explain_folder(names, wanted):
+    """-> what to rename, if one of these names is nearly a folder of a dataset, such as Targets or controls."""
+    for name in names:
+        if (near := name.lower().rstrip("s")) in wanted:
+            return f"rename {name} to {near}"
 
 
 def explain_word(word, known):

@@ -1,10 +1,10 @@
 """
-Remembers what was found in a dataset's pictures, so that a start opens only those that are new or changed; without this
+Remembers hash and size of a dataset's pictures, so that a start opens only those that are new or changed. Without this
 file every start reads every picture.
 
-CACHE_DIR/pictures.txt holds a picture's content hash and size under its path, with the file's length, times and number
-on the disk when it was looked at. A picture that has not passed all checks is never in it. Of two processes that write
-it at once the last one wins, and what the other has seen is read once more. Deleting it does no harm.
+CACHE_DIR/pictures.txt lists, by path, a picture's content hash and size, and the file's length, times and number on the
+disk when it was read. A picture that has not passed all checks is never listed. If two processes write it at once, the
+last one wins, and the next start reads again what the other has seen. Deleting it does no harm.
 """
 import contextlib
 import hashlib
@@ -15,14 +15,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from common import InputError, run_ahead, write_file
+
 FORM = 1 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
-SETTLED = 2 * 10**9 # ns: a file that changes twice within a tick of its disk's clock (2 s on FAT) keeps its times
+SETTLED = 2 * 10**9 # ns: a file that changes twice within one tick of its disk's clock (2 s on FAT) keeps its times
 
 
-def look_ahead(samples, look, cache_dir, quiet, common):
-    """-> a function that answers as look, cache.py's look_at(path), and knows what it says of these samples' pictures
-    already: from pictures.txt, or read now by threads. It raises look's InputErrors only when it is asked. common: the
-    module, as nothing here imports the core."""
+def look_ahead(samples, look, cache_dir, quiet):
+    """-> a function like `look`, which is cache.py's look_at(path), but one that knows the answers for these samples'
+    pictures: from pictures.txt, or read now by threads. It raises look's InputErrors only when it is asked."""
     memory = Path(cache_dir, "pictures.txt")
     remembered = read_memory(memory)
     known = {} # {path: look's answer}
@@ -36,16 +37,16 @@ def look_ahead(samples, look, cache_dir, quiet, common):
         else:
             new.append((path, stamp))
     before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
-    found = common.run_ahead(lambda item: look(item[0]), new, threads=8, most=32)
+    found = run_ahead(lambda item: look(item[0]), new, threads=8, most=32)
     try:
         for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
-            with contextlib.suppress(SystemExit): # an InputError, which is said when the picture's sample is planned
+            with contextlib.suppress(InputError): # plan_sample says it, when it asks about the picture
                 known[path] = next(found).result()
                 if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
                     fresh[os.path.abspath(path)] = stamp, *known[path]
-    finally: # also after Ctrl-C: a hundred thousand pictures take an hour
-        if fresh: # read once more, as another process may have written it
-            write_memory(memory, read_memory(memory) | fresh, common.write_file)
+    finally: # also after Ctrl-C, as reading a hundred thousand pictures takes an hour
+        if fresh: # read the file once more, as another process may have written it
+            write_memory(memory, read_memory(memory) | fresh)
     return lambda path: known.get(path) or look(path)
 
 
@@ -73,7 +74,7 @@ def digest_of(text):
     return hashlib.sha256(f"{FORM}\n{text}".encode()).hexdigest()
 
 
-def write_memory(path, remembered, write_file):
+def write_memory(path, remembered):
     text = json.dumps(remembered, sort_keys=True)
-    with contextlib.suppress(SystemExit): # an InputError: nothing is lost but time
+    with contextlib.suppress(InputError): # nothing is lost but time
         write_file(path, f"{digest_of(text)}\n{text}".encode())

@@ -1,13 +1,13 @@
 """
---plan: what a training would take, before it is begun: tokens, forward passes, memory with these and with other flags.
+--plan: what a training would take: tokens, forward passes, memory with these and with other flags, time.
 
-It runs the training's own code on tensors that have shapes and no memory, so it needs config files only, no weights. An
-estimate: on a CPU, with d = 512, it is 6 to 12 % below the growth of the process.
+It runs the training's own code on fake tensors, which have shapes and no memory, so it needs config files and no
+weights. This is an estimate: on a CPU, with d = 512, it is 6 to 12 % below the growth of the process.
 """
 import os
 import weakref
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from unittest.mock import patch
 
 import psutil # comes with accelerate
@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-import extras.fit as fit
+import rope_patch
+from extras import fit
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
-# GB; TFLOP/s in bf16: of its data sheet, of matrix products, of attention forward and backward (FA2); TB/s of its
-# memory, GB/s from the host's. assumed: what such kernels have been seen to reach elsewhere
+# {card: (GB; TFLOP/s in bf16 of its data sheet, of matrix products, of attention forward and backward (FA2); TB/s of
+# its memory; GB/s from the host)}. These rates are assumed: others have reported them for such kernels
 RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
          "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
@@ -64,14 +65,15 @@ class FusedRmsNorm(torch.autograd.Function): # a class because autograd wants on
     def backward(ctx, grad):
         return torch.empty_like(grad), None, None, None
 
-def step_bytes(model, flow_loss, checkpoint_blocks, pack, checkpointed):
+def step_bytes(model, Item, flow_loss, pack, recomputed, **options):
     """Peak bytes, beside the weights, of a forward and backward pass over `pack`, a list of (img_shapes, text tokens).
+    Item, flow_loss: train.py's; recomputed, options: of checkpoint_blocks.
     In bf16 it counts what CUDA's kernels keep: fake tensors of CUDA have no gradients where there is no CUDA.
     Afterwards the model is of no other use: its parameters are fake tensors."""
     with ExitStack() as stack:
         if model.dtype == torch.bfloat16:
             on_card = dict.fromkeys(("use_fused", "has_varlen"), lambda x: True)
-            stack.enter_context(patch.dict(fit.rope_patch_of(model), on_card))
+            stack.enter_context(patch.dict(vars(rope_patch), on_card))
             stack.enter_context(patch.object(torch.nn.functional, "rms_norm", FusedRmsNorm.apply))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for module in model.modules():
@@ -79,10 +81,10 @@ def step_bytes(model, flow_loss, checkpoint_blocks, pack, checkpointed):
                 if p is not None:
                     fake = torch.empty(p.shape, dtype=p.dtype)
                     module._parameters[name] = torch.nn.Parameter(fake, p.requires_grad)
-        checkpoint_blocks(model.train(), checkpointed)
+        rope_patch.checkpoint_blocks(model.train(), recomputed, **options)
         with LiveBytes(model) as live:
-            items = fit.blank_items(pack, model)
-            sum(loss for loss, _ in flow_loss(model, items)).backward()
+            items = fit.blank_items(Item, pack, model)
+            sum(flow_loss(model, items)).backward()
         return live.peak
 
 
@@ -101,7 +103,7 @@ def transformer_bytes(transformer, quantize, offload, parts):
     block, number = transformer.transformer_blocks[0], len(transformer.transformer_blocks)
     each, rest, away = model_bytes(block, quantize), model_bytes(transformer) - number * model_bytes(block), min(
         offload, number)
-    # the block at work and the next one; between processes also the buffer in which that arrives
+    # the block that computes and the next one; with --fsdp also the buffer in which the next one arrives
     gathered = 3 * each if parts > 1 else min(2, away) * each
     linears = [m for name, m in block.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" not in name]
     unpacked = max(map(model_bytes, linears)) if quantize != "none" else 0
@@ -154,20 +156,19 @@ def step_seconds(transformer, lengths, card, recomputed, selective, copied):
     seconds = max(seconds, copied / (host * 1e9))
     return seconds, useful / seconds / peak
 
-def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens, deal_packs, flow_loss,
-               checkpoint_blocks, say):
+def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, flow_loss, say):
     """args: train.py's flags; transformer, with its LoRA's parameters `lora`, on the meta device; folder: the model's;
-    epoch: its samples; then train.py's functions."""
+    epoch: its samples; plan_step(n) -> step n's Picks and this process's packs of them; then train.py's own."""
     processes, blocks = int(os.environ.get("WORLD_SIZE", 1)), len(transformer.transformer_blocks)
     lengths, passes, padded = [], 0, 0
-    steps = min(args.max_steps, 50) # so many tell enough
+    steps = min(args.max_steps, 50) # these are enough for an average
     for step in range(steps):
-        drawn = [pick_sample(step * args.batch_size + i) for i in range(args.batch_size)]
-        tokens = sorted([count_tokens(*d) for d in drawn], reverse=True)
+        picks, packs = plan_step(step)
+        tokens = sorted([p.tokens for p in picks], reverse=True)
         lengths += tokens
-        passes += sum(map(len, deal_packs(tokens))) / processes
+        passes += len(packs)
         padded += sum(tokens[i - i % 4] for i in range(len(tokens))) # fours of neighbours in length
-    largest = fit.largest_pack(fit.lengths_of(epoch, count_tokens), args)
+    largest = fit.largest_pack(fit.lengths_of(epoch, Pick), args)
     lora_bytes, ordered = 4 * sum(p.numel() for p in lora.values()), sorted(lengths)
     say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding fours of "
         f"neighbours in length would compute {padded / sum(lengths):.2f} times as many tokens")
@@ -187,7 +188,7 @@ def print_plan(args, transformer, lora, folder, epoch, pick_sample, count_tokens
         """Bytes that the largest pack adds in a model of the first blocks alone."""
         contexts = dict(context_fn=fit.keep_attention) if selective else {}
         whole, transformer.transformer_blocks = transformer.transformer_blocks, transformer.transformer_blocks[:number]
-        step = step_bytes(transformer, flow_loss, partial(checkpoint_blocks, **contexts), shapes, number - kept)
+        step = step_bytes(transformer, Item, flow_loss, shapes, number - kept, **contexts)
         transformer.transformer_blocks = whole
         return step
 

@@ -1,11 +1,12 @@
 """
-Contact sheets: pictures side by side, to look at. For the validations of train.py, --scales and --seed of predict.py,
-and tools/doctor.py; without this file they draw no sheet. PIL images in, a PIL image out.
+Contact sheets: pictures side by side, to look at, for the validations of train.py, for --scales and --seed of
+predict.py, and for tools/doctor.py. Without this file they make no sheet. PIL images in, a PIL image out.
 """
 import contextlib
 import functools
 import math
 import textwrap
+from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
@@ -17,8 +18,8 @@ FONTS = ["DejaVuSans.ttf", "NotoSansCJK-Regular.ttc", "NotoSansCJKsc-Regular.otf
 
 
 def thumbnail(cell):
-    """A cell as a contact sheet shows it: a picture, or a list of them side by side, becomes small. One that is small
-    already stays as it is, so whoever holds many pictures can let the large ones go."""
+    """Makes a cell's picture, or a list of them side by side, as small as a contact sheet shows it. Whoever holds many
+    pictures can keep thumbnails only: the sheet takes them as they are."""
     if isinstance(cell, list) and cell:
         cell = side_by_side(cell)
     if isinstance(cell, Image.Image):
@@ -64,7 +65,7 @@ def fonts():
 
 
 def font_for(text):
-    """The first font that has all letters of a text, or None. What a font lacks, it draws as a box."""
+    """-> the first font that has all letters of a text, or None. A font shows a box for a letter that it lacks."""
     for font in fonts():
         box = bytes(font.getmask("\uffff")) # which is no letter
         if all(letter.isspace() or bytes(font.getmask(letter)) != box for letter in set(text)):
@@ -72,24 +73,34 @@ def font_for(text):
 
 
 def write(pen, middle, text):
-    """A text, in a cell's width; its numbers (\\u732b) for letters that no font here has."""
+    """Paints a text in a cell's width; letters that no font here has become their numbers (\\u732b)."""
     if not (font := font_for(text)):
         text, font = text.encode("ascii", "backslashreplace").decode(), fonts()[0]
     letter = max(8, math.ceil(font.getlength(text) / max(1, len(text))))
     pen.multiline_text(middle, textwrap.fill(text, CELL // letter), "black", font, "mm", align="center")
 
 
-def shown_prompt(sample):
-    """The instruction, or the sample's name where no font here has its letters."""
-    return sample.prompts[0] if font_for(sample.prompts[0]) else sample.name
+def shown_prompt(prompt, name):
+    """-> the prompt, or the name if no font here has the prompt's letters."""
+    return prompt if font_for(prompt) else name
 
 
-def validation_sheets(samples, rows):
-    """train.py's: [(place in samples, PSNRs, thumbnails of controls, base's picture, LoRA's picture and target)] ->
-    {name of a dataset: its sheet}."""
+def validation_sheets(folder, step, records):
+    """The pictures that train.py has saved in its folder samples/ at this step -> {name of a dataset: its sheet}.
+    records: what its log tells of them."""
+    def saved(kind, file):
+        path = folder / kind / file
+        if path.is_file(): # else another machine's process has saved it there
+            with Image.open(path) as image:
+                return thumbnail(image.convert("RGB"))
+
     by_dataset = {}
-    for i, _, (controls, *pictures) in rows:
-        by_dataset.setdefault(samples[i].root, []).append([controls, shown_prompt(samples[i]), *pictures])
+    for record in records:
+        file = record["file"]
+        controls = [saved("control", file)] + [saved(f"control_{n}", file) for n in range(1, record["controls"])]
+        pictures = [saved(kind, file) for kind in ("base", f"step_{step:06d}", "target")]
+        prompt = shown_prompt(record["prompt"], Path(file).stem)
+        by_dataset.setdefault(Path(file).parts[0], []).append([[c for c in controls if c], prompt, *pictures])
     titles = ["control", "instruction", "base", "LoRA", "target"]
     return {name: contact_sheet(lines, titles) for name, lines in by_dataset.items()}
 
@@ -101,6 +112,6 @@ def results_sheet(done, read_image):
     for p in done:
         if p.row not in rows:
             controls = [read_image(path) for path in p.sample.controls]
-            rows[p.row] = [thumbnail(controls), shown_prompt(p.sample)] + [None] * len(titles)
+            rows[p.row] = [thumbnail(controls), shown_prompt(p.sample.prompts[0], p.sample.name)] + [None] * len(titles)
         rows[p.row][2 + titles.index(p.title)] = thumbnail(read_image(p.path))
     return contact_sheet(list(rows.values()), ["control", "instruction", *titles])

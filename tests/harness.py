@@ -151,6 +151,7 @@ def assert_bitwise(got, want):
     """The tensors of two lists or dicts agree in every bit."""
     got, want = [x if isinstance(x, dict) else dict(enumerate(x)) for x in (got, want)]
     assert got.keys() == want.keys()
+    assert [x.dtype for x in got.values()] == [want[name].dtype for name in got] # which torch.equal ignores
     different = {name: rel(got[name], want[name]) for name in want if not torch.equal(got[name], want[name])}
     assert not different
 
@@ -456,7 +457,7 @@ def samples_of(pipe, data, texts=None, **geometry):
 def encode(pipe, sample, prompt=None):
     """It returns the sample's tensors at its first resolution, encoded now."""
     text = (sample.prompts[0] if prompt is None else prompt, True)
-    return cache.encode_latents(pipe, sample, sample.resolutions[0]) | cache.encode_text(pipe, sample, text)
+    return cache.encode_latents(pipe, sample, sample.encodings[0]) | cache.encode_text(pipe, sample, text)
 
 def make_cache(data, cache_dir, *flags):
     """It encodes a dataset with cache.py, and returns the result of run_script."""
@@ -471,7 +472,7 @@ def load(cache_dir, name=None):
     """It returns one sample's tensors, as they lie in the files, and its entry in the index."""
     samples = index_of(cache_dir)
     sample = samples[name or next(iter(samples))]
-    files = sample.resolutions[0]["file"], sample.texts[sample.prompts[0], True]["file"]
+    files = sample.encodings[0]["file"], sample.texts[sample.prompts[0], True]["file"]
     latents, text = [common.read_tensors(file, key=file.stem)[0] for file in files]
     return latents | text, sample
 
@@ -693,6 +694,11 @@ def globals_of_train(out_dir, *flags):
     result = train_demo(out_dir, "--max_steps", 1, *flags)
     assert result.status == 0, result.err
     return result.globals
+
+@functools.cache
+def recipe():
+    """train.py's names, after one step with its default flags; shared, so a test changes none of them."""
+    return globals_of_train(Path(tempfile.mkdtemp(), "run"))
 
 def train(data, tmp_path, *flags):
     """It trains two steps on a dataset or an index, and returns the result of run_script, with the losses."""

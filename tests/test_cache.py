@@ -117,7 +117,7 @@ def test_every_target_area_has_its_own_latents_and_all_share_the_text(data, tmp_
     result = make_cache(data, tmp_path / "c", "--control_pixels", "32*32", "--target_pixels", *areas)
     assert result.status == 0 and "3 samples" in result.out, result.err
     sample = index_of(tmp_path / "c")["cat"]
-    loaded = [cache.load_latents(sample, resolution) for resolution in sample.resolutions]
+    loaded = [cache.load_latents(sample, resolution) for resolution in sample.encodings]
     assert [t["img_shapes"].tolist() for t in loaded] == [[[1, n, n], [1, 2, 2]] for n in (4, 6, 8, 4)]
     assert [len(t["pixel_latent"]) for t in loaded] == [16, 36, 64, 16] and len(cached_files(tmp_path / "c")) == 9 + 3
 
@@ -461,7 +461,7 @@ def test_an_index_to_validate_on_brings_its_own_sizes_alone(data, tmp_path):
     make_cache(data, tmp_path / "c", "--val_data", val, "--target_pixels", "64*64", "32*32")
     val = tmp_path / "c/tiny-val-val.json"
     result = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--val_data", val, *NATIVE)
-    assert result.status == 0 and result.globals["geometry"]["target_pixels"] == ["native"], result.err
+    assert result.status == 0 and result.globals["geometry"]["target_pixels"] == "native", result.err
     assert predict.read_lora(tmp_path / "run-0")[1]["train.geometry"]["target_pixels"] == "native"
 
 def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data, tmp_path):
@@ -470,7 +470,7 @@ def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data,
         assert make_cache(other, tmp_path / "c", "--val_data", data, *flags).status == 0
         prune(tmp_path / "c", "--delete")
         sample, = [s for s in cache.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
-        assert len(sample.resolutions) == 2 and ("", True) in sample.texts and cache.is_cached(sample)
+        assert len(sample.encodings) == 2 and ("", True) in sample.texts and cache.is_cached(sample)
 
 def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_datasets_always(data, tmp_path):
     cache_dir, index = tmp_path / "c", tmp_path / "c/tiny-others.json"
@@ -556,11 +556,11 @@ def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(
     (data / "target/cat.png").unlink()
     with pytest.raises(common.InputError): # planned a moment before it went
         sample, = [s for s in index_of(tmp_path / "c").values() if s.name == "cat"]
-        look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True, common)
+        look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True)
         look(sample.target)
     stamp_of = pictures.stamp_of
     monkeypatch.setattr(pictures, "stamp_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
-    look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True, common) # it has come since
+    look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True) # it has come since
     assert look(sample.controls[0]) == cache.look_at(sample.controls[0])
 
 def test_folders_that_change_places_are_read_again_where_all_times_are_equal(data, tmp_path, opened, monkeypatch):

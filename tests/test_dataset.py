@@ -153,7 +153,7 @@ def test_names_of_every_kind_work(tmp_path):
     assert result.status == 0, result.err
     samples = index_of(tmp_path / "c")
     assert set(samples) == {unicodedata.normalize("NFC", name) for name in NAMES}
-    assert len({s.resolutions[0]["file"] for s in samples.values()}) == len(NAMES)
+    assert len({s.encodings[0]["file"] for s in samples.values()}) == len(NAMES)
     result = train(tmp_path / "c/tiny-data.json", tmp_path, "--max_tokens", 1, "--max_steps", 1, "--batch_size", 17)
     assert result.status == 0 and len(result.losses) == 1, result.err
     strange = [tmp_path / f"data/control/{name}.png" for name in ("\udcff", "tab\tand\nline")]
@@ -168,8 +168,8 @@ def test_controls_differ_in_number_and_size_and_are_counted_not_spelled(tmp_path
     add_item(tmp_path, "many", [(32, 32)] + [(32, 32 * (1 + k)) for k in range(1, 8)] * 2) # _10 follows _9, not _1
     samples, problems = samples_of(plus, tmp_path)
     assert not problems
-    assert samples["one"].resolutions[0]["img_shapes"] == [(1, 4, 4), (1, 2, 6)]
-    heights = [h for _, h, _ in samples["many"].resolutions[0]["img_shapes"]]
+    assert samples["one"].encodings[0]["img_shapes"] == [(1, 4, 4), (1, 2, 6)]
+    heights = [h for _, h, _ in samples["many"].encodings[0]["img_shapes"]]
     assert heights == [2] + [2 * (1 + k) for k in range(1, 8)] * 2
 
 def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_path, plus):
@@ -181,10 +181,10 @@ def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_pa
         assert sample.texts[prompt, True]["tokens"] == len(encode(plus, sample, prompt)["prompt_embed"])
     run = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--caption_dropout_rate", 0.3, *NATIVE)
     assert run.status == 0 and len(list((tmp_path / "c/text").iterdir())) == 4, run.err
-    drawn = [run.globals["pick_sample"](p)[2] for p in range(600)]
-    counts = [drawn.count((prompt, True)) for prompt in ["", *wordings]]
+    picked = [run.globals["pick"](p).prompt for p in range(600)]
+    counts = [picked.count(prompt) for prompt in ["", *wordings]]
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
-    assert drawn == [run.globals["pick_sample"](p)[2] for p in range(600)]
+    assert picked == [run.globals["pick"](p).prompt for p in range(600)]
 
 def test_a_broken_picture_is_listed_and_left_out(tmp_path, data):
     broken = add_item(data, "bad", [(64, 64)] * 3) / "control/bad_1.png"
@@ -312,8 +312,8 @@ def test_several_roots_are_one_dataset_and_repeats_are_the_stream(tmp_path):
     for out_dir, roots in (("r", [*data, "--repeats", 1, 3]), ("n", [tmp_path / "c/tiny-a+b.json"])):
         run = run_script("train.py", *flags, "--out_dir", tmp_path / out_dir, "--data", *roots)
         assert run.status == 0 and run.globals["run_name"] == "tiny-a+b", run.err
-        drawn = [run.globals["pick_sample"](p)[0] for p in range(5)]
-        epochs.append([f"{s.root}/{s.name}" for s in drawn])
+        picked = [run.globals["pick"](p).sample for p in range(5)]
+        epochs.append([f"{s.root}/{s.name}" for s in picked])
     assert epochs[0] == epochs[1] and sorted(epochs[0]) == ["a/x", "a/y", "b/x", "b/x", "b/x"]
     other = run_script("train.py", *flags, "--data", *data, "--resume", "--out_dir", tmp_path / "r", "--max_steps", 2)
     assert other.status == 1 and is_one_line(other.errors[0], "--resume", "data")
@@ -331,8 +331,8 @@ def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_tr
     assert torch.equal(got["prompt_embed"], stock[0]) and sample.texts["a face", True]["tokens"] == len(stock[0])
     flags = ["--data", data, tmp_path / "faces", "--repeats", 2, 1, "--batch_size", 3, *NATIVE, *ON_DEVICE]
     run = run_script("train.py", *flags, "--val_data", "--cache_dir", tmp_path / "c", "--max_steps", 2)
-    drawn = [run.globals["pick_sample"](p)[0].name for p in range(6)]
-    assert run.status == 0 and sorted(drawn) == ["cat", "cat", "face", "good", "good", "more/face"], run.err
+    picked = [run.globals["pick"](p).sample.name for p in range(6)]
+    assert run.status == 0 and sorted(picked) == ["cat", "cat", "face", "good", "good", "more/face"], run.err
 
 def test_a_manifest_says_that_a_picture_has_no_control(data, plus):
     rows = [dict(target="target/cat.png", control=[], prompt="a cat"), dict(target="target/good.png", prompt="a cat")]

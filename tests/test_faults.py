@@ -184,7 +184,7 @@ def test_what_is_printed_after_its_terminal_was_closed_ends_no_run(tmp_path):
 def test_a_validation_without_memory_is_a_warning_and_costs_no_step(tmp_path, small, monkeypatch):
     flags = [*small.flags, "--max_steps", 3]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole").status == 0
-    monkeypatch.setattr(predict, "draw_samples", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    monkeypatch.setattr(predict, "generate_samples", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
     flags += ["--val_data", small.folder / "data", "--sample_every", 1, "--cache_dir", tmp_path / "c"]
     result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
     assert result.status == 0 and result.out.count("warning: no memory for the validation") == 3, result.err

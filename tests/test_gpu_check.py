@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import rope_patch
-from extras import low_bit, offload
+from extras import offload
+from extras import quantize as low_bit
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
 from tests.harness import FULL, is_one_line, run_script
 from tools import bench_common, gpu_numbers
@@ -218,14 +219,14 @@ def test_a_failed_claim_and_a_stopped_one(tmp_path, monkeypatch):
     assert "stopped" in stopped["note"] and "wrong" not in stopped and killed == [True]
 
 def test_what_is_not_run_does_not_fit_or_breaks_says_so(tmp_path, monkeypatch, one_call):
-    real = low_bit.make_low_bit
-    def make_low_bit(block, kind, device, multiply):
+    real = low_bit.quantize_linears
+    def quantize_linears(block, kind, device, multiply):
         if kind == "int8":
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(block, kind, device)
     def broken(self, **options):
         raise RuntimeError("no compiler\nsecond line")
-    monkeypatch.setattr(low_bit, "make_low_bit", make_low_bit)
+    monkeypatch.setattr(low_bit, "quantize_linears", quantize_linears)
     monkeypatch.setattr(torch.nn.Module, "compile", broken)
     result = gpu_check(tmp_path, "--stages", "speed")
     assert result.status == 1
@@ -251,4 +252,4 @@ def test_a_missing_card_is_one_line():
     """A small model on a CPU would say nothing about a card, so nobody gets that without having asked for it."""
     for flags in ([], ["--device", "cuda"]):
         result = run_script("tools/gpu_check.py", *flags)
-        assert result.status == 1 and is_one_line(result.errors[0], "--device cuda", "give cpu") and not result.out
+        assert result.status == 2 and is_one_line(result.errors[0], "--device: 'cuda", "give cpu") and not result.out

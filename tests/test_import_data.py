@@ -16,7 +16,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import cache
 import common
 import predict
 from tests.harness import (HERE, NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
@@ -533,7 +532,7 @@ def test_version_1_dictionaries_become_today_s_cache(tmp_path, caches, form):
     for name in ("cat", "dog"):
         assert_same(tensors_of(tmp_path / "out", name), tensors_of(caches / "new", name))
         got, want = [index_of(folder)[name] for folder in (tmp_path / "out", caches / "new")]
-        assert got.sizes == want.sizes and got.resolutions[0]["img_shapes"] == want.resolutions[0]["img_shapes"]
+        assert got.sizes == want.sizes and got.encodings[0]["img_shapes"] == want.encodings[0]["img_shapes"]
 
 @pytest.mark.parametrize("dims", [2, 3])
 def test_shapes_of_one_sample_are_read_with_and_without_a_batch_dimension(tmp_path, caches, dims):

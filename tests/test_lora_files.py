@@ -70,6 +70,7 @@ BAD_LORAS = { # what becomes of a good one's six layers, and what the error coun
     "a LoKr": (lambda t: {"lycoris_unet_x.lokr_w1": torch.ones(2, 2)}, "LoKr"),
     "of another model": (renamed("transformer_blocks", "pipe.dit.transformer_blocks"), "does not fit"),
     "a DoRA of kohya": (lambda t: as_kohya(t) | {"lora_unet_x.dora_scale": torch.ones(128, 1)}, "DoRA"), # loads by half
+    "a DoRA": (lambda t: t | {A.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(128)}, "DoRA"),
     "peft's": (renamed("transformer.", "base_model.model."), "does not fit"), # its scale is in another file
 }
 
@@ -185,15 +186,14 @@ ALPHA = ["--lora_rank", 4, "--lora_alpha", 6]
 KINDS = { # -> flags, and the scales in training
     "plain": (ALPHA, {1.5}),
     "rsLoRA": ([*ALPHA, "--lora_args", "use_rslora=true"], {3.0}),
-    "DoRA": ([*ALPHA, "--lora_args", "use_dora=true"], {1.5}),
     "patterns": ([*ALPHA, "--lora_args", 'rank_pattern={"to_q":2,"net.2":8}', 'alpha_pattern={"to_k":3}'],
                  {3.0, 1.5, 0.75})}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog):
     """The file and a checkpoint's in the stock pipeline, and as --pretrained_lora, give the loss of the model that was
-    trained; stock says nothing about their metadata; it resumes bit for bit; damaged it is refused. Every layer learns:
-    with DoRA, which divides by the norm of a row, all but tiny's txt_mod with rows of zeros."""
+    trained; stock says nothing about their metadata; it resumes bit for bit; damaged it is refused. Every layer
+    learns."""
     flags, _ = KINDS[kind]
     run, want = short_run(tmp_path, *flags)
     again = [*ONE, "--lora_targets", "all-linear", *flags]
@@ -249,27 +249,29 @@ def test_with_alpha_as_the_rank_a_run_s_file_is_its_last_checkpoint_s(tmp_path):
     files = [tmp_path / folder / predict.LORA_FILE for folder in ("a", "a/checkpoint-000002")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
-def test_a_base_lora_is_part_of_the_frozen_base(tmp_path, two_loras):
-    """The first loss is stock's with the base LoRA loaded; only the trained one is saved; both in stock give the loss
-    after training; another base is refused when the run is resumed; the next command names both."""
-    flags, out_dir = [*ONE, "--lora_targets", "to_q", "--base_lora"], tmp_path / "my run"
-    run = train_demo(out_dir, *flags, two_loras[1], "--max_steps", 1)
+def test_a_lora_that_was_merged_is_part_of_the_frozen_base(tmp_path, two_loras):
+    """tools/convert_lora.py LORA --to model, then --transformer: the first loss is stock's with that LoRA loaded; only
+    the trained one is saved; both in stock give the loss after training; another base is refused on --resume."""
+    for n, lora in enumerate(two_loras):
+        assert run_script("tools/convert_lora.py", lora, "--to", "model", "--out", tmp_path / f"merged-{n}", "--dtype",
+                          "float32").status == 0
+    flags, out_dir = [*ONE, "--lora_targets", "to_q", "--transformer"], tmp_path / "my run"
+    run = train_demo(out_dir, *flags, tmp_path / "merged-1", "--max_steps", 1)
     first, want = log_of(out_dir)[0]["loss"], stock_loss(run.globals, two_loras[1])
     show("first loss, from stock's", abs(first / want - 1), 1e-5)
     assert first == pytest.approx(want, rel=1e-5) and first != pytest.approx(stock_loss(run.globals), rel=1e-4)
     assert {k.rsplit(".lora_")[0].rsplit(".", 1)[1] for k in lora_of(out_dir)} == {"to_q"}
     with torch.no_grad():
-        (loss, _), = run.globals["flow_loss"](run.globals["transformer"], [first_item(run.globals)])
+        loss, = run.globals["flow_loss"](run.globals["transformer"], [first_item(run.globals)])
     want = stock_loss(run.globals, out_dir, two_loras[1])
     assert loss.item() == pytest.approx(want, rel=1e-5) and want != pytest.approx(first, rel=1e-4)
-    assert f"--lora '{out_dir}' {two_loras[1]} --image" in run.out
-    result = train_demo(out_dir, *flags, two_loras[0], "--max_steps", 2, "--resume")
-    assert result.status == 1 and is_one_line(result.errors[-1], "base_lora")
+    result = train_demo(out_dir, *flags, tmp_path / "merged-0", "--max_steps", 2, "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], "model: ")
 
 @pytest.mark.parametrize("flags, status, named", [
     ("--pretrained_lora GOOD --lora_rank 8", 2, "--lora_rank"), ("--pretrained_lora GOOD --lora_rank=8", 2, "rank"),
     ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "4 of 12"),
-    ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--base_lora BAD", 1, "4 of 12"),
+    ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--lora_args use_dora=true", 2, "use_dora"),
     ("--pretrained_lora GOOD --lora_args use_rslora=true", 2, "--lora_args"), ("--lora_args =3", 2, "--lora_args"),
     ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 1, "--lora_args"),
     ("--lora_args init_lora_weights=nonsense", 1, "--lora_args")])

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import common
 import predict
 import rope_patch
-from extras import offload, plan, shard
+from extras import fsdp as shard
+from extras import offload, plan
 from tests.harness import (FULL, TINY, assert_bitwise, hot_model, is_one_line, log_of, losses_of, make_batch,
                            patched_copy, refused, run, run_script)
 
@@ -218,7 +220,7 @@ def test_processes_share_the_memory_of_their_host(host, monkeypatch):
             ("total", 60, "60 blocks need 480.0 GiB of host memory, 479.5 are there for 8 processes; "),
             ("available", 60, "60 blocks need 60.0 GiB of host memory, 59.5 are free; "),
             ("available", 119, "119 blocks need 59.5 GiB of host memory, 59.0 are free; ")):
-        with monkeypatch.context() as patch, pytest.raises(MemoryError, match=words):
+        with monkeypatch.context() as patch, pytest.raises(common.InputError, match=words):
             patch.setattr(host, name, getattr(host, name) - 2**29 * (1 + blocks % 2))
             offload.check_host(block, blocks, shards=1 + blocks % 2)
 

@@ -33,15 +33,16 @@ def test_a_share_of_the_positions_gets_one_of_the_lines_and_the_others_feel_noth
     more = ["--max_steps", 1, "--caption_dropout_rate", 0.3, "--prompt_image_dropout_rate", 0.3]
     ns = trained(flags, tmp_path / "a", *more).globals
     plain = trained(flags[:flags.index("--preserve")], tmp_path / "b", *more).globals
-    draws = [(ns["pick_sample"](p), plain["pick_sample"](p)) for p in range(900)]
-    drawn = Counter(prompt for (_, _, (prompt, _)), _ in draws if prompt in LINES)
-    assert len(drawn) == 3 and all(115 < n < 185 for n in drawn.values()), drawn
-    for (sample, resolution, (prompt, shown)), without in draws:
-        if prompt in LINES:
-            assert shown and sample is not None and len(resolution["img_shapes"]) == 1 + len(sample.controls)
+    picks = [(ns["pick"](p), plain["pick"](p)) for p in range(900)]
+    picked = Counter(p.prompt for p, _ in picks if p.prompt in LINES)
+    assert len(picked) == 3 and all(115 < n < 185 for n in picked.values()), picked
+    for p, without in picks:
+        assert p.preserve == (p.prompt in LINES) and not without.preserve and p.s == without.s
+        if p.preserve:
+            assert p.with_controls and len(p.img_shapes) == 1 + len(p.sample.controls)
         else:
-            assert (sample.name, resolution["img_shapes"], (prompt, shown)) == (
-                without[0].name, without[1]["img_shapes"], without[2])
+            assert (p.sample.name, p.img_shapes, p.prompt, p.with_controls) == (
+                without.sample.name, without.img_shapes, without.prompt, without.with_controls)
 
 def test_such_a_sample_learns_the_velocity_of_stock_without_the_lora(tmp_path, flags):
     """With a LoRA that has learned something. A mask is of the edit, not of these; the others' losses are as ever."""
@@ -50,12 +51,12 @@ def test_such_a_sample_learns_the_velocity_of_stock_without_the_lora(tmp_path, f
     model = ns["transformer"].eval()
     items = [ns["load_item"](ns["pick"](p)) for p in range(12)]
     asked = [i.velocity is None for i in items]
-    ns["set_velocities"](model, items)
+    items = ns["ask_base"](model, items)
     losses = ns["flow_loss"](model, items)
     assert all(p.requires_grad for p in ns["lora"].values())
     assert {(was_asked, item.weight.unique().numel() > 1) for item, was_asked in zip(items, asked)} == {
         (True, False), (False, False), (False, True)}
-    for item, was_asked, (loss, _) in zip(items, asked, losses):
+    for item, was_asked, loss in zip(items, asked, losses):
         noisy = torch.cat([(1 - item.s) * item.x0 + item.s * item.noise, item.controls])[None]
         call = dict(encoder_hidden_states=item.prompt[None], timestep=item.s[None], img_shapes=[item.img_shapes],
                     return_dict=False)
@@ -72,7 +73,7 @@ def test_the_first_step_has_nothing_to_learn_of_them(tmp_path, flags):
     ns = trained(flags, tmp_path / "a", "--max_steps", 1, "--preserve", 1).globals
     record, = log_of(tmp_path / "a")
     assert record["loss"] == record["grad_norm"] == 0 and set(record["losses"]) == {0.0}
-    assert all(ns["pick_sample"](p)[2][0] in LINES for p in range(99))
+    assert all(ns["pick"](p).prompt in LINES for p in range(99))
 
 def test_it_is_the_same_however_it_is_computed(tmp_path, flags, start):
     """Resumed: to the bit, with dropout. Padded, one at a time, without a cache, by two processes, with --fsdp (where
@@ -105,13 +106,13 @@ def test_a_flag_that_would_do_nothing_is_told_and_runs_without_it_go_on(tmp_path
         assert result.status == 2 and is_one_line(result.errors[0], wrong[0], named), result.err
     trained(plain, tmp_path / "a")
     result = run_script("train.py", *flags, "--resume", "--out_dir", tmp_path / "a", "--max_steps", 2)
-    assert result.status == 1 and is_one_line(result.errors[0], "preserve: None -> 0.5"), result.err
+    assert result.status == 1 and is_one_line(result.errors[0], "preserve: 0.0 -> 0.5"), result.err
     trained([*plain, "--max_steps", 2], tmp_path / "a", "--resume")
 
 def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp_path, flags, data):
     blank = flags[:flags.index("--preserve_prompts")] + ["--max_steps", 1]
     ns = trained(blank, tmp_path / "a").globals
-    assert {ns["pick_sample"](p)[2][0] for p in range(50)} == {cache.NEGATIVE_PROMPT, "add a red border"}
+    assert {ns["pick"](p).prompt for p in range(50)} == {cache.NEGATIVE_PROMPT, "add a red border"}
     index = [tmp_path / "c/tiny-data.json", "--max_steps", 1, *flags[2:]]
     result = run_script("train.py", "--data", *index, "--out_dir", tmp_path / "b")
     assert result.status == 1 and is_one_line(result.errors[0], "keep the image", "--preserve*"), result.err

@@ -119,7 +119,7 @@ def tensors_of(cache_dir):
     """The one sample of a cache, whole."""
     index, = cache_dir.glob("*.json")
     (sample, *_), *_ = cache.read_index(index)
-    tensors = common.read_tensors(sample.resolutions[0]["file"])[0]
+    tensors = common.read_tensors(sample.encodings[0]["file"])[0]
     for text in sample.texts.values():
         tensors |= common.read_tensors(text["file"])[0]
     return tensors

@@ -21,7 +21,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import cuda, fit, low_bit
+from extras import cuda, fit, quantize
 
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
@@ -34,11 +34,9 @@ TEXT = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, n
 VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
 
 def open_device(device, dtype):
-    """Sets the device up as train.py does, before the first tensor is on it -> its name. InputError if it cannot be
-    used."""
-    if problem := cuda.problem(device, str(dtype).removeprefix("torch.")):
-        other = "cpu" if device.startswith("cuda") else "cpu or cuda"
-        raise common.InputError(f"--device {device}: {problem}; give {other}")
+    """Sets the device up as train.py does, before the first tensor is on it -> its name. Ends the script if the device
+    cannot be used."""
+    cuda.check(common.Parser(""), "device", device, str(dtype).removeprefix("torch."))
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
@@ -78,13 +76,13 @@ def recompute(model, which):
 def unpack(model):
     """Eight-bit weights are unpacked from now on, also where the card could multiply them as they are."""
     for module in model.modules():
-        if isinstance(module, low_bit.LowBitLinear):
+        if isinstance(module, quantize.LowBitLinear):
             module.multiply = False
 
 def multiplies(model, dtype, device):
     """Whether the eight-bit weights of this model are multiplied as they are."""
-    layer = next(module for module in model.modules() if isinstance(module, low_bit.LowBitLinear))
-    return low_bit.has_product(torch.empty(32, layer.in_features, dtype=dtype, device=device), layer)
+    layer = next(module for module in model.modules() if isinstance(module, quantize.LowBitLinear))
+    return quantize.has_product(torch.empty(32, layer.in_features, dtype=dtype, device=device), layer)
 
 def share(source):
     """A stock model on the frozen weights of `source` itself: the device never holds a second copy."""
@@ -124,15 +122,15 @@ def make_text_encoder(folder, depths, dtype, device):
 def make_samples(config, preset, dtype, device):
     """Noise. preset: for each sample the (height, width) of its target and of its controls, and its text, in tokens."""
     g = torch.Generator().manual_seed(2)
-    draw = lambda *shape: torch.randn(*shape, generator=g).to(device)
+    randn = lambda *shape: torch.randn(*shape, generator=g).to(device)
     samples = []
     for pictures, txt_len in preset:
         shapes = [(1, h, w) for h, w in pictures]
         img_len = sum(h * w for h, w in pictures)
         samples.append(SimpleNamespace(
-            shapes=shapes, lens=(img_len, txt_len), latents=draw(img_len, 64).to(dtype),
-            prompt=draw(txt_len, config["joint_attention_dim"]).to(dtype),
-            timestep=torch.rand((), generator=g).to(device), target=draw(shapes[0][1] * shapes[0][2], 64)))
+            shapes=shapes, lens=(img_len, txt_len), latents=randn(img_len, 64).to(dtype),
+            prompt=randn(txt_len, config["joint_attention_dim"]).to(dtype),
+            timestep=torch.rand((), generator=g).to(device), target=randn(shapes[0][1] * shapes[0][2], 64)))
     return samples
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

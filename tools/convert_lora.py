@@ -2,9 +2,8 @@
 A LoRA in another form: for ComfyUI, in ours (which is diffusers'), or merged into the weights of a complete model.
 
 LORA is what predict.py --lora takes: a file, a run folder, user/repo of the hub; or a folder of peft
-(adapter_model.safetensors and adapter_config.json). ComfyUI takes a finished run's file as it is; a checkpoint's, if
---lora_alpha was not the rank, only in the form for ComfyUI; and no DoRA, whose magnitudes it leaves out. A DoRA can be
-merged, for predict.py and diffusers.
+(adapter_model.safetensors and adapter_config.json). ComfyUI loads a finished run's file as it is; a checkpoint has to
+be converted for it if --lora_alpha was not the rank. A merged model can be the base of another training.
 
 $ python tools/convert_lora.py out/RUN --to comfyui --out snow.safetensors
 $ python tools/convert_lora.py FOLDER_OF_PEFT --to diffusers --out snow.safetensors
@@ -40,10 +39,10 @@ def from_peft(folder, file):
         config = json.loads((folder / PEFT_CONFIG).read_text())
         tensors = safetensors.torch.load_file(folder / PEFT_FILE)
         state = {k.removeprefix("base_model.model."): v for k, v in tensors.items()}
-        meta = {k: config[k] for k in ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora") if k in config}
+        meta = {k: config[k] for k in ("rank_pattern", "alpha_pattern", "use_rslora") if k in config}
         meta |= dict(r=config["r"], lora_alpha=config["lora_alpha"], target_modules=sorted({
             k.rsplit(".lora_", 1)[0] for k in state}))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: no LoRA of peft ({type(e).__name__}: {e}); want {PEFT_FILE} and {PEFT_CONFIG}")
     ours = lambda d: {f"transformer.{k}": v for k, v in d.items()}
     common.write_tensors(file, ours(state), ours(meta), "lora_adapter_metadata")
@@ -55,9 +54,6 @@ def convert(path, to, out):
     if to == "diffusers":
         ours = {f"transformer.{k}": v for k, v in config.items()}
         return common.write_tensors(out, state, ours | train, "lora_adapter_metadata")
-    if config["use_dora"]:
-        raise InputError(f"{path}: a DoRA, whose magnitudes ComfyUI leaves out; merge it for predict.py and diffusers "
-                         "(--to model), or train without use_dora")
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
     patterns = config["alpha_pattern"]
     for key in [k.removeprefix("transformer.") for k in state if k.endswith(".lora_A.weight")]:
@@ -75,9 +71,6 @@ def merge(files, scales, model, dtype, out):
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
     transformer = predict.load_transformer(folder, dtype)
     predict.load_loras(transformer, files, scales)
-    if len(files) > 1 and any("lora_magnitude" in name for name, _ in transformer.named_parameters()):
-        raise InputError("--to model: a DoRA is scaled by the base's own weights, which another LoRA changes; merge "
-                         "one at a time")
     transformer.fuse_lora()
     transformer.unload_lora()
     tmp = out.with_name(f".tmp-{os.getpid()}-{out.name}")

@@ -48,7 +48,7 @@ import cache
 import common
 from cache import CONDITION_IMAGE_SIZE, is_plus
 from common import InputError, fit_size, pixels, read_image
-from extras.motion import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
+from extras.mask import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
                            inverse, remaining_motion)
 from extras.sheet import contact_sheet, shown_prompt, thumbnail
 from predict import save_png
@@ -61,7 +61,7 @@ SAME_BLOCK = 9.0 # largest mean difference of 8x8 pixels, so that a small edit c
 SCALE = 2.0 # other shape: quotient of the two sides (and ASPECT)
 ENLARGED = 1.5 # quotient of the sides in training and in the file
 # what --align takes for repaired
-TURNED = 4.0 # degrees, at most: tests/test_motion.py plants up to 3
+TURNED = 4.0 # degrees, at most: tests/test_mask.py plants up to 3
 REMAINS = 0.5 # pixels, in copies of at most 1024, that the worst corner may seem to move by: right fits stay below 0.4
 # twins, on copies of 16x16 pixels
 TWIN = 4.0 # RMS in levels: re-encoded copies stay below 3
@@ -379,7 +379,9 @@ def write_page(out, title, samples, numbers, found, problems, aligned, args):
         drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
         masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
         parts.append(write_sheets(out, "mask", drawn, samples, masked, ["control", "target", "edited (dark = not)"]))
-    overview = [(f"{sample.name}: {shown_prompt(sample)}", [i]) for i, sample in enumerate(samples)]
+    overview = []
+    for i, sample in enumerate(samples):
+        overview.append((f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [i]))
     parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
     head = node("header", node("h1", out.name), node("p", title))
     errors = section("Errors", *[node("p", problem) for problem in problems])

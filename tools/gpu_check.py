@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,11 +270,20 @@ def check_encoding():
         yield {"what": f"decoding {16 * side} x {16 * side}", "weights GiB": plan.model_bytes(vae) / 2**30} | timed(
             lambda: predict.decode(vae, latents, [(1, side, side)]), args.device)
 
+@dataclass
+class Item:
+    """What `losses` needs of train.py's items, in the same letters."""
+    x0: "float32 I C"
+    s: "float32"
+    controls: "base K C"
+    prompt: "base T J"
+    img_shapes: list
+
 def losses(model, items):
-    """train.py's flow_loss, of its items."""
+    """As train.py's flow_loss."""
     samples = [SimpleNamespace(latents=torch.cat([i.x0.to(dtype), i.controls]), prompt=i.prompt, target=i.x0,
                                timestep=i.s, shapes=i.img_shapes) for i in items]
-    return [(loss_of(samples, run_on(model, samples)), 1)]
+    return [loss_of(samples, run_on(model, samples))]
 
 def check_fit():
     if not on_card:
@@ -286,12 +296,12 @@ def check_fit():
     recompute_first = functools.partial(checkpoint_blocks, model)
     optimizer = torch.optim.AdamW(model.lora.values())
     try:
-        again = fit.keep_what_fits(model, {tokens}, losses, recompute_first, lambda x: [x], flags, said.append)
+        again = fit.keep_what_fits(model, {tokens}, Item, losses, recompute_first, flags, said.append)
         for _ in range(3):
             loss_of(samples, run_on(model, samples)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, common.InputError):
         yield dict(said=said, wrong="what was kept does not fit")
         return
     free, total = torch.cuda.mem_get_info(args.device)
@@ -313,7 +323,7 @@ def plan_memory():
     for name, pack in packs.items():
         sizes = [([(1, *hw) for hw in pictures], text) for pictures, text in pack]
         tokens = sum(text + sum(h * w for h, w in pictures) for pictures, text in pack)
-        all_again, none_again = [plan.step_bytes(model, losses, checkpoint_blocks, sizes, n) for n in (layers, 0)]
+        all_again, none_again = [plan.step_bytes(model, Item, losses, sizes, n) for n in (layers, 0)]
         kept = config["attention_head_dim"] * dtype.itemsize + 4 # of a head and token: its output, and a scale in fp32
         attention = layers * tokens * config["num_attention_heads"] * kept
         peaks = {"all": all_again, "all but attention": all_again + attention, "none": none_again}

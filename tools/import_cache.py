@@ -82,8 +82,8 @@ def convert_cache(paths, folder):
                                     dict(version=common.VERSION, key=key, sizes=sizes, sources=[str(path)]))
             texts = {(prompt, True): dict(tokens=len(tensors[part]), file=files[part])
                      for prompt, part in ((name, "prompt_embed"), ("", "empty_prompt_embed")) if part in files}
-            resolutions = [dict(img_shapes=shapes, file=files["pixel_latent"])]
-            samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, resolutions=resolutions,
+            encodings = [dict(img_shapes=shapes, file=files["pixel_latent"])]
+            samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, encodings=encodings,
                                   texts=texts))
         except InputError as e:
             problems.append(str(e))

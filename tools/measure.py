@@ -36,7 +36,7 @@ from tqdm import tqdm
 import cache
 import common
 from common import InputError
-from extras.motion import auto_mask
+from extras.mask import auto_mask
 from predict import decode, picture_stem, psnr
 
 def drift(image, reference, keep):

@@ -1,13 +1,15 @@
-"""--tracker: the numbers of log.jsonl, and the pictures in samples/, in tensorboard or wandb too."""
+"""--tracker: send the numbers of log.jsonl, and the contact sheets of validations, to tensorboard or wandb too."""
 import hashlib
 
 import numpy as np
 
+from common import InputError
+
 PACKAGES = dict(tensorboard="tensorboard", wandb="wandb") # what each value of the flag needs
 
 def open_tracker(kind, out_dir, step, config):
-    """-> track(step, values, pictures={}), with PIL images. A resumed run, which is at `step`, goes on with its curves.
-    ConnectionError says what a person has to do."""
+    """-> track(step, values, pictures={}), with PIL images. A resumed run, which is at `step`, continues its curves.
+    InputError if wandb wants a login."""
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
@@ -21,12 +23,14 @@ def open_tracker(kind, out_dir, step, config):
         return track
 
     import wandb
-    begun = (out_dir / "log.jsonl").read_text().split("\n")[0] # says when: resumed, it is the same run
+    # the log's first line says when the run was begun, so a resumed run has the same id
+    begun = (out_dir / "log.jsonl").read_text().split("\n")[0]
     try:
         run = wandb.init(project="qwen-image-edit", name=out_dir.resolve().name, dir=out_dir, config=config,
                          id=hashlib.sha256(begun.encode()).hexdigest()[:32], resume="allow")
     except wandb.Error as e:
-        raise ConnectionError(f"{str(e).splitlines()[0]}; run `wandb login`, or set WANDB_MODE=offline, then --resume")
+        raise InputError(f"--tracker wandb: {str(e).splitlines()[0]}; run `wandb login`, or set WANDB_MODE=offline, "
+                         "then --resume")
 
     def track(step, values, pictures={}):
         run.log({**values, **{name: wandb.Image(image) for name, image in pictures.items()}}, step=step)

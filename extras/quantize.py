@@ -1,14 +1,15 @@
 """
 --quantize, --quantize_text_encoder: frozen linear layers with 8 or 4 bits a weight.
 
-int8 and fp8 (e4m3): a byte a weight and a scale per row; nf4: bitsandbytes' half byte, and a scale per 64 weights. The
-transformer's eight bits are multiplied as such where that saves time (has_product), as by torchao's dynamic-activation
-configs; what is encoded once and kept, by the text encoder, gets the more exact road: its weights are unpacked.
+int8 and fp8 (e4m3) take a byte a weight and a scale per row; nf4 takes bitsandbytes' half byte, and a scale per 64
+weights. The transformer multiplies eight-bit numbers as such where that saves time (has_product), as torchao's
+dynamic-activation configs do. The text encoder, whose output is made once and kept, takes the more exact way: it
+unpacks its weights.
 
 Why not a library's layers: fully_shard fails on int8 and fp8 tensors of torchao 0.18, and autograd keeps bf16 copies of
 their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64, and FSDP2 loses the scales
-of its 4-bit weights; diffusers' layerwise casting has no scales, and cannot load a LoRA. So a model that
-is stored in few bits is refused: quantize the bf16 one. GUIDE.md has the errors that were measured.
+of its 4-bit weights; diffusers' layerwise casting has no scales, and cannot load a LoRA. So we refuse a model that is
+stored in few bits: quantize the bf16 one. GUIDE.md has the errors that were measured.
 """
 import functools
 import math
@@ -19,13 +20,13 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PACKAGES = dict(nf4="bitsandbytes") # what a value of the flag needs
-TOP = dict(int8=127, fp8=448) # greatest value of a format
+TOP = dict(int8=127, fp8=448) # the greatest value of a format
 
 
 class FrozenProduct(torch.autograd.Function):
     """x @ weight.T for a low-bit weight. Where eight bits are multiplied as such, x and the output's gradient get eight
-    too, with a scale a row. Else the weight is unpacked, in the backward pass anew: autograd alone would keep it in
-    bf16, 27 GB of the real model."""
+    bits too, with a scale a row. Else the weight is unpacked, and once more in the backward pass: autograd alone would
+    keep the unpacked ones, 27 GB of the real model in bf16."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -40,7 +41,8 @@ class FrozenProduct(torch.autograd.Function):
         layer = ctx.layer
         if not has_product(grad, layer):
             return grad @ layer.unpacked(grad.dtype), None
-        # the scales are of the weight's rows, over which this sum runs; and the kernels want its columns contiguous
+        # this sum runs over the weight's rows, so their scales go into the gradient first; and the kernels want the
+        # weight's columns to be contiguous
         rows = quantize_rows(grad * layer.scale.T.to(grad.dtype), layer.kind)
         ones = layer.scale.new_ones(layer.in_features, 1)
         out = eight_bit_product(*rows, layer.weight.T.contiguous(), ones, layer.kind, grad.dtype)
@@ -48,11 +50,11 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def has_product(x, layer):
-    """Whether eight bits are multiplied as such: where that saves time, by count and not by measurement. To quantize x
-    takes several passes over it. On Hopper and data centre Blackwell that is as long as the product saves, unless
-    torch.compile makes one pass of it; on 8.x and 12.x the product saves more: GeForce cards run bf16 with fp32
-    sums at half the rate. The kernels want more than 16 rows (modulation has few), and sides that are multiples
-    of 16: 3420 of Qwen2.5-VL's vision MLP are none."""
+    """Whether to multiply eight bits as such: where that saves time, by count and not by measurement. To quantize x
+    takes several passes over it. On Hopper and data centre Blackwell these cost what the product saves, unless
+    torch.compile makes one pass of them; on 8.x and 12.x the product saves more: GeForce cards compute bf16 with fp32
+    sums at half the rate. The kernels want more than 16 rows (modulation has few), and sides that are multiples of 16
+    (the 3420 of Qwen2.5-VL's vision MLP is none)."""
     return (layer.multiply and x.dtype == torch.bfloat16
             and (torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device)[0] in (8, 12))
             and x.numel() > 16 * x.shape[-1] and layer.in_features % 16 == 0 and layer.out_features % 16 == 0)
@@ -60,8 +62,8 @@ def has_product(x, layer):
 
 @functools.cache # asked for each block
 def can_multiply(kind, device):
-    """Whether a device has products of eight bits: int8 from Ampere on, fp8 from Ada on. One is tried, as libraries
-    have refused newer cards; that costs speed only, so it is a warning."""
+    """Whether a device has eight-bit products: int8 from Ampere on, fp8 from Ada on. We try one, as libraries have
+    refused newer cards; a refusal costs speed only, so it is a warning."""
     device = torch.device(device)
     if kind not in TOP or device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -83,17 +85,17 @@ def can_multiply(kind, device):
 def quantize_rows(x, kind):
     """(..., K) -> (M, K) of eight bits, and (M, 1): what each row was divided by."""
     x = x.flatten(0, -2)
-    # in x's dtype, so that nothing is written in fp32. rounded up it may be 1/256 too large, hence below the top
+    # in x's dtype, so that nothing is written in fp32. It may be rounded up by 1/256, hence 0.99 of the greatest value
     inverse = (0.99 * TOP[kind] / torch.linalg.vector_norm(x, math.inf, -1, keepdim=True).clamp_min(1e-30)).to(x.dtype)
     rows = (x * inverse).round_().to(torch.int8) if kind == "int8" else (x * inverse).to(torch.float8_e4m3fn)
     return rows, 1 / inverse.float()
 
 
-latest = WeakTensorKeyDictionary() # the tensor that was quantized last: q, k and v multiply the same one
+latest = WeakTensorKeyDictionary() # the tensor that was quantized last, as q, k and v multiply the same one
 
 
 def rows_of(x, kind):
-    if torch.compiler.is_compiling() or x.is_inference(): # the compiler sees by itself that it is the same
+    if torch.compiler.is_compiling() or x.is_inference(): # the compiler sees for itself that it is the same tensor
         return quantize_rows(x, kind)
     if x not in latest or latest[x][:2] != (kind, x._version):
         latest.clear()
@@ -102,8 +104,8 @@ def rows_of(x, kind):
 
 
 def eight_bit_product(rows, row_scale, weight, scale, kind, dtype, fast=False):
-    """(M, K) @ (N, K).T, times the scales (M, 1) and (N, 1) of their rows -> (M, N). fast: fp8 with sums of fewer bits,
-    as usual in a forward pass; a gradient's small terms would be lost in them."""
+    """(M, K) @ (N, K).T, times the scales (M, 1) and (N, 1) of their rows -> (M, N). fast: fp8 adds up with fewer bits,
+    as is usual in a forward pass; a gradient's small terms would be lost."""
     if kind == "fp8":
         return torch._scaled_mm(rows, weight.view(torch.float8_e4m3fn).T, row_scale, scale.T, out_dtype=dtype,
                                 use_fast_accum=fast)
@@ -116,13 +118,13 @@ def bitsandbytes():
 
 
 class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
-    """A frozen linear layer of few bits. Weights and scales are plain parameters, which FSDP2 can split and copy."""
+    """A frozen linear layer of few bits. Weights and scales are plain parameters, which FSDP2 can shard and copy."""
 
     def __init__(self, linear, kind, multiply=False):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.kind, self.multiply, weight = kind, multiply, linear.weight.detach()
-        if kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 is wrong about others
+        if kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 gets other rows wrong
             weight, state = bitsandbytes().quantize_4bit(weight.float().reshape(-1, 64), quant_type=kind,
                                                          compress_statistics=False)
             scale, self.code = state.absmax, state.code
@@ -148,10 +150,11 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
         return out if self.bias is None else out + self.bias
 
 
-def make_low_bit(module, kind, device, multiply=False):
+def quantize_linears(module, kind, device, multiply=False):
     """Quantizes every linear layer under `module` except LoRAs, one at a time, on the device, in place -> module.
-    kind: int8, fp8 or nf4. multiply: eight bits as such where has_product says so, which is less exact."""
-    multiply = multiply and can_multiply(kind, device) # here, as nothing can be tried while torch.compile traces
+    kind: int8, fp8 or nf4. multiply: multiply eight-bit numbers as such where has_product says so, which is less
+    exact."""
+    multiply = multiply and can_multiply(kind, device) # asked here, as nothing can be tried while torch.compile traces
     for name, parent in list(module.named_modules()):
         for child, linear in list(parent.named_children()):
             if type(linear) is torch.nn.Linear and ".lora_" not in f".{name}.{child}":
