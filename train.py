@@ -1,25 +1,24 @@
 """
 Teach Qwen-Image-Edit (v1, 2509, 2511) an edit: before/after pictures of any sizes -> LoRA.
 
-Reads datasets (cache.py describes their layout), or an index that cache.py has written. Writes a run folder: log.jsonl,
-checkpoint-000200/, samples/ (pictures of the validations), and at the end pytorch_lora_weights.safetensors, which
-predict.py, diffusers and ComfyUI load.
+It reads datasets (cache.py describes their layout), or an index that cache.py has written. It writes a run folder:
+log.jsonl, checkpoint-000200/, samples/ (pictures of the validations), and at the end pytorch_lora_weights.safetensors,
+which predict.py, diffusers and ComfyUI load.
 
 $ python train.py                                                           # the photographs and model in tiny/
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --plan    # what it would take; trains nothing
 $ python train.py --model Qwen/Qwen-Image-Edit-2509 --data photos           # one GPU
 $ torchrun --nproc_per_node=8 train.py --model Qwen/Qwen-Image-Edit-2509 --data photos
-$ python train.py --model ... --data photos --resume         # the same flags and --resume: continue the newest such run
+$ python train.py --model ... --data photos --resume     # the same command and --resume: continue the newest such run
 
-A step uses --batch_size samples, whatever the number of processes. They are packed without padding into forward passes
-of at most --max_tokens tokens. Sample order, noise, timesteps and dropped captions are functions of
-(seed, position in the stream): 1 and 8 processes see the same, and resuming gives the run you would have had without
-stopping, bit for bit on a CPU. SIGTERM, SIGUSR1 or Ctrl-C end a run after the step at hand, with a checkpoint and
-status 0; DONE marks a finished run.
+Without --model the toy model in tiny/ is trained, whatever --data is. Each step uses --batch_size samples, however many
+processes run. They are put, at their own sizes, into packs of at most --max_tokens tokens; the model computes one pack
+at a time. Sample order, noise, timesteps and dropped captions depend on the seed and on the sample's position in the
+run alone: one process and eight see the same data, and a resumed run equals an uninterrupted one, bit for bit on a CPU.
+Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal end a run after the current step, with a checkpoint and exit status 0.
 
-Behind the flags come three chapters. THE RECIPE: which sample, at which noise, with which loss. HELPERS. THE RUN: what
-happens, from the first line to the last; begin there if you like to know the end of a story.
-Shape letters as in rope_patch.py.
+Three chapters follow the flags. THE RECIPE: which sample, at which noise, with which loss. HELPERS. THE RUN: what
+happens, from the first line to the last. Start with THE RUN for the overview.
 """
 import contextlib
 import hashlib
@@ -36,15 +35,14 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
-from itertools import tee
 from pathlib import Path
 from pydoc import locate
 
-import diffusers
 import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
 from PIL import Image, ImageOps
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
@@ -57,60 +55,57 @@ from common import (InputError, file_hash, first_words, key_value, load_extra, n
 from predict import LORA_FILE, checkpoints, number_of, without_lora
 from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
 
-# ---- flags (more of them are in common.add_model_flags, cache.add_data_flags, predict.add_transformer_flags) ---------
+# ---- flags: flag(name, default, help). Others come from common.add_model_flags, cache.add_data_flags, ... ------------
 
 parser = common.Parser(__doc__)
 common.add_model_flags(parser)
 cache.add_data_flags(parser)
-# what learns
 flag = parser.group("LoRA")
-flag("--lora_rank", 16, "width: more learns more, and costs memory", type=positive)
+flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
 flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)", type=number(float, 1e-6))
-flag("--lora_dropout", 0.0, "share of the LoRA's inputs that is set to 0", type=number(float, 0, 0.99))
+flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")
-flag("--lora_args", [], "KEY=VALUE: peft.LoraConfig's other arguments, as use_rslora=true", nargs="+", type=key_value)
+flag("--lora_args", [], "KEY=VALUE: others of peft.LoraConfig, such as use_rslora=true", nargs="+", type=key_value)
 flag("--pretrained_lora", None, "start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
-# how it learns
 flag = parser.group("step")
 flag("--max_steps", 2000, "optimizer steps", type=positive)
 flag("--batch_size", 4, "samples per optimizer step, over all processes", type=positive)
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
-flag("--batching", "packed", "padded is the slow reference", choices=["packed", "padded"])
+flag("--batching", "packed", "padded computes the same, slower; for checking packed", choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
      "learning rate itself: --lr 1), or another class that takes lr and weight_decay")
-flag("--optimizer_args", [], "KEY=VALUE: its other arguments, as betas=[0.9,0.99]", nargs="+", type=key_value)
+flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
 flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=natural)
-flag("--weight_decay", 0.01, "pull of the LoRA's weights to 0", type=not_negative)
-flag("--max_grad_norm", 1.0, "a longer gradient is cut to this length", type=number(float, 1e-12))
+flag("--weight_decay", 0.01, "how strongly the LoRA's weights are pulled towards 0", type=not_negative)
+flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it", type=number(float, 1e-12))
 flag = parser.group("loss")
 flag("--timestep_sampling", "qwen_shift", "qwen_shift: logit-normal, shifted by the picture's size as in inference",
      choices=["uniform", "logit_normal", "qwen_shift"])
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
-# what costs memory and time, and changes nothing else (quantize excepted)
+# These change memory and speed; of them only --quantize changes the result.
 flag = predict.add_transformer_flags(parser)
-flag("--gradient_checkpointing", None, "blocks computed twice: more saves memory (default: all; on a GPU those that do "
-     "not fit)", type=natural)
+flag("--gradient_checkpointing", None, "number of blocks that the backward pass recomputes: more take less memory and "
+     "more time (default: on a GPU as many as its memory requires, else all)", type=natural)
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc")
-# what is kept, shown and resumed
 flag = parser.group("run")
-flag("--use_cache", True, "no: encode each batch live, all models loaded")
+flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
 flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=number(int, 0, 2**64 - 1))
 flag("--out_dir", None, "run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", 0, "steps between validations; 0: only at the end", type=natural)
-flag("--val_pictures", 24, "at most so many validation pictures are generated, spread over all samples; the validation "
-     "loss is of all", type=natural)
+flag("--val_pictures", 24, "generate at most this many validation pictures, spread over all samples; the validation "
+     "loss uses all samples", type=natural)
 flag("--save_every", 200, "steps between checkpoints", type=positive)
-flag("--keep", 2, "how many of the newest checkpoints stay on disk", type=positive)
+flag("--keep", 2, "number of newest checkpoints to keep", type=positive)
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
-flag("--resume", False, "continue the run of these flags: --out_dir, or the newest of its name")
-# tiny's own defaults: native sizes, two minutes on a CPU. It is small enough to train every linear layer that an edit
-# needs; the real model learns with its attention alone
+flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data")
+# With --model tiny (which is the default) these defaults replace those above: native sizes, two minutes on a CPU. tiny
+# trains more layers than the real model, which learns an edit with its attention alone.
 args = cache.parse_data_args(parser, dict(
     **common.TINY, max_steps=450, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
     val_pictures=32, gradient_checkpointing=0, lora_targets="to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj "
@@ -119,13 +114,14 @@ args = cache.parse_data_args(parser, dict(
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 lora_args = dict(args.lora_args)
 if args.pretrained_lora and parser.given() & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
-    parser.error("argument --pretrained_lora: has its own rank, alpha and layers; leave out --lora_rank, --lora_alpha, "
-                 "--lora_targets and --lora_args")
+    parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
+                 "--lora_alpha, --lora_targets and --lora_args")
 if lora_args.get("use_dora"):
     parser.error("argument --lora_args: use_dora is not trained here, as ComfyUI ignores a DoRA's magnitudes and a "
                  "quantized base has none; leave it out, and raise --lora_rank")
 if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
-    parser.error("argument --lora_args: init_lora_weights changes the base, which no LoRA file stores; choose another")
+    parser.error("argument --lora_args: this init_lora_weights also changes the base model, which a LoRA file cannot "
+                 "store; choose another")
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) < 2:
@@ -134,32 +130,39 @@ if not args.use_cache and any(map(cache.is_index, args.data + args.val_data)):
     parser.error("argument --use_cache: an index is a cache; leave out --no-use_cache")
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
-optimizer_class = locate(args.optimizer)
+optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
     parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
-pretrained_lora = predict.find_lora(args.pretrained_lora) if args.pretrained_lora else None
+pretrained_file = predict.find_lora(args.pretrained_lora) if args.pretrained_lora else None
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
-# What --resume may change. All other flags decide the numbers, and are compared with the checkpoint's: a flag that you
-# add is compared too, unless you name it here.
-MAY_CHANGE = (
-    # compared by what they stand for: the weights below and in THE RUN, pictures and texts by what was encoded of them
+# What --resume compares with the checkpoint: every flag but these. A flag that you add is compared, unless you name it
+# here. (The code is not compared.)
+BY_CONTENT = ( # compared as hashes of what they lead to: see `config` below and in THE RUN
     "pretrained_lora model transformer data repeats mask skip_bad target_pixels control_pixels upscale cache_dir "
-    "use_cache max_sequence_length "
-    # what is written, when and where
+    "use_cache max_sequence_length").split()
+MAY_CHANGE = ( # what is written, when and where; then what changes speed and memory
     "val_data val_pictures sample_every save_every keep out_dir tracker plan resume "
-    # speed and memory
-    "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile "
+    "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile"
 ).split()
-config = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-config["pretrained_lora"] = pretrained_lora and file_hash(pretrained_lora)
-if args.lr_scheduler == "constant": # the other rates depend on where the run ends
+config = {name: value for name, value in vars(args).items() if name not in BY_CONTENT + MAY_CHANGE}
+config["pretrained_hash"] = pretrained_file and file_hash(pretrained_file)
+if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
     del config["max_steps"]
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step. pick: which sample; load_item: its tensors; predict_velocity: the model; flow_loss: the loss.
-# Beside the flags these functions read three things that THE RUN has made before its first step: epoch (the samples,
-# each as often as --repeats says), scheduler_config, and encoders (as a rule None: the cache has what they would make).
+#
+#   target, control   the picture wanted, and a picture given (before, after; ControlNet is something else)
+#   sample            a target with its controls and its prompts; common.Sample lists the fields
+#   latents, token    a picture as the VAE encodes it; a token is 16x16 pixels of it, or a piece of a prompt
+#   base              the frozen model without the LoRA
+#   position          the number of a sample in the endless stream: step n uses n * batch_size and so on
+#   pack              the samples that go through the model together, in one forward pass; a step has one or more
+#   --preserve        some samples get another prompt, and the LoRA learns to answer it as the base does
+#
+# Besides the flags these functions read three things that THE RUN makes before the first step: epoch (the samples of
+# one pass through the data), scheduler_config, and encoders (usually None, because the cache has their output).
 
 @dataclass
 class Pick:
@@ -170,7 +173,7 @@ class Pick:
     with_controls: bool # False: text-to-image; the prompt's embedding does not see the controls either
     preserve: bool # learn what the base answers to this prompt, not the target
     s: torch.Tensor # () the noise level, which is the model's timestep: 0 is data, 1 is noise
-    noise_generator: torch.Generator # its next numbers are the noise; load_item takes them
+    noise_generator: torch.Generator # load_item draws the noise from it, once
 
     @property
     def img_shapes(self):
@@ -179,34 +182,38 @@ class Pick:
 
     @property
     def tokens(self):
-        """Its length in a forward pass: image and text."""
+        """The number of image and text tokens that it adds to a forward pass."""
         text = self.sample.texts[self.prompt, self.with_controls]
         return sum(h * w for _, h, w in self.img_shapes) + text["tokens"]
 
 @dataclass
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
-    channels. extras/fit.py reads these shapes, to measure memory with items of zeros."""
+    channels; base: in --dtype. Python ignores the strings; extras/fit.py makes items of zeros by them, to measure
+    memory."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
-    velocity: "float32 I C" # what the model should predict: noise - x0. None until ask_base has filled it in
+    velocity: "float32 I C" # what the model should predict: noise - x0. With `preserve` None, until ask_base fills it
     s: "float32" # noise level
     controls: "base K C" # latents of the controls, without noise, one after the other
     prompt: "base T J" # embeddings
     weight: "float32 I" # of each target token in the loss
     img_shapes: list # as Pick.img_shapes
 
-# Everything random is a function of (seed, position), so that resuming needs one number and every process can tell
-# what the others do. A random number generator that is used up step by step would have to be saved, for each process.
+# Everything random is a function of (seed, position), so resuming needs one number, and every process knows what the
+# others do. A generator that is used up step by step would have to be saved, for each process.
 
-def generator(*what, seed=args.seed):
-    # by hash: seeds like seed + position would give runs with neighbouring seeds the same noise, shifted by a step. 32
-    # bits are all that torch's CPU generator uses. (birthdays: of a million samples about 100 pairs share their noise)
-    return torch.Generator().manual_seed(int(hashlib.sha256(repr((seed, *what)).encode()).hexdigest()[:8], 16))
+def seed_of(*what, seed=args.seed):
+    # We hash, because with seed + position a run with seed 1 would get the noise of a run with seed 0, one sample
+    # later. torch's CPU generator uses 32 bits of a seed, so of a million samples about 100 pairs share their noise.
+    return int(hashlib.sha256(repr((seed, *what)).encode()).hexdigest()[:8], 16)
+
+def generator(*what, **seed):
+    return torch.Generator().manual_seed(seed_of(*what, **seed))
 
 @lru_cache(maxsize=2)
 def shuffled(n):
-    """The order of the n-th epoch, as places in `epoch`."""
+    """The order of the n-th epoch, as places in `epoch`. Another order goes here."""
     return torch.randperm(len(epoch), generator=generator("order", n)).tolist()
 
 def chance(g): # uniform in [0, 1)
@@ -219,8 +226,8 @@ def pick(position):
     """-> Pick of this position in the stream of samples, which goes through one shuffled epoch after the other."""
     n, place = divmod(position, len(epoch))
     sample = epoch[shuffled(n)[place]]
-    # A generator for each decision, asked even where its answer has no use: so a flag that is turned on never changes
-    # the other decisions. (The names are a part of the seeds.)
+    # Every random number is drawn, even if it is not needed, and from a generator that no other flag uses: turning a
+    # flag on changes no other decision. (The names are parts of the seeds.)
     g = generator("draw", position)
     encoding = choose(g, sample.encodings)
     drop_caption = chance(g) < args.caption_dropout_rate
@@ -231,28 +238,31 @@ def pick(position):
     preserve_prompt = choose(g, args.preserve_prompts)
     if drop_caption:
         prompt = ""
-    if preserve: # the base can only answer about pictures that it sees
+    if preserve: # the base needs the controls to answer
         prompt, drop_controls = preserve_prompt, False
     g = generator("noise", position)
     s = pick_timestep(g, math.prod(encoding["img_shapes"][0]))
     return Pick(sample, encoding, prompt, not drop_controls, preserve, s, g)
 
 def pick_timestep(g, img_len):
-    """-> s in (0, 1) for a target of img_len tokens, fp32."""
-    s = torch.rand((), generator=g) if args.timestep_sampling == "uniform" else torch.randn((), generator=g).sigmoid()
-    if args.timestep_sampling == "qwen_shift":
+    """-> the noise level s for a target of img_len tokens, fp32. Another distribution goes here, and its name into the
+    flag's choices; validations have levels of their own."""
+    if args.timestep_sampling == "uniform":
+        return torch.rand((), generator=g)
+    s = torch.randn((), generator=g).sigmoid() # logit-normal
+    if args.timestep_sampling == "qwen_shift": # larger pictures get more noise, as the scheduler shifts its sigmas
         mu = predict.find_mu(img_len, scheduler_config)
-        s = math.exp(mu) / (math.exp(mu) + 1 / s - 1) # as the scheduler shifts its sigmas
+        s = math.exp(mu) / (math.exp(mu) + 1 / s - 1)
     return s
 
 def load_item(picked):
-    """-> Item, on the CPU: a thread that copied it to a GPU would wait for all that the GPU still has to do. From the
-    cache, or encoded now by the pipeline `encoders`."""
+    """-> Item, from the cache, or encoded now by the pipeline `encoders`. It stays on the CPU: the loader thread, which
+    calls this, would otherwise wait for all that the GPU still has to do."""
     latents = cache.load_latents(picked.sample, picked.encoding, encoders)
     x0 = latents["pixel_latent"].to("cpu", torch.float32)
     noise = torch.randn(x0.shape, generator=picked.noise_generator)
     weight = torch.ones(len(x0))
-    if "edit_mask" in latents and not picked.preserve: # the mask belongs to the edit, which is not asked for
+    if "edit_mask" in latents and not picked.preserve: # with another prompt there is no edit for the mask to mark
         mask = latents["edit_mask"] # (I,) from 0 to 1: the edited share of a token
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
@@ -274,32 +284,34 @@ def predict_velocity(model, items):
     timesteps = torch.stack([i.s for i in items])
     run = run_packed if args.batching == "packed" else run_padded
     preds = run(model, latents, prompts, timesteps, [i.img_shapes for i in items])
-    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # what it says of the controls has no use
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # what it predicts for controls is dropped
 
 def ask_base(model, items):
-    """--preserve: what items without a velocity should learn is what the base predicts, without the LoRA -> items."""
+    """--preserve: an item without a velocity gets what the model predicts for it without its LoRA -> items."""
     asked = [i for i in items if i.velocity is None]
-    if args.fsdp and args.preserve: # every process must run the same number of passes: one that need not ask asks too
+    # With --fsdp every process must run the same number of passes, so one that has nothing to ask asks for its last
+    # item, and does not use the answer.
+    if args.fsdp and args.preserve:
         asked = asked or items[-1:]
     if not asked:
         return items
-    # the same noise and controls: only the prompt is another one
     with without_lora(model), torch.no_grad():
         answers = iter(predict_velocity(model, asked))
     return [replace(i, velocity=next(answers)) if i.velocity is None else i for i in items]
 
 def flow_loss(model, items):
-    """Flow matching: the model predicts the straight way from data to noise (https://arxiv.org/abs/2210.02747). -> the
-    loss of each item: the weighted mean over its own target tokens, so that a large picture counts as a small one."""
+    """Flow matching (arxiv.org/abs/2210.02747): the model predicts the velocity of the straight path from data to noise
+    -> the loss of each item: the weighted mean over its own target tokens, so that a large picture counts as much as a
+    small one. Another loss goes here; training, validation and the measurement of memory all call this."""
     losses = []
     for i, pred in zip(items, predict_velocity(model, items)):
-        # fp32, also on a bf16 base: bf16 has 8 bits, and a difference of two such numbers few that are right
+        # in fp32: bf16 keeps three digits, and to square, add and compare such numbers would lose them
         error = (pred - i.velocity).square().mean(-1) # (I,)
-        losses.append((error * i.weight).sum() / i.weight.sum().clamp_min(1e-12)) # all weights are 0 in an idle pass
+        losses.append((error * i.weight).sum() / i.weight.sum().clamp_min(1e-12)) # in an idle pass all weights are 0
     return losses
 
 def learning_rate(n):
-    """Of the step that takes the run from n to n + 1: a pure function, so a checkpoint holds no scheduler object."""
+    """The learning rate of the step after n steps. A pure function needs no scheduler object in a checkpoint."""
     if n < args.warmup_steps:
         return args.lr * (n + 1) / args.warmup_steps
     done = (n - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
@@ -307,7 +319,8 @@ def learning_rate(n):
     return args.lr * shape[args.lr_scheduler]
 
 # ==== HELPERS, in the order in which THE RUN needs them ===============================================================
-# Beside args and config they read rank, world_size and out_dir, with which THE RUN begins. All else they are given.
+# Besides the names from the flags they read rank, world_size and out_dir, with which THE RUN begins; deal_packs also
+# reads transformer. If you have one GPU, skip what they say about ranks, processes and --fsdp.
 
 def say(line):
     if rank == 0:
@@ -317,7 +330,7 @@ def say(line):
 
 def find_folder(name):
     """-> the run's folder: --out_dir; with --resume the newest of this name; else the next number."""
-    # a run without a log never began, and is not counted
+    # a folder without a log does not count: its run never began
     runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(name) + r"-\d+", p.parent.name)]
     newest = max(runs, default=None, key=number_of)
     next_run = f"out/{name}-{number_of(newest) + 1 if newest else 1:03d}"
@@ -327,10 +340,10 @@ def find_folder(name):
     return folder
 
 def lock_folder(folder, name):
-    """-> (the run folder, its lock: ours until this process ends, however it ends). Without --out_dir it is the next
-    number if another run was started at the same time."""
+    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
+    --out_dir has just taken this folder, ours is the next number."""
     common.prepare_folder(folder)
-    # the system lets a lock go when its process dies, so a killed run leaves none behind
+    # the system releases a lock when its process dies, so a killed run leaves none behind
     lock = filelock.FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
@@ -340,17 +353,19 @@ def lock_folder(folder, name):
             raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
         return lock_folder(folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
 
-def begin_log(step, versions):
-    """Takes the folder over from a dead process, or from a run that continues, and writes the log's first line: how the
-    run was begun. A resumed log keeps its lines up to the checkpoint: later steps run again, and a kill may have left
-    half a line."""
+def clean_folder():
+    """Removes what an earlier process has left: half-written files, and what marks a run as finished."""
     for path in out_dir.glob(".tmp-*"): # we hold the lock, so these belong to a dead process
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-    for name in ("DONE", LORA_FILE): # the run continues beyond these
+    for name in ("DONE", LORA_FILE):
         (out_dir / name).unlink(missing_ok=True)
+
+def begin_log(step, versions):
+    """Writes the log's first line, which says how the run was begun. A resumed log keeps its lines up to the
+    checkpoint, because later steps run again, and a kill may have left half a line."""
     log = out_dir / "log.jsonl"
     # the first line stays that of the first start
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
@@ -363,7 +378,7 @@ def begin_log(step, versions):
     write_file(log, ("\n".join(kept) + "\n").encode())
 
 def write_log(record, sync=False):
-    """Appends a line of JSON. sync: to the disk, so that the log has what a checkpoint has, also after a power loss."""
+    """Appends a line of JSON. sync: onto the disk, so that after a power loss the log is never behind a checkpoint."""
     try:
         with open(out_dir / "log.jsonl", "a") as f:
             f.write(json.dumps(record) + "\n")
@@ -379,34 +394,36 @@ def write_log(record, sync=False):
 class Checkpoint:
     lora: dict # {diffusers' name: tensor}
     moments: dict # the optimizer's tensors: {"exp_avg.PARAMETER": tensor}
-    state: dict # step, config, numbers and group: the optimizer's other state and settings
+    info: dict # step, config, and the optimizer's other state (`numbers`) and settings (`group`)
 
 def read_checkpoint(path):
-    """-> Checkpoint. InputError if any bit of it is not as it was saved."""
+    """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries."""
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
-    moments, state = read_tensors(path / "optimizer.safetensors")
-    # each file carries its own digest; that they are of one step, the folder's, is checked here
-    if "config" not in state or {meta.get("train.step"), state.get("step")} != {number_of(path)}:
+    moments, info = read_tensors(path / "optimizer.safetensors")
+    # both files must be of the step in the folder's name
+    if "config" not in info or not meta.get("train.step") == info.get("step") == number_of(path):
         raise InputError(f"{path}: its files do not belong together; it is damaged")
-    return Checkpoint(lora, moments, state)
+    return Checkpoint(lora, moments, info)
 
 def find_checkpoint():
-    """-> the newest whole Checkpoint, or None for a run that begins. A night's run is not lost over one flipped bit: a
-    damaged checkpoint is passed over, with a warning."""
-    saved = checkpoints(out_dir) if args.resume else []
+    """-> the newest intact Checkpoint, or None for a run that begins. A damaged one costs a warning and the steps since
+    the one before it, so that a flipped bit does not cost a night's run."""
+    if not args.resume:
+        return None
+    saved = checkpoints(out_dir)
     for path in reversed(saved):
         try:
             return read_checkpoint(path)
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({e})")
     # a run that was killed before its first checkpoint begins again
-    killed_early = (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists()
-    if args.resume and (saved or not killed_early):
-        raise InputError(f"--resume: no whole checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
+    if not saved and (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists():
+        return None
+    raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
 
 def refuse_changes(old):
-    """InputError names what differs between a checkpoint's config and ours. A flag that is newer than the checkpoint
-    counts as having had its default."""
+    """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
+    had its default there."""
     changes = []
     for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
         before = old.get(name, parser.get_default(name))
@@ -416,7 +433,7 @@ def refuse_changes(old):
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
                          "ones, or start a new run")
 
-def data_key(epoch):
+def data_hash(epoch):
     """A hash of what is trained: the samples' names, and their encoded files, which are named by their content."""
     contents = []
     for sample in epoch:
@@ -424,25 +441,26 @@ def data_key(epoch):
     return common.content_key(samples=contents)
 
 def save_checkpoint(step, transformer, lora, optimizer, meta):
-    """Writes a folder that appears whole, and deletes older ones beyond --keep."""
+    """Writes a checkpoint, which appears whole or not at all, and deletes the older ones beyond --keep."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
     predict.save_lora(tmp / LORA_FILE, transformer, dict(step=step, **meta))
     tensors, numbers = {}, {} # the optimizer's state, by what it is and the parameter's name
     for name, p in lora.items():
         for key, value in optimizer.state[p].items():
-            kind = tensors if torch.is_tensor(value) else numbers
-            kind[f"{key}.{name}"] = value
-    # its settings, for those that change them as they go, as Prodigy does
+            target = tensors if torch.is_tensor(value) else numbers
+            target[f"{key}.{name}"] = value
+    # and its settings, because some optimizers (Prodigy) change them as they run
     group = {key: value for key, value in optimizer.param_groups[0].items() if isinstance(value, (int, float))}
-    state = dict(step=step, config=config, numbers=numbers, group=group)
-    common.write_tensors(tmp / "optimizer.safetensors", tensors, state)
-    # a rename is the moment at which the checkpoint exists: a kill before it leaves the older ones as they were
+    info = dict(step=step, config=config, numbers=numbers, group=group)
+    common.write_tensors(tmp / "optimizer.safetensors", tensors, info)
+    # the rename is the moment at which the checkpoint exists; a kill before it leaves the older ones as they were
     shutil.rmtree(path, ignore_errors=True) # a damaged one of this step
     os.replace(tmp, path)
     common.sync_folder(out_dir)
-    whole = [old for old in checkpoints(out_dir) if number_of(old) <= step] # --resume may have found later ones damaged
-    for old in whole[:-args.keep]:
+    # later ones exist if --resume found them damaged; they do not count
+    older = [old for old in checkpoints(out_dir) if number_of(old) <= step]
+    for old in older[:-args.keep]:
         shutil.rmtree(old)
 
 def load_checkpoint(checkpoint, transformer, lora, optimizer):
@@ -450,18 +468,18 @@ def load_checkpoint(checkpoint, transformer, lora, optimizer):
     predict.load_weights(transformer, checkpoint.lora, out_dir)
     # {"exp_avg.PARAMETER": value} -> {"PARAMETER": {"exp_avg": value}}
     by_name = {name: {} for name in lora}
-    for entry, value in {**checkpoint.moments, **checkpoint.state["numbers"]}.items():
+    for entry, value in {**checkpoint.moments, **checkpoint.info["numbers"]}.items():
         key, name = entry.split(".", 1)
         by_name[name][key] = value
-    group = optimizer.state_dict()["param_groups"][0] | checkpoint.state["group"]
+    group = optimizer.state_dict()["param_groups"][0] | checkpoint.info["group"]
     # torch's optimizers number their parameters, in the order in which they got them
     optimizer.load_state_dict(dict(state=dict(enumerate(by_name.values())), param_groups=[group]))
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
 def find_layers(transformer, names):
-    """--lora_targets -> LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has: peft
-    is silent as long as any name fits."""
+    """--lora_targets -> peft.LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has,
+    which peft ignores as long as another one fits."""
     # a layer is meant by the end of its name: net.2 is the second linear layer of both MLPs of each block
     linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
     attention = "to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out".split()
@@ -479,42 +497,43 @@ def find_layers(transformer, names):
 def make_model(folder):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns)."""
     transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan)
-    # where the LoRA goes, and how wide it is
-    if pretrained_lora:
-        lora_config = predict.lora_config(pretrained_lora)
+    if pretrained_file:
+        lora_config = predict.lora_config(pretrained_file)
     else:
         lora_config = find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
-    # A random and B zero: the first step starts at the base model
+    # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
-    warnings.filterwarnings("ignore", "You have passed exclude_modules") # where there is nothing to exclude
+    warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
         lora = predict.add_lora(transformer, **lora_config)
-    except Exception as e: # whatever peft says of them
-        raise InputError(f"--lora_args: peft refuses them ({first_words(e)}); see peft.LoraConfig")
-    # peft would train these as well, and the file that we save would lack them
+    except Exception as e: # whatever peft raises
+        raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
+    # with some arguments peft trains biases or whole modules, too
     if lora_args.get("target_parameters") or any(".lora_" not in name for name in lora):
         raise InputError("--lora_args: would train what a LoRA's file cannot hold; leave out bias, modules_to_save and "
                          "target_parameters")
-    if pretrained_lora and not args.plan:
-        predict.load_weights(transformer, predict.read_lora(pretrained_lora)[0], pretrained_lora)
+    if pretrained_file and not args.plan:
+        predict.load_weights(transformer, predict.read_lora(pretrained_file)[0], pretrained_file)
     return transformer, lora
 
 def recompute_blocks(transformer, samples):
     """Gradient checkpointing, as --gradient_checkpointing says, or else as the device's memory allows -> the number of
     blocks that the backward pass computes again."""
-    # only dropout is random in a block: with it the second computation must repeat the first one's random numbers, and
-    # to keep their state costs a copy from the device
+    # Dropout is the only randomness in a block. Without it the random state need not be kept, which costs a copy from
+    # the device.
     dropout = transformer.peft_config["default"].lora_dropout > 0
     recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
-    # on a GPU some passes over the largest pack that can come find out how many blocks can be kept
+    # On a GPU some passes over the largest pack that can come measure how many blocks need not be recomputed. (Extras
+    # get our names as arguments: to import train.py would start a run.)
     fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
     if not (fit and fit.has_own_memory(args.device)):
         return recompute(args.gradient_checkpointing)
     return fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), Item, flow_loss, recompute, args, say)
 
 def make_optimizer(parameters):
+    """All parameters are one group: the loop sets its learning rate, and save_checkpoint saves its settings."""
     optimizer_args = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
     try:
         return optimizer_class(parameters, **optimizer_args)
@@ -522,13 +541,13 @@ def make_optimizer(parameters):
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
 
 # ---- packs: which process computes which samples, in which forward passes --------------------------------------------
-# The gradient of a sum is the sum of the gradients, so who computes which sample changes the time and nothing else.
 
 def deal_packs(lengths):
     """Samples of these lengths, in tokens -> for each process its packs: lists of places in `lengths`, at most
     --max_tokens in each, one forward pass each. All processes compute the same. With --fsdp every process must run the
     same number of passes: one with fewer gets empty packs (load_pack)."""
-    # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention
+    # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention: here, both
+    # divided by 4 dim
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
     shares, work = [[] for _ in range(world_size)], [0] * world_size
     # the classic greedy schedule: longest first, each to the process that has least to do
@@ -548,30 +567,29 @@ def deal_packs(lengths):
     return dealt
 
 def plan_step(n):
-    """-> (the Picks of step n, this process's packs of them)."""
+    """-> (the Picks of step n, this process's packs of them), the same whenever it is asked."""
     picks = [pick(position) for position in range(n * args.batch_size, (n + 1) * args.batch_size)]
     return picks, deal_packs([p.tokens for p in picks])[rank]
 
 def load_pack(picks, pack):
-    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, whose loss weighs nothing."""
+    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, with loss weights of 0."""
     if pack:
         return [load_item(picks[place]) for place in pack]
     item = load_item(min(picks, key=lambda p: p.tokens))
     return [replace(item, weight=torch.zeros_like(item.weight))]
 
-def sum_over_processes(parameters, *numbers):
-    """Adds up the gradients of these parameters, in place, and these tensors of numbers, in one all-reduce -> a list of
-    all the numbers' sums. By hand, and not by DDP: that wants the same number of backward passes from every process,
-    and would add up after each."""
+def sum_over_processes(parameters, numbers):
+    """Adds up the gradients of these parameters, in place, and a tensor of other numbers, in one all-reduce -> the sums
+    of the numbers, as a list. Why not DDP: it requires the same number of backward passes from every process."""
     for p in parameters: # a process without a pack has no gradients
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    # one tensor, as one large message costs less than hundreds of small ones
+    # as one tensor, because one large message costs less than hundreds of small ones
     grads = [p.grad for p in parameters]
-    flat = torch.cat([parameters_to_vector(grads), *numbers])
+    flat = torch.cat([parameters_to_vector(grads), numbers])
     if world_size > 1:
         dist.all_reduce(flat)
     vector_to_parameters(flat, grads) # each gradient is a part of `flat` now
-    return flat[-sum(map(len, numbers)):].tolist()
+    return flat[-len(numbers):].tolist()
 
 def clock():
     if args.device.startswith("cuda"):
@@ -586,17 +604,18 @@ def step_line(record, left):
     if record["step"] % 10 == 0:
         line += f" | {timedelta(seconds=round(left))} left"
     if record["loss"] > 10:
-        line += "\nexploded: predicting nothing has a loss of 2; lower --lr in a new run"
+        line += "\nexploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr"
     return line
 
 def too_large(step, picks, pack, recomputed):
-    """The InputError of a pack that does not fit into the device's memory."""
+    """-> the InputError of a pack that does not fit into the device's memory."""
     names = ", ".join(f"{picks[i].sample.name}: {picks[i].tokens:,}" for i in pack)
     return InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}), with "
-                      f"--gradient_checkpointing {recomputed}; lower the one, or raise the other, then --resume")
+                      f"--gradient_checkpointing {recomputed}; lower the first (for one sample --target_pixels), or "
+                      "raise the second, then --resume")
 
 def diverged(step, picks, loss, grad_norm):
-    """The InputError of a loss or a gradient that is no number."""
+    """-> the InputError of a loss or a gradient that is NaN or infinite."""
     names = ", ".join(p.sample.name for p in picks)
     return InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} ({names}); check these "
                       "samples, and start a new run with a lower --lr (--pretrained_lora takes a checkpoint from "
@@ -606,14 +625,14 @@ def diverged(step, picks, loss, grad_norm):
 # These functions also read what THE RUN has made: transformer, scheduler_config, encoders, val_samples, vae.
 
 def validation_due(step):
-    """Whether a validation follows after so many steps. After the last one it comes in any case."""
-    every = args.sample_every or args.max_steps
-    return bool(val_samples) and step > 0 and (step % every == 0 or step >= args.max_steps)
+    """Whether a validation follows this step. (After the last step there is one in any case.)"""
+    return bool(val_samples and args.sample_every) and step > 0 and step % args.sample_every == 0
 
 def validation_loss():
-    """The training's loss over --val_data, at four noise levels each. The noise depends on a sample's place in
-    --val_data and not on --seed, so runs with the same flags of loss and sizes can be compared."""
-    # the middles of four equal parts of the noise levels
+    """flow_loss over --val_data, at four noise levels each. The noise depends on a sample's place in --val_data and not
+    on --seed, so you can compare two runs that have the same sizes and flags of the loss. (Not with the training's
+    loss, whose noise levels --timestep_sampling decides.)"""
+    # each level is the middle of a quarter
     picks = []
     for place, sample in enumerate(val_samples):
         for s in (0.125, 0.375, 0.625, 0.875):
@@ -630,11 +649,11 @@ def validation_loss():
 def generate_pictures():
     """{place in val_samples: PIL image} of at most --val_pictures. All processes together generate them; this one
     returns its share."""
-    # which of the packs are this process's
+    # share: which of the packs of generate_samples are this process's
     share, decoder = slice(rank, None, world_size), vae
-    # sharded, every process has to join every forward pass: all generate everything, and the first one decodes it
+    # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes it
     if args.fsdp:
-        share, decoder = slice(None), None if rank else vae
+        share, decoder = slice(None), (None if rank else vae)
     # spread over all samples, as neighbours are often alike
     count = min(args.val_pictures, len(val_samples))
     places = [n * len(val_samples) // count for n in range(count)]
@@ -654,10 +673,10 @@ def picture_file(sample):
     return f"{sample.root}/{predict.picture_stem(sample)}.png"
 
 def compare(place, base, picture, step):
-    """Compares a validation sample's pictures, without and with the LoRA, with its target, and saves all in samples/
-    -> (its place in val_samples; what the log tells of it, with the PSNRs of the input, the base, the LoRA, and the VAE
-    alone, which is the best that can be had). Where the pictures are not on this machine, what the VAE makes of their
-    latents stands in."""
+    """Compares one validation sample's pictures, without and with the LoRA, with its target, and saves all in samples/
+    -> (its place in val_samples, a record for the log with the PSNRs to the target in dB: of the input, the base, the
+    LoRA, and the VAE alone, which is the upper bound). If an original is not on this machine, the VAE decodes its
+    latents instead."""
     sample = val_samples[place]
     shapes, tensors = sample.encodings[0]["img_shapes"], cache.load_latents(sample, sample.encodings[0], encoders)
     latents = torch.cat([tensors["pixel_latent"], tensors["control_latent"]]).split([h * w for _, h, w in shapes])
@@ -678,13 +697,12 @@ def compare(place, base, picture, step):
             predict.save_png(image, path)
     return place, dict(file=picture_file(sample), prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs)
 
-def report(step, val_loss, rows, track):
-    """Says and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/. rows: of
-    compare, in the order of val_samples."""
+def write_report(step, val_loss, rows, track):
+    """Prints and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/. rows:
+    what compare returns, in the order of val_samples."""
     table = f". mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone"
     say(f"step {step}: validation loss {val_loss:.4f}{table if rows else ''}")
-    # by folder of a dataset: one row of the table each
-    groups, means = {}, {}
+    groups, means = {}, {} # by folder of a dataset
     for place, record in rows:
         folder = "/".join([val_samples[place].root, *Path(val_samples[place].name).parent.parts])
         groups.setdefault(folder, []).append(record["psnr"])
@@ -693,7 +711,7 @@ def report(step, val_loss, rows, track):
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs), **means[name]))
     records = [record for _, record in rows]
     write_log(dict(step=step, val_loss=val_loss, psnr=means, pictures=records))
-    # pictures in full are large: those of the newest 20 validations stay, and all contact sheets
+    # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
     for old in sorted((out_dir / "samples").glob("step_*[0-9]/"))[:-20]:
         shutil.rmtree(old)
     sheets, sheet = {}, common.find_extra("sheet")
@@ -708,22 +726,22 @@ def report(step, val_loss, rows, track):
 def validate(step, track):
     """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports."""
     say(f"step {step}: validation on {len(val_samples)} samples")
-    # give torch's cached memory back: cuDNN allocates its own. (without a GPU this does nothing)
+    # free torch's cached memory, because cuDNN allocates outside of it (without a GPU this does nothing)
     torch.cuda.empty_cache()
     vae.to(args.vae_device)
     transformer.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"): # to compile for inference too would take longer
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
             val_loss, base_pictures = validation_loss(), generate_base_pictures()
             rows = [compare(place, base_pictures[place], picture, step)
                     for place, picture in generate_pictures().items()]
             rows = sorted(sum(common.gather_objects(rows), []))
             if rank == 0:
-                report(step, val_loss, rows, track)
+                write_report(step, val_loss, rows, track)
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share
             raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
-        say(f"warning: no memory for the validation after step {step}; the training continues (--max_tokens)")
+        say(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
     finally:
         transformer.train()
         (vae.decoder if encoders else vae).to("cpu") # a training that encodes live needs the VAE's encoder
@@ -732,82 +750,82 @@ def validate(step, track):
 
 def next_commands(samples):
     """What a person may want to do with a finished run."""
-    flags = ["--lora", str(out_dir)]
-    for name in "quantize_text_encoder quantize transformer model".split(): # which predict.py needs, too
+    flags = []
+    for name in "model transformer quantize quantize_text_encoder".split(): # predict.py needs them, too
         if getattr(args, name) not in (None, "none"):
-            flags = [f"--{name}", getattr(args, name), *flags]
+            flags += [f"--{name}", getattr(args, name)]
     return (f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples. next:\n"
-            f"  python predict.py {shlex.join(flags)} --image CONTROL.png --prompt \"...\"\n"
+            f"  python predict.py {shlex.join([*flags, '--lora', str(out_dir)])} --image CONTROL.png --prompt \"...\"\n"
             f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
             f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(out_dir / LORA_FILE)!r})")
 
 # ==== THE RUN =========================================================================================================
 
-# Processes. torchrun starts several of this script, each with a rank of its own; alone it is rank 0 of 1.
+# Processes. torchrun starts several of this script, each with a rank of its own; without torchrun there is one, rank 0.
 rank, world_size = common.start_processes(args)
 
-# The run folder, and the checkpoint to continue from. We look at both before anything slow begins: a flag that must not
-# change is refused within seconds, and a finished run says so.
+# The run folder, and the checkpoint to continue from. We look at both before anything slow begins, so that a forbidden
+# change or a finished run is reported within seconds.
 run_name = cache.run_name(args.model, args.data)
 out_dir = find_folder(run_name)
 checkpoint, step = find_checkpoint(), 0
 if checkpoint:
-    refuse_changes(checkpoint.state["config"])
-    step = checkpoint.state["step"]
+    refuse_changes(checkpoint.info["config"])
+    step = checkpoint.info["step"]
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
 
-# Two runs in one folder would spoil each other, so the first process locks it until it ends. Gathering its name waits
-# until every process has looked into the folder, which nobody has written to so far. --plan writes nothing at all.
+# Two runs in one folder would spoil each other, so rank 0 locks it, as long as `lock` lives. gather_objects also waits
+# until every process has looked for a checkpoint, before rank 0 changes anything there. --plan writes nothing.
 if not args.plan:
     if rank == 0:
         out_dir, lock = lock_folder(out_dir, run_name)
     out_dir = common.gather_objects(out_dir)[0]
 
-# Data. make_cache encodes what the cache lacks, and its encoders have left the device when it returns: they and the
-# transformer never share the memory. pipe is None if everything was encoded elsewhere (--data INDEX.json).
-folder, pipe = cache.find_pipeline(args, weights=not args.plan)
+# Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
+# memory together with the transformer. pipe is None if all was encoded before (--data INDEX.json).
+model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 transformer_folder = predict.find_transformer(args, weights=not args.plan)
-samples, val_samples, geometry = cache.make_cache(pipe, folder, args, rank, world_size,
+samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, rank, world_size,
                                                   encode=args.use_cache and not args.plan)
-# --repeats: an epoch has some samples several times
+# --repeats: one pass through the data has some samples several times
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
 
-# With --no-use_cache nothing was encoded: VAE and text encoder stay loaded, and encode each sample when it is used.
+# With --no-use_cache nothing is encoded yet: VAE and text encoder stay loaded, and encode each sample when it is used.
 encoders = None if args.use_cache or args.plan else pipe
 if encoders:
     cache.load_encoder(encoders, "vae", args)
     cache.load_encoder(encoders, "text", args)
 
-# Model: the frozen base in --dtype, and on it a LoRA in fp32, whose weights are all that learns. The schedule says how
-# far the model shifts its noise levels for a picture of some size.
-scheduler_config = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler").config
+# Model: the frozen base in --dtype, and on it a LoRA in fp32, whose weights are all that learns. The scheduler's config
+# says how the noise levels shift with a picture's size.
+scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 transformer, lora = make_model(transformer_folder)
-# planning needs shapes and no numbers, so it ends here
-if args.plan:
-    load_extra("plan").print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, flow_loss, say)
+if args.plan: # needs shapes and no numbers
+    load_extra("plan").print_plan(args, transformer, lora, model_folder, epoch, plan_step, Pick, Item, flow_loss, say)
     sys.exit(0)
 
 # Onto the device, block by block: quantized, sharded or offloaded as the flags say.
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
-if args.compile: # a block, as all are alike; dynamic, as every batch has lengths of its own
+if args.compile: # one block at a time, because they are alike; with dynamic lengths, because every batch differs
     for block in transformer.transformer_blocks:
         block.compile(dynamic=True)
 
-# What the backward pass needs is kept where the memory allows, and else computed a second time.
+# What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise.
 recomputed = recompute_blocks(transformer, samples)
-optimizer = make_optimizer(lora.values())
 say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks "
     "again")
+optimizer = make_optimizer(lora.values())
 say(f"{args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} base on {args.device}, "
     f"{world_size} process(es)")
 
-# What checkpoints and LoRA files tell about this run: predict.py generates at these sizes (at the first area, if there
-# are several), and --resume compares the config.
+# Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
+# if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
-config.update(geometry=geometry, model=cache.fingerprint(transformer_folder / "transformer"), data=data_key(epoch))
+model_hash = cache.fingerprint(transformer_folder / "transformer")
+config.update(geometry=geometry, data_hash=data_hash(epoch), model_hash=model_hash)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
 
@@ -816,47 +834,50 @@ meta = dict(geometry=geometry, model=args.model, config=config, versions=version
 if args.resume:
     say(f"{out_dir}: continues after step {step}")
 if checkpoint:
-    refuse_changes(checkpoint.state["config"])
+    refuse_changes(checkpoint.info["config"])
     load_checkpoint(checkpoint, transformer, lora, optimizer)
-    checkpoint = None # or its tensors would stay in memory
+    checkpoint = None # frees its tensors
 
-# The first process writes the log, and to another place if one is wanted. The VAE decodes the validations' pictures.
-track = vae = None
+# Rank 0 writes the log, and with --tracker to tensorboard or wandb, too.
+track = None
 if rank == 0:
+    clean_folder()
     begin_log(step, versions)
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
+# The VAE decodes the pictures of validations.
+vae = None
 if val_samples:
-    vae = encoders.vae if encoders else cache.load_part(diffusers.AutoencoderKLQwenImage, folder / "vae", args.dtype)
+    vae = encoders.vae if encoders else cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
-# A signal (Ctrl-C, SIGTERM, a closed terminal) is only noted, and ends the run after the step at hand. The stack stands
-# for a `with`, which would indent all that follows.
+# From here on a signal (Ctrl-C, SIGTERM, a closed terminal) is noted, and ends the run after the current step; in a
+# validation, after the step that follows it. ExitStack does what `with` does, without indenting the loop.
 signals, stop = contextlib.ExitStack(), False
 signals_seen = signals.enter_context(common.signals_noted())
 
-# One stream of planned steps with two readers: the loop, and a thread that is a pack ahead of it, which reads and
-# checks the files of the next pack while this one computes. (Live encoders need the device, so they wait their turn.)
-plans, plans_ahead = tee(map(plan_step, range(step, args.max_steps)))
-packs_ahead = ((picks, pack) for picks, packs in plans_ahead for pack in packs)
-loaded = common.run_ahead(lambda job: load_pack(*job), packs_ahead, most=0 if encoders else 1)
+# A thread loads the next pack while this one computes, in the order in which the loop below asks for them. (Encoders
+# need the device themselves, so with --no-use_cache the pack waits its turn.)
+jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_steps)) for pack in packs)
+loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
 
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
 begun, first_step = time.monotonic(), step
 while step < args.max_steps and not stop:
-    # A validation comes before the next step, so that a run which was killed in one begins with it when it is resumed.
+    # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
     if validation_due(step):
         validate(step, track)
     t0 = clock()
 
     # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a mean
-    # is the mean of the gradients: every pack adds its part to p.grad.
-    picks, packs = next(plans)
+    # is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
+    picks, packs = plan_step(step)
     sample_losses = torch.zeros(len(picks), device=args.device)
     for pack in packs:
-        # Only LoRA dropout is random here. Each pack has a seed of its own, so that a resumed run drops the same.
-        torch.manual_seed(generator("dropout", step, rank, *pack[:1]).initial_seed())
+        # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first sample), so a
+        # resumed run drops the same inputs; other packs or processes drop others.
+        torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
         try:
             items = ask_base(transformer, list(map(to_device, next(loaded).result())))
             losses = flow_loss(transformer, items)
@@ -866,9 +887,9 @@ while step < args.max_steps and not stop:
         for place, loss in zip(pack, losses):
             sample_losses[place] = loss.detach()
 
-    # One all-reduce for all that the processes must agree on: gradients, losses, and whether one has seen a signal.
-    *sample_losses, stop = sum_over_processes(
-        lora.values(), sample_losses, torch.tensor([float(len(signals_seen))], device=args.device))
+    # One all-reduce carries all that the processes share: gradients, losses, and the number of signals that they saw.
+    signals_here = torch.tensor([float(len(signals_seen))], device=args.device)
+    *sample_losses, stop = sum_over_processes(lora.values(), torch.cat([sample_losses, signals_here]))
     loss = sum(sample_losses) / len(sample_losses)
 
     # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
@@ -876,7 +897,7 @@ while step < args.max_steps and not stop:
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
         raise diverged(step, picks, loss, grad_norm)
 
-    # The optimizer's step, at this step's learning rate.
+    # The learning rate is ours; an optimizer's own rates, of several groups for instance, would be overwritten.
     lr = learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -886,7 +907,7 @@ while step < args.max_steps and not stop:
     seconds = clock() - t0
 
     # Log and save; nothing below changes the training. A checkpoint precedes a validation, which may take minutes. The
-    # time that is left counts the validations so far.
+    # estimate of the time left includes the validations so far.
     saving = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
     if rank == 0:
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
@@ -903,9 +924,10 @@ while step < args.max_steps and not stop:
             save_checkpoint(step, transformer, lora, optimizer, meta)
 bar.close()
 
-# ---- the end: --resume comes here again if it was interrupted --------------------------------------------------------
+# ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
 
-# The finished LoRA, a last validation, and then DONE, which says that both are there.
+# The finished LoRA, a last validation, and then DONE, which marks both as complete. `fold` puts the LoRA's scale into
+# its weights, because ComfyUI does not read it; checkpoints stay as trained.
 if stop:
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:

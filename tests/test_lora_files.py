@@ -202,7 +202,7 @@ def test_kinds_of_lora_train_save_load_in_stock_and_go_on(tmp_path, kind, caplog
     assert_bitwise(lora_of(tmp_path / "r"), lora_of(tmp_path / "a"))
     meta = predict.read_lora(tmp_path / "a")[1]
     lora_args = [list(common.key_value(text)) for text in flags[5:]]
-    assert meta["train.config"]["lora_args"] == lora_args and meta["train.config"]["data"]
+    assert meta["train.config"]["lora_args"] == lora_args and meta["train.config"]["data_hash"]
     assert {"torch", "peft"} <= meta["train.versions"].keys()
     assert abs(want / stock_loss(run.globals) - 1) > 1e-4
     for path in (tmp_path / "a", tmp_path / "a/checkpoint-000002"):
@@ -266,7 +266,7 @@ def test_a_lora_that_was_merged_is_part_of_the_frozen_base(tmp_path, two_loras):
     want = stock_loss(run.globals, out_dir, two_loras[1])
     assert loss.item() == pytest.approx(want, rel=1e-5) and want != pytest.approx(first, rel=1e-4)
     result = train_demo(out_dir, *flags, tmp_path / "merged-0", "--max_steps", 2, "--resume")
-    assert result.status == 1 and is_one_line(result.errors[-1], "model: ")
+    assert result.status == 1 and is_one_line(result.errors[-1], "model_hash: ")
 
 @pytest.mark.parametrize("flags, status, named", [
     ("--pretrained_lora GOOD --lora_rank 8", 2, "--lora_rank"), ("--pretrained_lora GOOD --lora_rank=8", 2, "rank"),
