@@ -187,8 +187,8 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         return flag
 
     def error(self, message):
-        line, hints = message.removeprefix("argument "), find_extra("hints")
-        if hints and line.startswith("unrecognized arguments: "):
+        line = message.removeprefix("argument ")
+        if hints := find_extra("hints"):
             line = hints.explain(line, self._option_string_actions)
         if ";" not in line: # argparse's own, which names no remedy
             line += f"; see {self.prog} -h"
@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         sys.excepthook = end_by_ctrl_c
         for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
             stream.reconfigure(errors="backslashreplace")
-        for flag in ("--data", "--image", "--lora"): # argparse keeps only the last
+        for flag in "--data --image --lora".split(): # argparse keeps only the last
             if [word.split("=")[0] for word in sys.argv].count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         return super().parse_args()
@@ -500,13 +500,13 @@ def read_folder(data, folders):
 
 def take_sample(data, folders, left, name):
     """The Sample of target/NAME. Its files are taken out of `left`: {(role, stem, kind): paths}."""
-    target = left.pop(("target", name, "picture"))
-    caption = left.pop(("target", name, "caption"), [])
-    mask = left.pop(("mask", name, "picture"), [])
-    controls = [left.pop(("control", name, "picture"), [])]
+    def take(role, stem=name, kind="picture"):
+        return left.pop((role, stem, kind), [])
+    target, caption, mask, controls = take("target"), take("target", kind="caption"), take("mask"), [take("control")]
+    # NAME_1, NAME_2, ... are further controls, unless a target of that name claims one
     next_name = f"{name}_1"
     while ("control", next_name, "picture") in left and ("target", next_name, "picture") not in left:
-        controls.append(left.pop(("control", next_name, "picture")))
+        controls.append(take("control", next_name))
         next_name = f"{name}_{len(controls)}"
     for paths in (target, caption, mask, *controls):
         if len(paths) > 1:

@@ -700,8 +700,9 @@ def compare(place, base, picture, step):
 def write_report(step, val_loss, rows, track):
     """Prints and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/. rows:
     what compare returns, in the order of val_samples."""
-    table = f". mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone"
-    say(f"step {step}: validation loss {val_loss:.4f}{table if rows else ''}")
+    say(f"step {step}: validation loss {val_loss:.4f}")
+    if rows:
+        say(f"mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone")
     groups, means = {}, {} # by folder of a dataset
     for place, record in rows:
         folder = "/".join([val_samples[place].root, *Path(val_samples[place].name).parent.parts])

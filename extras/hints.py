@@ -29,8 +29,12 @@ NOT_FLAGS = dict( # other trainers' flags, and what does the same here
 
 
 def explain(message, known):
-    """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag. known: the script's own flags."""
-    words = message.removeprefix("unrecognized arguments: ").split()
+    """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag; another message stays as it is.
+    known: the script's own flags."""
+    begin = "unrecognized arguments: "
+    if not message.startswith(begin):
+        return message
+    words = message.removeprefix(begin).split()
     flags = [word for word in words if word.startswith("--")] or words[:1] or ["''"] # a blank one, of --flag "$EMPTY"
     return "; ".join(explain_word(word, known) for word in flags)
 
