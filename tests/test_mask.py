@@ -209,8 +209,9 @@ def test_a_small_edit_is_learned_better_with_its_mask(tmp_path):
         for way, flags in ways.items():
             found[way].append(train_and_measure(tmp_path / f"{way}-{seed}", tmp_path / "val", "--data",
                                                 tmp_path / "data", "--seed", seed, *flags)["val"])
-        print(f"\nseed {seed}: " + "; ".join(f"{way} {rows[-1]['drawn']:.1f}, inside {rows[-1]['inside']:.1f}, outside "
-                                            f"{rows[-1]['outside']:.1f}" for way, rows in found.items()))
+        print(f"\nseed {seed}: " + "; ".join(
+            f"{way} {rows[-1]['result']:.1f}, inside {rows[-1]['inside']:.1f}, outside {rows[-1]['outside']:.1f}"
+            for way, rows in found.items()))
     mean = lambda way, key: np.mean([row[key] for row in found[way]])
     assert mean("five", "inside") > mean("nothing", "inside") + 1.5
     assert mean("five", "outside") > mean("nothing", "outside") - 1
