@@ -197,7 +197,7 @@ def test_a_small_edit_is_learned_better_with_its_mask(tmp_path):
             ground, shapes = toy["scene"](rng, size)
             while ground == name:
                 ground, shapes = toy["scene"](rng, size)
-            control = toy["draw"](size, toy["COLORS"][ground], shapes)
+            control = toy["paint_scene"](size, toy["COLORS"][ground], shapes)
             target, big = control.copy(), control.resize([4 * side for side in size], Image.NEAREST)
             ImageDraw.Draw(big).ellipse((20, 20, 100, 100), fill=toy["COLORS"][name])
             target.paste(big.resize(size, Image.BOX).crop((0, 0, 32, 32)))
