@@ -393,4 +393,4 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     result = run_script("tools/doctor.py", tmp_path / "twice", "--out", tmp_path / "r2", "--align", tmp_path / "gone")
     assert result.status == 0 and "left out, 2: far (turned" in result.out and "far-1 (turned" in result.out, result.err
     again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)
-    assert again.status == 1 and is_one_line(again.errors[0], "aligned", "is there already"), again.err
+    assert again.status == 1 and is_one_line(again.errors[0], "aligned", "already exists"), again.err
