@@ -710,13 +710,13 @@ def train(data, tmp_path, *flags):
 
 def train_and_measure(run, jobs, *flags):
     """It trains into `run`, edits the dataset `jobs` with its LoRA, and returns what tools/measure.py finds."""
-    drawn, same = run.with_name(f"{run.name}-drawn"), ["--cache_dir", run.parent / "cache"]
+    results, same = run.with_name(f"{run.name}-results"), ["--cache_dir", run.parent / "cache"]
     for script, *more in (["train.py", "--out_dir", run, *same, *flags],
-                          ["predict.py", "--lora", run, "--jobs", jobs, "--out_dir", drawn, *same],
-                          ["tools/measure.py", drawn, jobs, "--json", drawn / "measured.json"]):
+                          ["predict.py", "--lora", run, "--jobs", jobs, "--out_dir", results, *same],
+                          ["tools/measure.py", results, jobs, "--json", results / "measured.json"]):
         result = run_script(script, *more)
         assert result.status == 0, result.err
-    return json.loads((drawn / "measured.json").read_text())
+    return json.loads((results / "measured.json").read_text())
 
 def records_of(out_dir):
     """It returns the lines of a run's log, but for the first, which has the flags."""

@@ -90,7 +90,7 @@ def test_a_dora_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("flags, out, status, named", [
     ("no --to comfyui", "x.safetensors", 1, "no LoRA"), ("p --to comfyui", "x", 2, "--out"),
     ("p p --to diffusers", "x.safetensors", 2, "--to"), ("p --to comfyui --scale 2", "x.safetensors", 2, "--to"),
-    ("p --to model --scale 1 2", "x", 2, "--scale"), ("p --to model", "p", 1, "there already"),
+    ("p --to model --scale 1 2", "x", 2, "--scale"), ("p --to model", "p", 1, "already exists"),
     ("q --to diffusers", "x.safetensors", 1, "adapter_config.json"), ("r --to diffusers", "x.safetensors", 1, "NaN"),
     ("p --to model --model no", "x", 1, "--model"), ("p --to model", "q/adapter_model.safetensors/x", 1, "--out")])
 def test_nonsense_is_one_line_and_leaves_nothing(tmp_path, flags, out, status, named):

@@ -330,7 +330,7 @@ def test_datasets_of_one_configuration_keep_apart_and_what_is_not_taken_over_is_
     got = import_data(write_rows(tmp_path / "dataset.toml", text), tmp_path / "out")
     assert got.samples == {"0/x": (["go"], [0, 1], None), "1/x": (["go"], [2, 3], None),
                            "2/000000-x": (["row"], [0, 1], None)}
-    assert "num_repeats is not taken over; train.py --repeats" in got.out
+    assert "num_repeats is not converted; use train.py --repeats" in got.out
     config = write_rows(tmp_path / "elsewhere/dataset.toml", text)
     assert len(import_data(config, tmp_path / "none", status=1).errors) == 1
     (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere/rows.jsonl") # its own paths are not beside it any more
@@ -443,7 +443,7 @@ WRONG_FLAGS = { # flags, exit status, and what is named
     "--target a": (1, "--control DIR", "--alone"),
     "--target a --control a": (1, "both targets and controls"), "--target a --control gone": (1, "gone: no folder"),
     "--target a --control b --alone": (1, "leave --alone out"), "--target a --control b c": (1, "no control in", "c;"),
-    "--target a --control b --columns target=x": (1, "--columns: ", "leave it out"),
+    "--target a --control b --columns target=x": (1, "--columns: ", "leave --columns out"),
     "--columns x=y": (2, "target=NAME"), "--columns target=": (2, "target=NAME"),
     "--columns target=x target=y": (2, "target is given twice")}
 @pytest.mark.parametrize("flags", WRONG_FLAGS)

@@ -197,7 +197,7 @@ def test_a_small_edit_is_learned_better_with_its_mask(tmp_path):
             ground, shapes = toy["scene"](rng, size)
             while ground == name:
                 ground, shapes = toy["scene"](rng, size)
-            control = toy["draw"](size, toy["COLORS"][ground], shapes)
+            control = toy["paint_scene"](size, toy["COLORS"][ground], shapes)
             target, big = control.copy(), control.resize([4 * side for side in size], Image.NEAREST)
             ImageDraw.Draw(big).ellipse((20, 20, 100, 100), fill=toy["COLORS"][name])
             target.paste(big.resize(size, Image.BOX).crop((0, 0, 32, 32)))
@@ -209,8 +209,9 @@ def test_a_small_edit_is_learned_better_with_its_mask(tmp_path):
         for way, flags in ways.items():
             found[way].append(train_and_measure(tmp_path / f"{way}-{seed}", tmp_path / "val", "--data",
                                                 tmp_path / "data", "--seed", seed, *flags)["val"])
-        print(f"\nseed {seed}: " + "; ".join(f"{way} {rows[-1]['drawn']:.1f}, inside {rows[-1]['inside']:.1f}, outside "
-                                            f"{rows[-1]['outside']:.1f}" for way, rows in found.items()))
+        print(f"\nseed {seed}: " + "; ".join(
+            f"{way} {rows[-1]['result']:.1f}, inside {rows[-1]['inside']:.1f}, outside {rows[-1]['outside']:.1f}"
+            for way, rows in found.items()))
     mean = lambda way, key: np.mean([row[key] for row in found[way]])
     assert mean("five", "inside") > mean("nothing", "inside") + 1.5
     assert mean("five", "outside") > mean("nothing", "outside") - 1
@@ -392,4 +393,4 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     result = run_script("tools/doctor.py", tmp_path / "twice", "--out", tmp_path / "r2", "--align", tmp_path / "gone")
     assert result.status == 0 and "left out, 2: far (turned" in result.out and "far-1 (turned" in result.out, result.err
     again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)
-    assert again.status == 1 and is_one_line(again.errors[0], "aligned", "is there already"), again.err
+    assert again.status == 1 and is_one_line(again.errors[0], "aligned", "already exists"), again.err

@@ -37,7 +37,7 @@ def test_drift_is_the_planted_motion(shift, zoom, colour):
     assert drift(flat + colour, flat, keep) == dict(colour=colour) # there is nothing whose motion could be seen
 
 def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
-    """In a/ the edit is a border, drawn as the VAE draws it; in b/ nothing is kept; of c/ a picture is missing."""
+    """In a/ the edit is a border, as it looks after the VAE; in b/ nothing is kept; of c/ a picture is missing."""
     names = ["a/x", "a/y", "a/z", "b/x", "top"]
     for name in [*names, "c/lost"]:
         add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
@@ -49,10 +49,10 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
             save(image, tmp_path / f"data/control/{name}.png")
         image.paste((9, 9, 9 + 80 * n), (0, 0, 96, 16))
         save(image, tmp_path / f"data/target/{name}.png")
-        drawn = predict.decode(pipe.vae, cache.encode_image(pipe, image), [(1, 4, 6)])
-        save(drawn, tmp_path / "out" / (name.replace("/", "-") + ".png"))
-        want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(predict.psnr(drawn, image))
-        moved.append(drift(drawn, image, keep)["shift"])
+        generated = predict.decode(pipe.vae, cache.encode_image(pipe, image), [(1, 4, 6)])
+        save(generated, tmp_path / "out" / (name.replace("/", "-") + ".png"))
+        want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(predict.psnr(generated, image))
+        moved.append(drift(generated, image, keep)["shift"])
     flags = [tmp_path / "out", tmp_path / "data", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
     assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "c-lost.png"), result.err
@@ -60,8 +60,8 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     assert found.keys() == want.keys() == {"data", "data/a", "data/b"} and found["data/a"]["pictures"] == 3
     lines = {line.split()[0]: line for line in result.out.splitlines()}
     for group, m in found.items():
-        assert m["drawn"] == pytest.approx(np.mean(want[group])) == m["vae"] and m["input"] < m["drawn"]
-        assert f"{m['drawn']:7.1f} {m['vae']:7.1f}" in lines[group]
+        assert m["result"] == pytest.approx(np.mean(want[group])) == m["vae"] and m["input"] < m["result"]
+        assert f"{m['result']:7.1f} {m['vae']:7.1f}" in lines[group]
         assert group == "data/b" or (m["shift"] < 1e-6 and m["colour"] == 0 and m["kept"] > m["input"])
     assert found["data/a"]["outside"] == pytest.approx(found["data/a"]["kept"], abs=1.5)
     assert found["data/a"]["inside"] > 20 and "inside" not in found["data/b"] and "outside" not in found["data/b"]
@@ -84,7 +84,7 @@ def test_a_picture_of_another_program_is_measured_if_its_size_allows_it(tmp_path
 def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
     """By predict.py's names. A name that itself ends in -s1 is a name; a picture that only one sample lacks is an
     error."""
-    rng, drawn = np.random.default_rng(0), {}
+    rng, psnrs = np.random.default_rng(0), {}
     for name in ("a", "a-s1", "deep/b"):
         add_item(tmp_path / "data", name, [(96, 64), (96, 64)])
         target = common.read_image(tmp_path / f"data/target/{name}.png")
@@ -92,11 +92,11 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
             for scale, noise in (("0", 60), ("0.5", 5), ("1", 20), ("1e-05", 50)):
                 noisy = np.asarray(target) + rng.normal(0, noise, (64, 96, 3))
                 noisy = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-                if (name, seed, scale) == ("a", 1, "1"): # drawn by another call, at another size
+                if (name, seed, scale) == ("a", 1, "1"): # of another call, at another size
                     noisy = noisy.resize((48, 32), Image.BOX)
                 save(noisy, tmp_path / f"out/{name.replace('/', '-')}-s{seed}-x{scale}.png")
                 folder = "data/deep" if "/" in name else "data"
-                drawn.setdefault(f"{folder} x{scale}", []).append(
+                psnrs.setdefault(f"{folder} x{scale}", []).append(
                     predict.psnr(noisy, target.resize(noisy.size, Image.LANCZOS)))
     flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
@@ -104,10 +104,10 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
     found = json.loads((tmp_path / "m.json").read_text())
     scales = ["0", "1e-05", "0.5", "1"]
     assert list(found) == [f"{folder} x{scale}" for folder in ("data", "data/deep") for scale in scales]
-    for group, values in drawn.items():
-        assert found[group]["pictures"] == len(values) and found[group]["drawn"] == pytest.approx(np.mean(values))
+    for group, values in psnrs.items():
+        assert found[group]["pictures"] == len(values) and found[group]["result"] == pytest.approx(np.mean(values))
         assert [line for line in result.out.splitlines() if line.startswith(group + "  ")], result.out
-    assert found["data x0.5"]["drawn"] > found["data x1"]["drawn"] + 5
+    assert found["data x0.5"]["result"] > found["data x1"]["result"] + 5
     (tmp_path / "out/a-s1-x0.5.png").rename(tmp_path / "out/a.png") # of a, seed 1; now it has one without an end
     result = run_script("tools/measure.py", *flags)
     named = sorted(error.split("/")[-1].split(":")[0] for error in result.errors)

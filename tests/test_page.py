@@ -333,7 +333,7 @@ def test_the_wipe_shows_one_picture_left_and_another_one_right(tmp_path, view):
     assert colours(0.75, 0.85) == [green, colour_of(150, 0)]
     tab.locator("dialog .close").focus()
     tab.keyboard.press("ArrowDown") # the next picture
-    assert tab.locator(".instruction").text_content() == "y"
+    assert tab.locator(".prompt").text_content() == "y"
     assert colours(0.4, 0.6) == [green, colour_of(150, 1)]
     tab.locator("input.wipe").focus()
     tab.keyboard.press("Home")
@@ -382,7 +382,7 @@ def test_an_attack_does_nothing_in_a_browser_and_pictures_of_any_name_are_shown(
     assert tab.locator("article h3").all_text_contents()[:len(ATTACKS)] == ATTACKS
     for button in tab.locator(".tile button").all()[::4]:
         button.click()
-        assert tab.locator(".instruction").text_content() in ATTACKS
+        assert tab.locator(".prompt").text_content() in ATTACKS
         tab.keyboard.press("Escape")
     assert tab.evaluate("window.hit") is None and tab.locator("script").count() == 1
 

@@ -23,11 +23,11 @@ def test_it_is_small():
     assert sum(path.stat().st_size for path in files) <= 12e6
     assert all(max(Image.open(path).size) <= 384 for path in (TINY / "source").iterdir())
 
-def test_the_held_out_photographs_are_in_no_training_picture():
+def test_the_validation_photographs_are_in_no_training_picture():
     names = toy_functions()
-    seen, held_out = names["photo_names"](), names["HELD_OUT"]
-    assert len(seen) >= 15 and len(held_out) == 6 and not set(seen) & set(held_out)
-    assert {path.stem for path in (TINY / "source").iterdir()} == {*seen, *held_out}
+    seen, validation = names["photo_names"](), names["VAL_PHOTOS"]
+    assert len(seen) >= 15 and len(validation) == 6 and not set(seen) & set(validation)
+    assert {path.stem for path in (TINY / "source").iterdir()} == {*seen, *validation}
 
 @pytest.mark.parametrize("folder", ["data", "val", "known", "toys/data", "toys/val", "toys/known"])
 def test_the_pictures_are_drawn_by_make_data(tmp_path, drawn, folder):

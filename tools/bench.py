@@ -1,20 +1,22 @@
 """
-How fast is a batch of mixed sizes? One training step of a LoRA, computed in several ways in one interleaved run:
+How fast is a batch of mixed sizes? This script times one training step of a LoRA, computed in several ways that take
+turns:
 
-    packed     rope_patch: all samples in one row, no pads, no mask
-    padded     rope_patch: right-padded batches with a mask, in the order that the samples come in
-    sorted     the same, neighbours in length together
+    packed     rope_patch: all samples in one row, without padding or a mask
+    padded     rope_patch: right-padded batches with a mask, in the order of the samples
+    sorted     the same, but samples of similar length share a batch
     single     stock diffusers with our LoRA layer, one sample at a time
-    bucketed   the same, one batch (equal shapes only: preset uniform)
-    stock      the eager recipe of other trainers: one at a time, all blocks checkpointed, peft's LoRA layer in fp32
+    bucketed   the same with all samples in one batch, which needs equal shapes (preset uniform)
+    stock      what other trainers run, uncompiled: one sample at a time, all blocks checkpointed, peft's LoRA in fp32
 
-$ python tools/bench.py                    # small model (d = 512, 2 blocks), three presets: some minutes
-$ python tools/bench.py --predict          # sampling: N mixed jobs at once, or N stock pipeline calls
-$ python tools/bench.py --cost             # does the time grow as the FLOPs do?
+$ python tools/bench.py                    # small model (d = 512, 2 blocks), three presets: a few minutes
+$ python tools/bench.py --predict          # sampling: N jobs of mixed sizes in one batch, or N stock pipeline calls
+$ python tools/bench.py --cost             # does the time grow in proportion to the FLOPs?
 $ python tools/bench.py --size full --device cuda --preset mixed_1024 --rounds 15  # the real 60 blocks, random weights
 
-Times are compared within a round only; a ratio's line gives median and quartiles over the rounds beside what the FLOPs
-say. The first round is not timed: there all ways must agree on the loss and on every LoRA gradient.
+Times are compared only within a round. A line shows the median and the quartiles of a ratio over all rounds, beside the
+ratio of the FLOPs. A round without a clock comes first: in it all ways must agree on the loss and on every LoRA
+gradient.
 """
 import os
 import sys
@@ -43,7 +45,7 @@ PRESETS = dict(
     mild=[([(15, 15), (15, 15)], 96), ([(14, 16), (16, 15)], 90), ([(16, 16), (15, 16)], 115),
           ([(15, 17), (15, 16)], 105)],
     uniform=[([(16, 16), (16, 16)], 100)] * 4,
-    quick=[([(2, 3), (3, 2)], 5), ([(4, 4), (4, 4), (2, 2)], 9), ([(6, 3), (3, 6)], 3)], # only that it runs
+    quick=[([(2, 3), (3, 2)], 5), ([(4, 4), (4, 4), (2, 2)], 9), ([(6, 3), (3, 6)], 3)], # only shows that it runs
     mixed_512=[([(32, 32), (32, 32)], 300), ([(24, 40), (24, 40)], 260), ([(48, 24), (48, 24), (32, 32)], 420),
                ([(20, 20), (32, 32)], 230)],
     uniform_512=[([(32, 32), (32, 32)], 300)] * 4,
@@ -52,19 +54,23 @@ PRESETS = dict(
     single_1024=[([(64, 64), (64, 64)], 500)])
 
 parser = common.Parser(__doc__)
-parser.add_argument("--size", choices=MODELS, default="small", help="full: the real shape, 41 GB of random bf16")
-parser.add_argument("--preset", nargs="+", choices=PRESETS, help="samples (default: mixed mild uniform; full: its own)")
-parser.add_argument("--rounds", type=common.number(int, 1), default=9, help="timed ones; 9 or more for a quoted figure")
+parser.add_argument("--size", choices=MODELS, default="small", help="full: the real shape, with 41 GB of weights")
+parser.add_argument("--preset", nargs="+", choices=PRESETS,
+                    help="which samples (default: mixed mild uniform; with --size full four others)")
+parser.add_argument("--rounds", type=common.number(int, 1), default=9,
+                    help="number of timed rounds; use 9 or more for a figure that you quote")
 parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model (default: float32; full: bfloat16)")
+parser.add_argument("--dtype", choices=["float32", "bfloat16"],
+                    help="dtype of the model (default: float32; with --size full bfloat16)")
 parser.add_argument("--threads", type=common.number(int, 1), default=1,
-                    help="CPU threads; 1: processor time is taken, more: wall time")
+                    help="CPU threads; with 1 the clock is processor time, with more wall time")
 parser.add_argument("--padded_batch", type=common.number(int, 1), default=4, help="samples per padded batch")
 parser.add_argument("--checkpointing", type=common.number(int, 0), metavar="BLOCKS",
-                    help="blocks computed again in the "
-                    "backward pass; stock knows only all and none (default: none; full: all)")
-parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed and padded")
-parser.add_argument("--cost", action="store_true", help="time against tokens, and against the number of samples")
+                    help="recompute this many blocks in the backward pass; stock can recompute only all or none "
+                    "(default: none; with --size full all)")
+parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed, padded and sorted")
+parser.add_argument("--cost", action="store_true",
+                    help="measure how the time grows with the tokens, and with the number of samples")
 parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
 args = parser.parse_args()
 dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
@@ -78,19 +84,19 @@ if args.checkpointing is None:
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
-OURS = ("packed", "padded", "sorted") # on the patched model; the others are stock diffusers
+OURS = ("packed", "padded", "sorted") # these run the patched model, the others stock diffusers
 
 def batches_of(samples, way):
     n = args.padded_batch
     if way == "sorted":
         samples = sorted(samples, key=lambda s: -sum(s.lens))
-        n = max(1, n // 2) if len(samples) <= n else n # one batch of everything would not be sorted at all
+        n = max(1, n // 2) if len(samples) <= n else n # a single batch would leave nothing to sort
     if way in ("padded", "sorted"):
         return [samples[i:i + n] for i in range(0, len(samples), n)]
     return [samples] if way in ("packed", "bucketed") else [[s] for s in samples]
 
 def step(way, models, samples):
-    """One training step -> loss; leaves the gradients in the model."""
+    """Computes one training step -> its loss. The gradients stay in the model."""
     model = models[way]
     for p in model.lora.values():
         p.grad = None
@@ -111,7 +117,8 @@ def step(way, models, samples):
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 def interleave(ways, rounds):
-    """{name: call} -> {name: seconds of every round}. Forwards and backwards in turn, so that drift hits all alike."""
+    """{name: call} -> {name: seconds of every round}. Every second round reverses the order, so that a machine that
+    gets slower or faster affects all of them alike."""
     times = {name: [] for name in ways}
     for r in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
         for name in list(ways) if r % 2 == 0 else reversed(list(ways)):
@@ -119,7 +126,7 @@ def interleave(ways, rounds):
     return {name: np.array(t) for name, t in times.items()}
 
 def ratio(times, way, reference="packed"):
-    """Text of time(way) / time(reference), round by round."""
+    """-> the text of time(way) / time(reference): median and quartiles of the ratios within each round."""
     low, median, high = np.quantile(times[way] / times[reference], [.25, .5, .75])
     return f"{median:5.2f} [{low:.2f}, {high:.2f}]" + (" INVALID" if high - low > .1 * median else "")
 
@@ -134,7 +141,7 @@ def head(title):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 def make_ours():
-    """The patched model, as train.py sets it up."""
+    """-> the patched model, as train.py sets it up."""
     ours = patch_qwen_model_for_multi_resolution(with_lora(make_model(config, dtype, args.device)))
     if args.checkpointing:
         checkpoint_blocks(ours, args.checkpointing)
@@ -144,7 +151,7 @@ def make_ours():
     return ours
 
 def make_models():
-    """One set of frozen weights under every way, three copies of the LoRA."""
+    """-> {way: model}. All of them share one set of frozen weights; there are three copies of the LoRA."""
     ours = make_ours()
     single, stock = with_lora(share(ours)), with_lora(share(ours), ours=False)
     if args.checkpointing:
@@ -156,7 +163,7 @@ def widest(lens):
     return [(max(i for i, _ in lens), max(t for _, t in lens))] * len(lens)
 
 def flops_of(way, batches):
-    """What this way computes: pads count as tokens."""
+    """-> the FLOPs that this way computes; padding counts as tokens."""
     blocks = args.checkpointing if way in OURS else layers if way == "stock" or args.checkpointing else 0
     lens = [[s.lens for s in batch] for batch in batches]
     return sum(flops(config, widest(each) if way in ("padded", "sorted") else each, blocks, tail=way not in OURS)
@@ -169,14 +176,15 @@ def bench_training(preset, models):
     ways = {way: lambda way=way: step(way, models, samples) for way in models if way != "bucketed" or equal_shapes}
     head(f"preset {preset}: (image, text) tokens {' '.join(map(str, lens))}")
 
-    # the warm-up is the gate: whoever does not compute the same is not timed. every single matrix, not their mean
+    # the warm-up is also a gate: only ways that compute the same are timed. Each LoRA matrix must agree by itself, as
+    # a mean over all could hide a wrong one
     want_loss = ways["single"]()
     want = {name: p.grad.clone() for name, p in models["single"].lora.items() if p.grad is not None}
     limit = 1e-4 if dtype == torch.float32 else 0.05
     for way in list(ways):
         try:
             first = seconds(lambda: ways[way](), args.device)
-            for _ in range(2 if cuda or args.compile else 0): # a GPU's clocks and allocator, and the compiler, warm up
+            for _ in range(2 if cuda or args.compile else 0): # the GPU's clocks and allocator, or the compiler, warm up
                 ways[way]()
             loss = ways[way]()
         except torch.OutOfMemoryError:
@@ -185,16 +193,16 @@ def bench_training(preset, models):
             torch.cuda.empty_cache()
             continue
         if args.compile and way in OURS:
-            print(f"{way:9s} first call, with what it compiles: {first:.1f} s")
+            print(f"{way:9s} first call, including compilation: {first:.1f} s")
         off = [((models[way].lora[name].grad - g).norm() / g.norm()).item() for name, g in want.items()]
-        if not (abs(loss / want_loss - 1) <= limit and all(x <= limit for x in off)): # not: NaN fails, too
-            raise SystemExit(f"error: {way}: loss {loss:.6f}, want {want_loss:.6f}, worst gradient off by "
-                             f"{max(off):.1e}; it computes something else, so its time would mean nothing")
+        if not (abs(loss / want_loss - 1) <= limit and all(x <= limit for x in off)): # (NaN fails too)
+            raise SystemExit(f"error: {way}: its loss is {loss:.6f} instead of {want_loss:.6f}, and its worst gradient "
+                             f"is off by {max(off):.1e}; it computes something else, so its time would mean nothing")
     times = interleave(ways, args.rounds)
 
     rate, tokens = matmul_rate(dtype, args.device), sum(i + t for i, t in lens)
     least = flops_of("packed", [samples])
-    print("way        s/step  tokens/s   MFU   peak GiB   time / packed, quartiles    FLOPs / packed     of the ideal")
+    print("way        s/step  tokens/s   MFU   peak GiB   time / packed, quartiles    FLOPs / packed     time / FLOPs")
     lines = []
     for way in ways:
         s, r = np.median(times[way]), flops_of(way, batches_of(samples, way)) / least
@@ -207,9 +215,11 @@ def bench_training(preset, models):
 # ---- growth ----------------------------------------------------------------------------------------------------------
 
 def bench_cost():
-    """One sample of 512 to 16k tokens; then 4096 tokens cut into 1 to 16 samples: time over FLOPs should stay level."""
+    """Times one sample of 512 to 16k tokens, then 4096 tokens split into 2 to 16 samples. The ratio of time to FLOPs
+    should stay the same."""
+    def tokens(n): # n in all: target, control, text
+        return [(n // 64, 32), (n // 64, 32 - 4)], n // 16
     model = make_ours()
-    tokens = lambda n: ([(n // 64, 32), (n // 64, 32 - 4)], n // 16) # n in all: target, control, text
     sets = {f"1 x {n}": [tokens(n)] for n in (512, 1024, 2048, 4096, 8192, 16384)}
     sets |= {f"{k} x {4096 // k}": [tokens(4096 // k)] * k for k in (2, 4, 8, 16)}
     samples = {name: make_samples(config, s, dtype, args.device) for name, s in sets.items()}
@@ -228,8 +238,8 @@ def bench_cost():
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 def bench_predict():
-    """Jobs of mixed sizes through predict.py's functions at once, and through stock pipeline calls one by one. Both
-    encode pictures and prompts each time (ours into files, as predict.py does); neither decodes."""
+    """Times jobs of mixed sizes: in one batch through predict.py's functions, and one by one through the stock
+    pipeline. Both encode pictures and prompts every time (ours into files, as predict.py does); neither decodes."""
     area, sizes = 192 * 192, [(192, 192), (256, 128), (128, 256), (288, 160), (96, 96), (160, 224)]
     geometry = dict(target_pixels=[area], control_pixels=area, upscale=True)
     folder = cache.find_model("tiny", cache.ENCODERS)
@@ -238,11 +248,11 @@ def bench_predict():
                             quantize_text_encoder="none", max_sequence_length=1024)
     for part in ("vae", "text"):
         cache.load_encoder(pipe, part, flags)
-    config["joint_attention_dim"] = 64 # tiny's text encoder, and VAE
+    config["joint_attention_dim"] = 64 # the width of tiny's text encoder, which encodes here
     ours = patch_qwen_model_for_multi_resolution(make_model(config, dtype, args.device).eval())
     pipe.transformer = share(ours).eval()
     pipe.set_progress_bar_config(disable=True)
-    stock_code.VAE_IMAGE_SIZE = area # 1024 * 1024 there
+    stock_code.VAE_IMAGE_SIZE = area # (it was 1024 * 1024)
     with tempfile.TemporaryDirectory() as flags.cache_dir:
         jobs = []
         for i, (width, height) in enumerate(sizes):
@@ -271,7 +281,7 @@ def bench_predict():
         with torch.no_grad():
             worst = torch.stack([(a - b).norm() / b.norm() for a, b in zip(batch(), single())]).max().item()
         if not worst <= (1e-4 if dtype == torch.float32 else 0.05):
-            raise SystemExit(f"error: predict: latents are off by {worst:.1e}; a time would mean nothing")
+            raise SystemExit(f"error: predict: its latents are off by {worst:.1e}; its time would mean nothing")
         head(f"predict: {len(jobs)} jobs of mixed sizes, 4 steps, CFG")
         times = interleave(dict(batch=batch, single=single), args.rounds)
     line = f"N stock calls / one batch of N: {ratio(times, 'single', 'batch')}"

@@ -1,6 +1,6 @@
 """
-What bench.py, gpu_check.py and gpu_numbers.py share: models with random weights, samples of noise, FLOPs, clocks,
-memory.
+What bench.py, gpu_check.py and gpu_numbers.py share: models with random weights, samples of noise, and how to count
+FLOPs, seconds and memory.
 """
 import ctypes
 import gc
@@ -28,24 +28,25 @@ MODELS = dict(
                axes_dims_rope=(8, 28, 28)),
     full=dict(num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584,
               axes_dims_rope=(16, 56, 56)))
-# Qwen2.5-VL's 7 billion parameters: the fields where tiny's config says something else, depths apart
+# Qwen2.5-VL with its 7 billion parameters: the fields that differ from tiny's config, without the depths
 TEXT = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
             rope_parameters=dict(mrope_section=[16, 24, 24], rope_theta=1e6, rope_type="default"))
 VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
 
 def open_device(device, dtype):
-    """Sets the device up as train.py does, before the first tensor is on it -> its name. Ends the script if the device
-    cannot be used."""
+    """Sets up the device as train.py does, before it holds any tensor -> its name. Ends the script if the device cannot
+    be used."""
     cuda.check(common.Parser(""), "device", device, str(dtype).removeprefix("torch."))
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
-    torch.cuda.set_device(torch.device(device).index or 0) # the device of all clocks and counters below
+    torch.cuda.set_device(torch.device(device).index or 0) # all clocks and counters below read this GPU
     return cuda.prepare(device, "auto")
 
 # ---- models and samples ----------------------------------------------------------------------------------------------
 
 def make_model(config, dtype, device):
-    """Random weights, made on the device in their dtype: the full model would not fit anywhere in fp32."""
+    """-> a model with random weights. They are made on the device, in their final dtype: in fp32 the full model would
+    not fit."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.manual_seed(0)
@@ -55,7 +56,8 @@ def make_model(config, dtype, device):
     return model.requires_grad_(False)
 
 def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dropout=0.0):
-    """fp32 weights, far from zero; ours: cast when used, as train.py does, or else peft's own layer."""
+    """Adds a LoRA whose fp32 weights are far from zero. ours: train.py's layer, which casts them when it uses them; or
+    else peft's own."""
     config = dict(r=16, lora_alpha=16, target_modules=list(targets), lora_dropout=dropout)
     if ours:
         predict.add_lora(model, **config)
@@ -69,33 +71,33 @@ def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dr
     return model.train()
 
 def recompute(model, which):
-    """Gradient checkpointing of all blocks, of all but their attention (where it is one kernel), or of none."""
+    """Sets gradient checkpointing: "all" blocks, "all but attention" (where attention is one kernel), or "none"."""
     options = dict(context_fn=fit.keep_attention) if which == "all but attention" else {}
     rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
 
 def unpack(model):
-    """Eight-bit weights are unpacked from now on, also where the card could multiply them as they are."""
+    """From now on the model unpacks its eight-bit weights, even where the GPU could multiply them directly."""
     for module in model.modules():
         if isinstance(module, quantize.LowBitLinear):
             module.multiply = False
 
 def multiplies(model, dtype, device):
-    """Whether the eight-bit weights of this model are multiplied as they are."""
+    """Whether this model multiplies its eight-bit weights directly, without unpacking them."""
     layer = next(module for module in model.modules() if isinstance(module, quantize.LowBitLinear))
     return quantize.has_product(torch.empty(32, layer.in_features, dtype=dtype, device=device), layer)
 
 def share(source):
-    """A stock model on the frozen weights of `source` itself: the device never holds a second copy."""
+    """-> a stock model that uses the same frozen tensors as `source`, so the device never holds a second copy."""
     with torch.device("meta"):
         model = QwenImageTransformer2DModel.from_config(source.config).requires_grad_(False)
     frozen = {k.replace(".base_layer", ""): v for k, v in source.state_dict().items() if ".lora_" not in k}
     model.load_state_dict(frozen, assign=True)
-    model.pos_embed = source.pos_embed # its tables are no weights
+    model.pos_embed = source.pos_embed # its tables are not in the state dict
     return model
 
 def heat(model):
-    """Scales weights so that a wrong position moves the output by a third. As they are made it moves by 6e-4, which
-    bf16 would hide. (hot_model of tests/harness.py does the same.)"""
+    """Scales the weights so that a wrong position changes the output by a third. With the initial weights it changes by
+    6e-4, which the rounding of bf16 would hide. (hot_model in tests/harness.py does the same.)"""
     for name, weight in model.named_parameters():
         if name.endswith("_mod.1.bias"):
             weight.data.normal_()
@@ -106,12 +108,12 @@ def heat(model):
     return model
 
 def make_text_encoder(folder, depths, dtype, device):
-    """Random weights of Qwen2.5-VL's width, which knows the token ids of the model in `folder`. depths: its text and
-    its vision layers; None: the small one of the folder."""
+    """-> a text encoder with random weights and the token ids of the model in `folder`. depths: the numbers of its text
+    and vision layers, of Qwen2.5-VL's width; None: the small encoder of that folder."""
     config = Qwen2_5_VLConfig.from_pretrained(folder / "text_encoder")
     if depths:
         text, vision = depths
-        full = [i for i in range(vision) if i % 8 == 7] or [vision - 1] # layers that see more than their window
+        full = [i for i in range(vision) if i % 8 == 7] or [vision - 1] # these attend beyond their window
         config.text_config.update(TEXT | dict(num_hidden_layers=text, layer_types=["full_attention"] * text))
         config.vision_config.update(VISION | dict(depth=vision, fullatt_block_indexes=full))
     with torch.device(device):
@@ -120,10 +122,11 @@ def make_text_encoder(folder, depths, dtype, device):
     return encoder
 
 def make_samples(config, preset, dtype, device):
-    """Noise. preset: for each sample the (height, width) of its target and of its controls, and its text, in tokens."""
-    g = torch.Generator().manual_seed(2)
-    randn = lambda *shape: torch.randn(*shape, generator=g).to(device)
-    samples = []
+    """-> samples of noise. preset: for each sample the (height, width) of its target and controls, and the length of
+    its text, all in tokens."""
+    def randn(*shape):
+        return torch.randn(*shape, generator=g).to(device)
+    g, samples = torch.Generator().manual_seed(2), []
     for pictures, txt_len in preset:
         shapes = [(1, h, w) for h, w in pictures]
         img_len = sum(h * w for h, w in pictures)
@@ -136,10 +139,11 @@ def make_samples(config, preset, dtype, device):
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 def flops(config, lens, checkpointed=0, tail=True):
-    """Of one training step over samples (image tokens, text tokens) each: 2 a multiplication. Frozen linears cost their
-    forward pass again for the inputs' gradient; attention 2.5 times; checkpointed blocks one forward pass more. The
-    last block's text goes nowhere, so that its output and MLP have no backward pass; without tail, as in rope_patch,
-    no forward pass either, and no query."""
+    """-> the FLOPs of one training step. lens: (image tokens, text tokens) of each sample; a multiplication with its
+    addition counts as 2. The backward pass of a frozen linear layer costs as much as its forward pass, as only the
+    inputs have a gradient; for attention it costs 2.5 times as much. A checkpointed block costs one more forward pass.
+    Nothing reads the text that leaves the last block, so its output layer and MLP have no backward pass; without
+    `tail`, as in rope_patch, they have no forward pass either, and the text has no query."""
     d, layers, total = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"], 0
     for img, txt in lens:
         linear, attention = 24 * d * d * (img + txt), 4 * d * (img + txt) ** 2
@@ -150,7 +154,7 @@ def flops(config, lens, checkpointed=0, tail=True):
     return total
 
 def run_on(model, samples):
-    """All samples in one packed forward pass -> their predictions."""
+    """Runs all samples in one packed forward pass -> their predictions."""
     return rope_patch.run_packed(model, [s.latents for s in samples], [s.prompt for s in samples],
                                  torch.stack([s.timestep for s in samples]), [s.shapes for s in samples])
 
@@ -158,7 +162,8 @@ def loss_of(samples, preds):
     return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
 
 def seconds(f, device):
-    """Of one call: processor time of this process (one thread, on a shared machine), wall time, or the GPU's own."""
+    """-> how long one call takes: on a GPU by its own clock; on a CPU in processor time with one thread, as the machine
+    may be shared, or else in wall time."""
     if device.startswith("cuda"):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -172,18 +177,19 @@ def seconds(f, device):
     return clock() - t0
 
 def used_gib(device):
-    """GiB that are taken now: by the tensors on the GPU, or by this process."""
+    """-> the GiB that tensors use on the GPU now, or this process on a CPU."""
     gc.collect()
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated() / 2**30
-    ctypes.CDLL(None).malloc_trim(0) # what was freed goes back to the system
+    ctypes.CDLL(None).malloc_trim(0) # gives freed memory back to the system
     return proc_status("VmRSS")
 
 def proc_status(key):
+    """-> GiB, from Linux's file about this process."""
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 2**20
 
 def peak_gib(f, device):
-    """Memory that one call adds at its peak, GiB. Linux lets a process set its own high-water mark back."""
+    """-> the GiB that one call adds at its peak. (On Linux a process can reset its own recorded peak.)"""
     before = used_gib(device)
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
@@ -195,8 +201,8 @@ def peak_gib(f, device):
     return proc_status("VmHWM") - before
 
 def timed(f, device, before=lambda: None):
-    """-> dict: seconds of the first call, which may compile; the median of three later ones, and the GiB that they add.
-    before: called when the warm-up is over."""
+    """-> dict: the seconds of the first call, which may compile; the median of three later ones; the GiB that they add.
+    before() runs once, after the warm-up."""
     first, times = seconds(f, device), []
     f()
     before()
@@ -204,13 +210,13 @@ def timed(f, device, before=lambda: None):
     return {"first call": first, "seconds": float(np.median(times)), "added GiB": peak}
 
 def matmul_rate(dtype, device):
-    """FLOP/s of one large matrix product here: what MFU is a part of."""
+    """-> the FLOP/s of one large matrix product on this device. MFU is a share of it."""
     n = 8192 if device.startswith("cuda") else 1024
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
 
 def end(process):
-    """With the processes that it has started."""
+    """Kills a process, and those that it has started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,26 +1,26 @@
 """
-What is wrong with a dataset, before a training is spent on it? Reads datasets as cache.py does, lists every error,
-prints a table of what they hold, and looks for pairs that teach the wrong thing:
+What is wrong with a dataset, before you spend a training on it? Reads datasets as cache.py does, lists every error,
+prints a table of sizes and lengths, and looks for pairs that teach the wrong thing:
 
-    identical       target and control are the same picture; good as examples of "keep the image", else a mistake
+    identical       target and control are the same picture: intended for "keep the image", otherwise a mistake
     moved           the target shows the scene shifted, zoomed or turned: the LoRA would learn to move pictures
-    recoloured      all its colours have changed, also where nothing was edited
-    other shape     target and control differ in aspect, or by twice the side
-    enlarged        training would blow the picture up to 1.5 times its sides or more, which teaches blur: train with
-                    --no-upscale, or at other --target_pixels and --control_pixels
-    duplicate       the same pair and instruction twice
-    other caption   the same pair with another instruction
-    other target    the same control and instruction with another target
+    recoloured      the target's colours have changed everywhere, not only where it was edited
+    other shape     target and control have different aspects, or one has more than twice the other's side
+    enlarged        training would enlarge the picture to 1.5 times its sides or more, which teaches blur: train with
+                    --no-upscale, or with other --target_pixels and --control_pixels
+    duplicate       the same pair and prompt twice
+    other caption   the same pair with another prompt
+    other target    the same control and prompt with another target
 
-The edit itself raises no alarm. Errors make the exit status 1; findings do not, they are a reason to look. Writes
-to OUT report.json (a line for each sample), index.html (each finding's pictures, for a browser: a click compares two in
-full) and sheet_*.png (the same as contact sheets). No model is needed.
+The edit itself raises no alarm. Errors make the exit status 1; findings do not: they are a reason to look. Writes to
+OUT report.json (a line for each sample), index.html (the pictures of each finding, for a browser; click one to compare
+it with another at full size) and sheet_*.png (the same as contact sheets). It needs no model.
 
---mask auto draws the masks that train.py would make with it. --align DIR writes the dataset again, to a new folder in
-which what has moved is repaired: the target is warped onto its control, and both (and the mask) are cropped to what
-they share. All other pictures are copied byte for byte, also those of another shape. The motion is then measured
-again, in two halves of the picture: a pair that still moves is listed and left out, and so are one that is turned by
-more than 4 degrees and a sample with an error.
+--mask auto shows the masks that this flag of train.py would make. --align DIR writes a copy of the dataset in which
+moved targets are repaired: it warps the target onto its control, and crops both (and the mask) to the region that both
+show. It copies all other pictures byte for byte, even if their shapes differ. Then it measures the motion again, in
+each half of the picture. It leaves out, and lists, pairs that still move and pairs that were turned by more than 4
+degrees; it also leaves out samples with errors.
 
 $ python tools/doctor.py photos                          # -> out/doctor-photos
 $ python tools/doctor.py photos drawings --out report
@@ -38,7 +38,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1") # the pairs have a thread for each core already. Read by numpy when loaded
+os.environ.setdefault("OMP_NUM_THREADS", "1") # our own threads use all cores already; numpy reads this when it loads
 import numpy as np
 from PIL import Image, ImageChops
 from tqdm import tqdm
@@ -55,28 +55,28 @@ from predict import save_png
 from tools.import_data import picture_suffix, places_of, write_caption
 from tools.page_common import card, link, node, save_page, section, table, tile, to_jpeg
 
-# identical, in levels of 0 to 255; JPEG of quality 70 makes up to 4.5 and 8
+# identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
-SAME_BLOCK = 9.0 # largest mean difference of 8x8 pixels, so that a small edit counts
-SCALE = 2.0 # other shape: quotient of the two sides (and ASPECT)
-ENLARGED = 1.5 # quotient of the sides in training and in the file
-# what --align takes for repaired
-TURNED = 4.0 # degrees, at most: tests/test_mask.py plants up to 3
-REMAINS = 0.5 # pixels, in copies of at most 1024, that the worst corner may seem to move by: right fits stay below 0.4
-# twins, on copies of 16x16 pixels
-TWIN = 4.0 # RMS in levels: re-encoded copies stay below 3
-OTHER = 16.0 # RMS in levels of targets that are clearly different
+SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
+SCALE = 2.0 # other shape: ratio of the two sides (ASPECT: ratio of the two aspects)
+ENLARGED = 1.5 # ratio of the side in training to the side in the file
+# --align: what counts as repaired
+TURNED = 4.0 # most degrees: tests/test_mask.py plants up to 3
+REMAINS = 0.5 # most pixels that a corner may still seem to move, in copies of up to 1024: right fits stay below 0.4
+# duplicates and contradictions, found on copies of 16x16 pixels
+TWIN = 4.0 # RMS in levels below which two pictures are the same: re-encoded copies stay below 3
+OTHER = 16.0 # RMS in levels above which two targets are clearly different
 KINDS = ["identical", "moved", "recoloured", "other shape", "enlarged", "duplicate", "other caption", "other target"]
 ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels and --control_pixels")
 
-# ---- a pair; pairs of pairs ------------------------------------------------------------------------------------------
+# ---- one pair; pairs that are nearly the same ------------------------------------------------------------------------
 
 def examine_pair(target, control):
-    """-> {kind of finding: in words} of two PIL images."""
-    found, (w, h), (cw, ch) = {}, target.size, control.size
+    """-> {kind of finding: its description} for two PIL images."""
+    findings, (w, h), (cw, ch) = {}, target.size, control.size
     aspect, scale = abs(math.log(w / h / (cw / ch))), abs(math.log(w * h / (cw * ch))) / 2
     if aspect > math.log(ASPECT) or scale > math.log(SCALE):
-        found["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
+        findings["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
     size = copy_size((w, h))
 
     def shrunk(factor):
@@ -84,26 +84,28 @@ def examine_pair(target, control):
         return [np.asarray(image.resize(to, Image.BOX)) for image in (target, control)]
     whole, blocks = [np.subtract(*shrunk(factor), dtype=float) for factor in (1, 8)]
     if np.sqrt((whole.mean(-1) ** 2).mean()) < SAME_RMS and abs(blocks).max() < SAME_BLOCK:
-        return found | {"identical": f"differ by {abs(whole).mean():.1f} levels"}
+        return findings | {"identical": f"differ by {abs(whole).mean():.1f} levels"}
     motion, cast = find_change(target, control)
     if motion is not None:
         *shift, zoom, turn = inverse(motion) # how the target shows the control's scene
         dx, dy = np.array(shift) * max(w, h) / max(size)
         larger, degrees = math.hypot(1 + zoom, turn), math.degrees(math.atan2(turn, 1 + zoom))
-        found["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * larger - 100, 1) + 0.0:+.1f} %"
+        findings["moved"] = f"{dx:+.1f} px right, {dy:+.1f} px down, zoom {round(100 * larger - 100, 1) + 0.0:+.1f} %"
         if abs(degrees) >= 0.05:
-            found["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
+            findings["moved"] += f", turned {abs(degrees):.1f} degrees {'counter' if degrees < 0 else ''}clockwise"
     if cast is not None:
-        found["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
-    return found
+        findings["recoloured"] = "by {:+.0f} red, {:+.0f} green, {:+.0f} blue".format(*cast)
+    return findings
 
 def find_twins(samples, thumbnails):
-    """-> [(kind, index of a sample, index of its twin)]. thumbnails: 16x16 of targets and of controls, (2, N, 768).
-    Sorted by their controls' means, only near ones can be twins, as an RMS is at least the difference of the means."""
+    """-> [(kind, index of a sample, index of its twin)]. thumbnails: 16x16 pixels of the targets and the controls, (2,
+    N, 768). An RMS is never smaller than the difference of the means. So it sorts the samples by the means of their
+    controls, and compares each one only with its neighbours."""
+    def numbered(values): # equal values get the same number
+        return np.unique(values, return_inverse=True)[1]
     order = np.argsort(thumbnails[1].mean(-1), kind="stable")
     samples, mean = [samples[i] for i in order], thumbnails[1, order].mean(-1)
-    numbered = lambda values: np.unique(values, return_inverse=True)[1]
-    asked = numbered([" ".join(s.prompts[0].lower().split()) for s in samples])
+    prompts = numbered([" ".join(s.prompts[0].lower().split()) for s in samples])
     further = numbered([f"{s.controls[1:]} {bool(s.controls)}" for s in samples])
     edits, twins = np.array([bool(s.controls) for s in samples]), []
     targets, controls = thumbnails[:, order].astype(np.float32) - 128
@@ -111,10 +113,10 @@ def find_twins(samples, thumbnails):
         stop = min(start + 256, len(samples))
         rows, others = slice(start, stop), slice(start, np.searchsorted(mean, mean[stop - 1] + TWIN, "right"))
         near = (distances(controls[rows], controls[others]) < TWIN) & (further[rows, None] == further[others])
-        near = np.triu(near, 1) # each pair once
+        near = np.triu(near, 1) # each two samples once
         if not near.any():
             continue
-        target, same = distances(targets[rows], targets[others]), asked[rows, None] == asked[others]
+        target, same = distances(targets[rows], targets[others]), prompts[rows, None] == prompts[others]
         for kind, which in (("duplicate", near & same & (target < TWIN)),
                             ("other caption", near & ~same & (target < TWIN)),
                             ("other target", near & same & edits[others] & (target > OTHER))):
@@ -122,22 +124,23 @@ def find_twins(samples, thumbnails):
     return sorted(twins, key=lambda twin: (twin[1], KINDS.index(twin[0]), twin[2]))
 
 def distances(a, b):
-    """RMS in levels between each of a and each of b: (M, 768), (N, 768) -> (M, N)."""
+    """-> the RMS in levels between each row of a and each row of b: (M, 768), (N, 768) -> (M, N)."""
     square_a, square_b = (a ** 2).sum(-1), (b ** 2).sum(-1)
     return np.sqrt(abs(square_a[:, None] + square_b - 2 * a @ b.T) / 768)
 
 # ---- a dataset -------------------------------------------------------------------------------------------------------
 
 def enlargement(uses):
-    """[(whose, its size, its size in training)] -> {"enlarged": the worst of them in words}, {} if that is little."""
+    """uses: [(name of a picture, its size, its size in training)] -> {"enlarged": description of the picture that is
+    enlarged most}, or {} if that is less than ENLARGED."""
     factors = [math.sqrt(to_w * to_h / (w * h)) for _, (w, h), (to_w, to_h) in uses]
     worst = max(factors)
     whose, (w, h), (to_w, to_h) = uses[factors.index(worst)]
     return {"enlarged": f"{whose}{w}x{h} -> {to_w}x{to_h}"} if worst >= ENLARGED else {}
 
 def examine_sample(sample, args):
-    """-> (row of report.json, {kind of finding: in words}, thumbnails of target and control for find_twins). Opens
-    every picture. InputError for what is wrong."""
+    """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
+    and control for find_twins). InputError if something is wrong."""
     (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
     if sample.mask:
         cache.check_mask(sample.mask, (w, h))
@@ -147,45 +150,47 @@ def examine_sample(sample, args):
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(sample.controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
-    found = examine_pair(*pictures[:2]) if sample.controls else {}
+    findings = examine_pair(*pictures[:2]) if sample.controls else {}
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
-    found |= enlargement(uses)
+    findings |= enlargement(uses)
     target, control = pictures[0], pictures[1 if sample.controls else 0]
     small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
-    return row, found, small
+    return row, findings, small
 
 def examine(samples, pipe, args):
-    """-> (good samples, rows of report.json, {kind: [(words, index of the sample and maybe its twin's)]}, problems)."""
-    good, rows, found, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
-    threads = min(16, os.cpu_count() or 1) # each holds a pair's pictures
+    """-> (good samples, rows of report.json, {kind: [(description, index of the sample and of its twin, if it has
+    one)]}, problems)."""
+    good, rows, findings, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
+    threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
     examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
     bar = tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)
     for sample, future in zip(bar, examined):
         try:
-            row, wrong, small = future.result()
+            row, of_sample, small = future.result()
         except InputError as e:
             problems.append(str(e))
             continue
-        if pipe: # here, as a tokenizer serves one thread at a time
+        if pipe: # outside of the threads, as a tokenizer serves one thread at a time
             area, upscale = (CONDITION_IMAGE_SIZE, True) if is_plus(pipe) else (args.control_pixels, args.upscale)
-            seen = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
-            row["text_tokens"] = [cache.prompt_length(pipe, prompt, seen) for prompt in sample.prompts]
-        for kind, words in wrong.items():
-            found[kind].append((f"{sample.name}: {words}", [len(good)]))
-        rows.append(row | dict(findings=[f"{kind}: {words}" for kind, words in wrong.items()]))
+            prompt_sizes = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
+            row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
+        for kind, words in of_sample.items():
+            findings[kind].append((f"{sample.name}: {words}", [len(good)]))
+        rows.append(row | dict(findings=[f"{kind}: {words}" for kind, words in of_sample.items()]))
         thumbnails.append(small)
         good.append(sample)
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)) if good else []:
-        found[kind].append((f"{good[i].name}: and {good[j].name}", [i, j]))
+        findings[kind].append((f"{good[i].name}: and {good[j].name}", [i, j]))
         rows[i]["findings"].append(f"{kind}: and {good[j].name}")
-    return good, rows, found, problems
+    return good, rows, findings, problems
 
 def cells_of(sample):
-    """A sample on a sheet: its controls and its target."""
+    """-> a sample's row on a sheet: its controls and its target."""
     return [list(map(read_image, sample.controls)), read_image(sample.target)]
 
 def masked_cells(sample, area, upscale):
-    """... and what of the target --mask auto takes for edited, at the area that is trained; the rest is dark."""
+    """-> the same row, and the target with all dark that --mask auto does not count as edited, when it is trained at
+    this area."""
     target = read_image(sample.target)
     mask = auto_mask(target, read_image(sample.controls[0]), fit_size(target.size, area, upscale))
     dark = target.point(lambda level: level // 4)
@@ -197,64 +202,67 @@ def difference_cells(sample):
     return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
 
 def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
-    """FOLDER/sheet_KIND_PAGE.png with the cells of [(words, indices of samples)], of 24 a page -> a section of the page
-    with the first 24."""
+    """Writes FOLDER/sheet_KIND_PAGE.png, with 24 entries on each sheet -> the section of the page with the first 24.
+    entries: [(description, indices of samples)]; cells(sample) -> its pictures; titles: one for each cell."""
     cards = []
     for page, start in enumerate(range(0, len(entries), 24), 1):
-        lines = []
-        for words, of in entries[start:start + 24]:
-            shown = [cell for i in of for cell in cells(samples[i])]
-            above = (titles or ["control", "target", "its control", "its target"])[:len(shown)]
-            lines.append([words, *map(thumbnail, shown)])
+        rows = []
+        for words, indices in entries[start:start + 24]:
+            shown = [cell for i in indices for cell in cells(samples[i])]
+            names = (titles or ["control", "target", "its control", "its target"])[:len(shown)]
+            rows.append([words, *map(thumbnail, shown)])
             if page == 1:
-                tiles = copies(folder, f"{kind}-{len(cards)}", dict(zip(above, shown)), words)
-                cards.append(card(words, samples[of[0]].prompts[0], tiles))
-        save_png(contact_sheet(lines, ["", *above]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
+                tiles = copies(folder, f"{kind}-{len(cards)}", dict(zip(names, shown)), words)
+                cards.append(card(words, samples[indices[0]].prompts[0], tiles))
+        save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
     more = f", the first 24 of {len(entries)}" if len(entries) > 24 else ""
     return section(kind.capitalize() + more, *cards)
 
 def copies(folder, name, cells, words):
-    """Pictures of a card, written to FOLDER/pictures at up to 1024 pixels. cells: {title: picture, or list of them}."""
+    """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: {title: picture, or
+    list of pictures, or text}."""
     tiles = []
     for title, cell in cells.items():
         for n, image in enumerate(cell if isinstance(cell, list) else [cell]):
-            if isinstance(image, Image.Image): # not "no mask"
+            if isinstance(image, Image.Image): # and not the text "no mask"
                 path = folder / "pictures" / f"{name}-{len(tiles)}.jpg".replace(" ", "_")
                 common.write_file(path, to_jpeg(image, 1024))
-                links, above = {0: link(path, folder / "index.html")}, f"{title} {n + 1}" if n else title
-                tiles.append(tile(above, links, words, size=image.size, wipe=True))
+                links, numbered = {0: link(path, folder / "index.html")}, f"{title} {n + 1}" if n else title
+                tiles.append(tile(numbered, links, words, size=image.size, wipe=True))
     return tiles
 
 def numbers_of(rows):
-    """What the dataset holds, and by how much sides rounded to 32 pixels change a target's aspect -> [[title, least,
-    median, greatest]]."""
+    """-> the table of sizes and lengths: [[title, least, median, greatest]]. "rounding": by how much the aspect of a
+    target changes when its sides are rounded to 32 pixels."""
     columns = {"target width": [row["sizes"][0][0] for row in rows], "aspect": [row["aspect"] for row in rows],
                "target height": [row["sizes"][0][1] for row in rows], "controls": [row["controls"] for row in rows],
                "rounding, %": [100 * row["rounding"] for row in rows],
                "image tokens": [n for row in rows for n in row["image_tokens"]],
                "text tokens": [n for row in rows for n in row.get("text_tokens", [])]}
     return [[title, *[f"{n:.5g}" for n in (min(values), np.median(values), max(values))]]
-            for title, values in columns.items() if values] # prompts are counted only with --model
+            for title, values in columns.items() if values] # (without --model there are no text tokens)
 
 # ---- --align ---------------------------------------------------------------------------------------------------------
 
 def copy_to(folder, sample, taken):
-    """Writes a sample as it is -> the Sample there, of the layout folder. taken: the names that all before have."""
-    there = {}
+    """Copies a sample's files to a dataset's folder -> Sample of the copies. taken: the places of earlier samples; it
+    adds its own."""
+    files = {}
     for place, file in places_of(sample).items():
-        if place in taken: # of a manifest, whose names need not fit a folder
-            raise InputError(f"--align: {file}: another sample has {place} already; rename its target")
+        if place in taken: # the names in a manifest need not be distinct in a folder
+            raise InputError(f"--align: {file}: another sample also needs the name {place}; rename its target")
         taken.add(place)
         path = folder / (place + picture_suffix(file))
         path.parent.mkdir(parents=True, exist_ok=True)
-        there[place] = shutil.copyfile(file, str(path))
+        files[place] = shutil.copyfile(file, str(path))
     write_caption(sample, folder)
-    return replace(sample, target=there[f"target/{sample.name}"], mask=there.get(f"mask/{sample.name}"),
-                   controls=[path for place, path in there.items() if place.startswith("control/")])
+    return replace(sample, target=files[f"target/{sample.name}"], mask=files.get(f"mask/{sample.name}"),
+                   controls=[path for place, path in files.items() if place.startswith("control/")])
 
 def align_pair(target, control, mask):
-    """The target, and its mask if it has one, warped onto the control -> (target, control, mask), cropped to what they
-    share; or why that cannot be done. The control's pixels are only cropped; the target's are resampled."""
+    """Warps the target, and its mask if it has one, onto the control, and crops all to what the two show in common
+    -> (target, control, mask), or a text that says why this is not possible. It resamples the target, but only crops
+    the control."""
     motion = fit_motion(target, control, find_motion(target, control, copy_size(target.size)))
     degrees = abs(math.degrees(math.atan2(motion[3], 1 + motion[2])))
     if degrees > TURNED:
@@ -262,10 +270,10 @@ def align_pair(target, control, mask):
     left, top, right, bottom = shared_box(motion, target.size, control.size)
     unit_x, unit_y = control.width / target.width, control.height / target.height
     width, height = round((right - left) / unit_x), round((bottom - top) / unit_y)
-    for sides in ((width, height), (right - left, bottom - top)): # as common.image_size wants them
+    for sides in ((width, height), (right - left, bottom - top)): # the limits of common.image_size
         if min(sides) < 32 or max(sides) > 10 * min(sides):
             return "shares too little"
-    # a pixel of the result -> that of the control, at the target's size -> that of the target
+    # from a pixel of the result to the control (resized to the target's size), and from there to the target
     x, step_x = left / unit_x, (right - left) / unit_x / width
     y, step_y = top / unit_y, (bottom - top) / unit_y / height
     a, b, c, d, e, f = affine_of(inverse(motion), target.size)
@@ -276,18 +284,18 @@ def align_pair(target, control, mask):
     return warp(target), control.crop((left, top, right, bottom)), mask and warp(mask)
 
 def shared_box(motion, size, control_size):
-    """(left, top, right, bottom) of what the target shows of the control, in pixels of the control. What is turned is
-    cut to an upright rectangle within it."""
+    """-> (left, top, right, bottom) of the region of the control that the target shows too, in pixels of the control.
+    If the target is turned, it is an upright rectangle within that region."""
     (w, h), (control_w, control_h) = size, control_size
     a, b, c, d, e, f = affine_of(motion, size)
     corners = (0, 0), (w, 0), (w, h), (0, h) # of the target, clockwise
-    there_x = [(a * x + b * y + c) * control_w / w for x, y in corners]
-    there_y = [(d * x + e * y + f) * control_h / h for x, y in corners]
-    return (math.ceil(max(0, there_x[0], there_x[3])), math.ceil(max(0, there_y[0], there_y[1])),
-            math.floor(min(control_w, there_x[1], there_x[2])), math.floor(min(control_h, there_y[2], there_y[3])))
+    xs = [(a * x + b * y + c) * control_w / w for x, y in corners] # where the control has them
+    ys = [(d * x + e * y + f) * control_h / h for x, y in corners]
+    return (math.ceil(max(0, xs[0], xs[3])), math.ceil(max(0, ys[0], ys[1])),
+            math.floor(min(control_w, xs[1], xs[2])), math.floor(min(control_h, ys[2], ys[3])))
 
 def repair(sample):
-    """Aligns a copied sample in place -> why it cannot be repaired, or None. Repaired pictures are PNG."""
+    """Aligns a copied sample in place, and saves it as PNG -> None, or why it cannot be repaired."""
     target, control = read_image(sample.target), read_image(sample.controls[0])
     mask = read_image(sample.mask).convert("L") if sample.mask else None
     aligned = align_pair(target, control, mask)
@@ -302,8 +310,9 @@ def repair(sample):
             save_png(image, Path(path).with_suffix(".png"))
 
 def write_aligned(out, samples, moved, sheets):
-    """OUT, whole or not at all: the samples, repaired where their index is in `moved`; and in `sheets` the differences
-    before and after. Says what became of them -> a section of the page."""
+    """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`
+    repaired. Also writes sheets of the differences before and after to the folder `sheets`, and prints the result
+    -> a section of the page."""
     left_out, entries, pairs, taken = [], [], [], set()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -312,23 +321,24 @@ def write_aligned(out, samples, moved, sheets):
             for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
                 if f"target/{sample.name}" in taken: # a manifest may use a target twice
                     sample = replace(sample, name=f"{sample.name}-{i}")
-                there = copy_to(folder, sample, taken)
-                if i in moved and (why := repair(there)):
+                copy = copy_to(folder, sample, taken)
+                if i in moved and (why := repair(copy)):
                     left_out.append(f"{sample.name} ({why})")
-                    caption = Path(there.target).with_suffix(".txt")
-                    for path in filter(None, (there.target, there.mask, caption, *there.controls)):
+                    caption = Path(copy.target).with_suffix(".txt")
+                    for path in filter(None, (copy.target, copy.mask, caption, *copy.controls)):
                         os.unlink(path)
                 elif i in moved:
-                    pngs = [str(Path(path).with_suffix(".png")) for path in (there.target, there.controls[0])]
+                    pngs = [str(Path(path).with_suffix(".png")) for path in (copy.target, copy.controls[0])]
                     entries.append((sample.name, [len(pairs), len(pairs) + 1]))
-                    pairs += [sample, replace(there, target=pngs[0], controls=[pngs[1]])]
-            shown = write_sheets(sheets, "aligned", entries, pairs, difference_cells, ["difference before", "after"])
+                    pairs += [sample, replace(copy, target=pngs[0], controls=[pngs[1]])]
+            titles = ["difference before", "difference after"]
+            page_section = write_sheets(sheets, "aligned", entries, pairs, difference_cells, titles)
             os.replace(folder, out)
     except OSError as e:
-        raise InputError(f"{out}: cannot be written ({e.strerror}); give another folder, or free space")
+        raise InputError(f"{out}: cannot be written ({e.strerror}); give another folder, or free some space")
     print(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
           f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
-    return shown
+    return page_section
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -337,58 +347,61 @@ def read_flags():
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
     parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
     parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-                        help="area of the target that tokens are counted at, as in cache.py; several: each")
-    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA", help="of the controls")
+                        help="target areas of the training, as for cache.py; tokens are counted at each of them")
+    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA",
+                        help="control area of the training, as for cache.py")
     parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
-                        help="enlarge smaller pictures to the area, as in cache.py")
-    parser.add_argument("--model", help="hub id or folder; its tokenizer counts prompts' tokens (default: none)")
-    parser.add_argument("--skip_bad", action="store_true", help="exit with status 0 although there are errors")
-    parser.add_argument("--mask", choices=["auto"], help="draw the masks that this flag of train.py makes at the first "
-                        "of --target_pixels, in sheet_mask_*.png (default: none)")
-    parser.add_argument("--align", type=Path, metavar="DIR", help="write the dataset here, repaired; a new folder")
+                        help="training enlarges smaller pictures to the area, as for cache.py")
+    parser.add_argument("--model", help="hub id or folder; its tokenizer counts the prompts' tokens (default: none)")
+    parser.add_argument("--skip_bad", action="store_true", help="exit with status 0 even if there are errors")
+    parser.add_argument("--mask", choices=["auto"], help="show the masks that this flag of train.py would make at the "
+                        "first of --target_pixels, in sheet_mask_*.png (default: none)")
+    parser.add_argument("--align", type=Path, metavar="DIR", help="new folder for a copy with moved targets repaired")
     args = parser.parse_args()
     if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
-        raise InputError(f"{args.align}: is there already; give --align another folder")
+        raise InputError(f"--align {args.align}: already exists; give another folder")
     if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
         raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     return args
 
 def read_samples(roots):
-    """-> (samples, problems). Where there are several datasets, a sample's name says which one it is of."""
+    """-> (samples, problems). With several datasets, the name of a sample begins with the name of its dataset."""
     samples, problems = [], []
     for root in roots:
-        found, wrong = common.read_dataset(root)
-        for sample in found if len(roots) > 1 else []:
+        new, faults = common.read_dataset(root)
+        for sample in new if len(roots) > 1 else []:
             sample.name = f"{sample.root}/{sample.name}"
-        samples, problems = samples + found, problems + wrong
+        samples, problems = samples + new, problems + faults
     return samples, problems
 
-def print_findings(title, numbers, found):
+def print_findings(title, numbers, findings):
     print(f"{title}\n{'':16}     min  median     max")
     for name, *values in numbers:
         print(f"{name:16}" + "".join(f"{value:>8}" for value in values))
-    for kind, entries in found.items():
+    for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
             print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
                   f"{ADVICE.get(kind, '')}")
 
-def write_page(out, title, samples, numbers, found, problems, aligned, args):
-    """The sheets, and index.html, which shows them. aligned: a section of it, or None."""
-    parts = [aligned] + [write_sheets(out, kind, entries, samples) for kind, entries in found.items()]
+def write_page(out, title, samples, numbers, findings, problems, aligned, args):
+    """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
+    parts = [aligned] + [write_sheets(out, kind, entries, samples) for kind, entries in findings.items()]
     if args.mask:
-        drawn = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
-        masked = lambda sample: masked_cells(sample, args.target_pixels[0], args.upscale)
-        parts.append(write_sheets(out, "mask", drawn, samples, masked, ["control", "target", "edited (dark = not)"]))
+        def with_mask(sample):
+            return masked_cells(sample, args.target_pixels[0], args.upscale)
+        entries = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
+        titles = ["control", "target", "edited (dark = not)"]
+        parts.append(write_sheets(out, "mask", entries, samples, with_mask, titles))
     overview = []
     for i, sample in enumerate(samples):
         overview.append((f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [i]))
     parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
     head = node("header", node("h1", out.name), node("p", title))
     errors = section("Errors", *[node("p", problem) for problem in problems])
-    counts = table([[kind, str(len(entries) or "")] for kind, entries in found.items()], ["found", ""])
+    counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
     tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), counts)
     save_page(out / "index.html", out.name, [head, errors, *parts, tables])
-    print(f"{out}: index.html shows them, as do sheet_*.png; report.json has all")
+    print(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 
 def main():
     args = read_flags()
@@ -397,25 +410,25 @@ def main():
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     samples, problems = read_samples(args.data)
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
-        raise InputError(f"--align: {alone[0]} has no control to be aligned to; leave it out")
+        raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
     common.prepare_folder(out)
-    if (out / "report.json").exists(): # of an earlier call, should this one end early
+    if (out / "report.json").exists(): # delete the files of an earlier report, in case this call ends early
         for old in [out / "index.html", *out.glob("sheet_*_*.png")]:
             old.unlink(missing_ok=True)
         shutil.rmtree(out / "pictures", ignore_errors=True)
-    elif (out / "pictures").exists(): # somebody's own
-        raise InputError(f"{out}: holds pictures/ of something else than a report; give --out another folder")
-    samples, rows, found, wrong = examine(samples, pipe, args)
-    problems += wrong
+    elif (out / "pictures").exists(): # these are not ours to delete
+        raise InputError(f"{out}: contains pictures/, but no report; give --out another folder")
+    samples, rows, findings, faults = examine(samples, pipe, args)
+    problems += faults
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode())
         title = f"{len(samples)} samples with {sum(len(row['prompts']) for row in rows)} prompts"
         numbers = numbers_of(rows)
-        print_findings(title, numbers, found)
-        moved = {i for _, of in found["moved"] for i in of}
+        print_findings(title, numbers, findings)
+        moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
-        write_page(out, title, samples, numbers, found, problems, aligned, args)
+        write_page(out, title, samples, numbers, findings, problems, aligned, args)
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":

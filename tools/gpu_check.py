@@ -1,25 +1,26 @@
 """
-One command for the day a card is at hand: are README's claims true there, how fast is it, what does it take?
+One command to run when you have a GPU: do README's claims hold there, how fast is it, how much memory does it need?
 
 $ python tools/gpu_check.py                              # the real 60 blocks, random weights: ten minutes on an H200
 $ python tools/gpu_check.py --stages speed --minutes 25  # one stage, with time for all of its cells
 $ python tools/gpu_check.py --stages claims --tests all -k "not resume"
 $ python tools/gpu_check.py --device cpu                 # a small model: shows only that this script runs
 
-    claims     pytest on the device, in fp32 and in bf16, in processes of their own
-    distance   packed and padded against stock one at a time, beside the distance between two attention kernels of stock
-    numbers    outputs and LoRA gradients, offloaded, recomputed, compiled, by FA3, of low bits, against the plain way;
-               train.py resumed, and sharded
-    offload    a step with all blocks in host memory, without any there, and the copies alone
-    attention  alone and in a step: torch's own (FA2), FA3 or FA4 where its package is installed, on Hopper cuDNN's
-    encoding   a prompt with its picture, through a text encoder of the real shape; the VAE's decoder
-    fit        what extras/fit.py keeps on this card, and whether three real steps then fit
-    speed      s/step, tokens/s, share of the matmul rate, and memory, planned and measured: low bits x compiled x
-               checkpointed x packs
+    claims     runs pytest on the device, in fp32 and in bf16, in processes of their own
+    distance   packed and padded against stock, one sample at a time; for scale, stock with another attention kernel
+    numbers    compares outputs and LoRA gradients of steps that are offloaded, recomputed, compiled, in low bits or
+               with FA3 to those of a plain step; resumes and shards a run of train.py
+    offload    times a step with all blocks in host memory, a step with none there, and the copies alone
+    attention  times each kernel alone and in a step: torch's (FA2), FA3 or FA4 if installed, and cuDNN's on Hopper
+    encoding   times a prompt with its picture in a text encoder of the real shape, and the VAE's decoder
+    fit        shows what extras/fit.py keeps in this GPU's memory, and whether three real steps then fit
+    speed      measures s/step, tokens/s and the share of the matmul rate, and memory beside its plan, for
+               combinations of low bits, compiling, checkpointing and packs
 
-The last lines are Markdown tables for README. --out has everything and is rewritten after every line, so that a kill
-loses one at most. When --minutes are over all ends: a line says what was at work, and what was not run. Status 1: a
-claim is false or something broke; that line says what is `wrong`. To run out of memory is no failure but a result.
+It ends by printing Markdown tables for README. It rewrites --out after every line, so a kill loses one line at most.
+When --minutes are over it stops: one line says which measurement was cut short, others say what was not run. The exit
+status is 1 if a claim is false or something broke; the line then says what is `wrong`. Running out of memory is a
+result, not a failure.
 """
 import contextlib
 import functools
@@ -41,8 +42,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-BEGUN = time.monotonic() # the imports below count too
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without it its sums may differ from call to call
+BEGUN = time.monotonic() # here, so that the imports below count too
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBLAS's sums may differ between calls
 
 import diffusers
 import peft
@@ -75,7 +76,7 @@ PACKS = dict(
           "512 px x 7": [([(32, 32), (32, 32)], 250)] * 7},
     small={"one": [([(6, 6), (6, 6)], 9)], "mixed": [([(4, 8), (4, 8)], 9), ([(4, 4), (2, 4), (4, 2)], 5)],
            "equal": [([(4, 4), (4, 4)], 6)] * 3})
-# (--quantize, compiled): the more important first, and eager before what takes a minute to compile
+# (--quantize, compiled): the important ones come first, then eager before compiled, as compiling takes a minute
 GROUPS = [("none", False), ("none", True), ("int8", False), ("int8 unpacked", False), ("nf4", False), ("fp8", False),
           ("int8", True), ("fp8", True), ("nf4", True)]
 TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/test_rope_patch.py",
@@ -83,15 +84,15 @@ TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/t
 STAGES = ["claims", "distance", "numbers", "offload", "attention", "encoding", "fit", "speed"]
 
 parser = common.Parser(__doc__)
-parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to do, in this order")
-parser.add_argument("--minutes", type=common.number(float, 0, 1e5), default=10.0, help="after which it ends, with "
-                    "what it has found so far; claims get two fifths of them")
+parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="which to run; they keep this order")
+parser.add_argument("--minutes", type=common.number(float, 0, 1e5), default=10.0,
+                    help="stop after this time, with the results so far; the stage claims gets two fifths of it")
 parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; cpu: shows only that this script runs")
-parser.add_argument("--size", choices=MODELS, help="full: the real shape, 41 GB (default: full on a card, else small)")
-parser.add_argument("--tests", choices=TESTS, default="quick", help="claims: test_consistency.py, or what else has "
-                    "something to say about a device too")
+parser.add_argument("--size", choices=MODELS, help="full: the real shape, 41 GB (default: full on a GPU, else small)")
+parser.add_argument("--tests", choices=TESTS, default="quick",
+                    help="claims: quick runs test_consistency.py; all adds the other tests that depend on the device")
 parser.add_argument("-k", default="", metavar="EXPRESSION", help="claims: pytest's -k (default: all tests)")
-parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON")
+parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file with all results")
 args = parser.parse_args()
 common.prepare_folder(args.out.absolute().parent)
 if args.out.is_dir():
@@ -100,16 +101,16 @@ on_card = args.device.startswith("cuda")
 args.size = args.size or ("full" if on_card else "small")
 dtype = torch.bfloat16 if args.size == "full" else torch.float32
 device_name = open_device(args.device, dtype)
-deadline = BEGUN + 0.98 * 60 * args.minutes # a kernel at work cannot be interrupted
+deadline = BEGUN + 0.98 * 60 * args.minutes # a bit early, as a running kernel cannot be interrupted
 config, packs = MODELS[args.size], PACKS[args.size]
 layers, (first_pack, mixed_pack, _) = config["num_layers"], packs.values()
-one_kernel = rope_patch.has_varlen(torch.empty(0, dtype=dtype, device=args.device)) # attention, of a pack
+one_kernel = rope_patch.has_varlen(torch.empty(0, dtype=dtype, device=args.device)) # computes a whole pack's attention
 matmul = matmul_rate(dtype, args.device) # FLOP/s of a large product
 
 # ---- correctness -----------------------------------------------------------------------------------------------------
 
 def check_claims():
-    """Both dtypes at once: the tests are small, and keep the host busier than the card."""
+    """Tests both dtypes at the same time: the tests are small, and keep the host busier than the GPU."""
     limit, begin, running = 0.4 * 60 * args.minutes, time.monotonic(), []
     try:
         for name in ("float32", "bfloat16"):
@@ -119,54 +120,57 @@ def check_claims():
             running.append((name, output, subprocess.Popen(command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT,
                                                            start_new_session=True)))
         if "speed" in args.stages:
-            plan_memory() # half a minute of the host's time, kept for later
+            plan_memory() # it takes the host half a minute, and its result is cached for the stage speed
         for name, output, process in running:
             try:
                 process.wait(max(1, begin + limit - time.monotonic()))
             except subprocess.TimeoutExpired:
                 end(process)
             yield result_of(name, output, process, time.monotonic() - begin)
-    finally: # a test left behind would hold the card
+    finally: # a test left behind would occupy the GPU
         for _, _, process in running:
             end(process)
 
 def result_of(name, output, process, took):
+    """-> a row that counts the tests of a pytest process and names those that failed."""
     output.seek(0)
     text = output.read()
-    found = dict(re.findall(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M))
-    failed = [test.split("::")[1] for test, result in found.items() if result in ("FAILED", "ERROR")]
-    row = dict(dtype=name, passed=list(found.values()).count("PASSED"), failed=len(failed), seconds=took)
+    results = dict(re.findall(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M))
+    failed = [test.split("::")[1] for test, result in results.items() if result in ("FAILED", "ERROR")]
+    row = dict(dtype=name, passed=list(results.values()).count("PASSED"), failed=len(failed), seconds=took)
     if process.returncode < 0:
         row["note"] = f"stopped after {took:.0f} s"
     if failed or not row["passed"]:
-        row["wrong"] = ", ".join(failed) or text.strip().rpartition("\n")[2] # that pytest is missing, say
+        row["wrong"] = ", ".join(failed) or text.strip().rpartition("\n")[2] # for example that pytest is missing
     return row
 
 @torch.no_grad()
 def check_distance():
-    """Relative L2 distances, the worst of a pack's samples. In bf16 packed may be 1e-2 from stock, or three times as
-    far as stock is from itself under another kernel; in fp32 it has the limit of README's proof."""
-    far = lambda got: max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want))
+    """Relative L2 distances, each the largest among a pack's samples. In bf16 the limit is 1e-2, or three times the
+    distance between stock's own results with two attention kernels; in fp32 it is the limit of README's proof."""
+    def distance(got):
+        return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want))
+
+    def one_at_a_time(shapes):
+        return [stock(x[None], prompt[None], timestep=t[None].to(kind), img_shapes=[shape], return_dict=False)[0][0]
+                for x, prompt, t, shape in zip(*pack, shapes)]
     for blocks, kind in ((layers, torch.bfloat16), (min(layers, 4), torch.float32)):
         stock = heat(make_model(config | dict(num_layers=blocks), kind, args.device)).eval()
         ours = patch_qwen_model_for_multi_resolution(share(stock).eval())
         samples = make_samples(config, mixed_pack, kind, args.device)
         shapes, times = [s.shapes for s in samples], torch.stack([s.timestep for s in samples])
         pack = [s.latents for s in samples], [s.prompt for s in samples], times
-        one_at_a_time = lambda shapes: [
-            stock(x[None], prompt[None], timestep=t[None].to(kind), img_shapes=[shape], return_dict=False)[0][0]
-            for x, prompt, t, shape in zip(*pack, shapes)]
         want = one_at_a_time(shapes)
         other = SDPBackend.EFFICIENT_ATTENTION if on_card and kind == torch.bfloat16 else SDPBackend.MATH
         with sdpa_kernel(other):
-            noise = far(one_at_a_time(shapes))
+            noise = distance(one_at_a_time(shapes))
         limit = 1e-5 if kind == torch.float32 else max(1e-2, 3 * noise)
-        swapped = far(one_at_a_time([[(f, w, h) for f, h, w in shape] for shape in shapes]))
-        packed, padded = far(run_packed(ours, *pack, shapes)), far(run_padded(ours, *pack, shapes))
-        for what, distance, good in (
+        swapped = distance(one_at_a_time([[(f, w, h) for f, h, w in shape] for shape in shapes]))
+        packed, padded = distance(run_packed(ours, *pack, shapes)), distance(run_padded(ours, *pack, shapes))
+        for what, value, good in (
                 (f"stock, {other.name}", noise, True), ("shown wrong: sides swapped", swapped, swapped > limit),
                 ("packed", packed, packed <= limit), ("padded", padded, padded <= limit)):
-            row = dict(model=f"{blocks} blocks, {str(kind)[6:]}", what=what, distance=distance, limit=limit)
+            row = dict(model=f"{blocks} blocks, {str(kind)[6:]}", what=what, distance=value, limit=limit)
             yield row if good else row | dict(wrong="on the wrong side of the limit")
 
 def check_numbers():
@@ -177,7 +181,7 @@ def check_numbers():
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 def build(quantize="none", compiled=False):
-    """The model as train.py sets it up, on the device, every block checkpointed."""
+    """-> the model as train.py sets it up, on the device, with every block checkpointed."""
     model = patch_qwen_model_for_multi_resolution(make_model(config, dtype, args.device))
     predict.place_transformer(with_lora(model), args.device, quantize)
     recompute(model, "all")
@@ -186,38 +190,38 @@ def build(quantize="none", compiled=False):
     return model
 
 def measure(model, pack):
-    """Time and memory of a training step over a pack: forward, loss, backward."""
+    """-> time and memory of a training step over a pack: forward pass, loss, backward pass."""
     def step():
         model.zero_grad()
         loss_of(samples, run_on(model, samples)).backward()
 
-    gc.collect() # what a step that ran out of memory has left
+    gc.collect() # a step that ran out of memory leaves tensors behind
     samples = make_samples(config, pack, dtype, args.device)
     row, lens = timed(step, args.device, before=model.zero_grad), [s.lens for s in samples]
     return row | {"tokens/s": sum(map(sum, lens)) / row["seconds"],
                   "of matmul": flops(config, lens, tail=False) / row["seconds"] / matmul}
 
 def check_offload():
-    """A step copies twice, forward and backward. hiding: 1 if it takes no longer than its copies or its work, whichever
-    is longer; unhidden: the same if they came one after the other."""
+    """A step copies all weights twice, forward and backward. hiding: the step's time, divided by that of its copies or
+    its computation, whichever takes longer; 1 is ideal. unhidden: what that would be if one followed the other."""
     model = build()
-    away = sum(p.nbytes for p in model.transformer_blocks.parameters() if not p.requires_grad)
-    if on_card and plan.free_bytes("cpu") < 1.1 * away: # the kernel would end a process
-        yield dict(note=f"not run: the host has less than {1.1 * away / 2**30:.0f} GiB free")
+    weights = sum(p.nbytes for p in model.transformer_blocks.parameters() if not p.requires_grad)
+    if on_card and plan.free_bytes("cpu") < 1.1 * weights: # Linux would kill a process
+        yield dict(note=f"not run: the host has less than {1.1 * weights / 2**30:.0f} GiB free")
         return
-    near = measure(model, first_pack)["seconds"]
+    plain = measure(model, first_pack)["seconds"]
     predict.place_transformer(model, args.device, offload=layers)
-    far = measure(model, first_pack)
+    offloaded = measure(model, first_pack)
     host = torch.empty(2**28 if on_card else 2**24, dtype=torch.uint8, pin_memory=on_card)
-    there = torch.empty_like(host, device=args.device)
-    bandwidth = len(host) / min(seconds(lambda: there.copy_(host, non_blocking=True), args.device) for _ in range(9))
-    copies = 2 * away / bandwidth
-    yield {"on the card, s": near, "offloaded, s": far["seconds"], "copies, s": copies, "GB/s": bandwidth / 1e9,
-           "hiding": far["seconds"] / max(near, copies), "unhidden": (near + copies) / max(near, copies),
-           "added GiB": far["added GiB"], "host GiB": away / 2**30}
+    copy = torch.empty_like(host, device=args.device)
+    bandwidth = len(host) / min(seconds(lambda: copy.copy_(host, non_blocking=True), args.device) for _ in range(9))
+    copies = 2 * weights / bandwidth
+    yield {"on the card, s": plain, "offloaded, s": offloaded["seconds"], "copies, s": copies, "GB/s": bandwidth / 1e9,
+           "hiding": offloaded["seconds"] / max(plain, copies), "unhidden": (plain + copies) / max(plain, copies),
+           "added GiB": offloaded["added GiB"], "host GiB": weights / 2**30}
 
 def attention_alone(kernel):
-    """Forward and backward pass of the attention of one sample."""
+    """-> time and memory of one sample's attention, forward and backward pass."""
     samples = make_samples(config, first_pack, dtype, args.device)
     n, heads, dim = sum(samples[0].lens), config["num_attention_heads"], config["attention_head_dim"]
     q, k, v = [torch.randn(n, heads, dim, dtype=dtype, device=args.device, requires_grad=True) for _ in range(3)]
@@ -238,24 +242,24 @@ def check_attention():
     if not one_kernel:
         yield dict(kernel="FA2, FA3, FA4", note="not for this device")
         return
-    found = torch.nn.attention.current_flash_attention_impl() # extras/cuda.py has chosen it for all else here
+    chosen = torch.nn.attention.current_flash_attention_impl() # extras/cuda.py has chosen it for the other stages too
     model = build()
-    for kernel in (found, "FA2", found) if found else ("FA2",):
-        if kernel == "FA2" and found:
+    for kernel in (chosen, "FA2", chosen) if chosen else ("FA2",):
+        if kernel == "FA2" and chosen:
             torch.nn.attention.restore_flash_attention_impl()
-        elif found:
-            torch.nn.attention.activate_flash_attention_impl(found)
+        elif chosen:
+            torch.nn.attention.activate_flash_attention_impl(chosen)
         yield dict(kernel=kernel, of="one sample, alone") | attention_alone(kernel)
         yield dict(kernel=kernel, of="a step") | measure(model, mixed_pack)
-    if on_card and torch.cuda.get_device_capability() == (9, 0): # which may be worth a road of its own
+    if on_card and torch.cuda.get_device_capability() == (9, 0): # on Hopper cuDNN may be worth supporting
         yield dict(kernel="cuDNN", of="one sample, alone") | attention_alone("cuDNN")
 
 @torch.no_grad()
 def check_encoding():
-    folder = cache.find_model("tiny", cache.ENCODERS) # for its tokenizer
+    folder = cache.find_model("tiny", cache.ENCODERS) # its tokenizer serves both sizes
     pipe, depths = cache.load_pipeline(folder), (28, 32) if plan.free_bytes(args.device) > 20 * 2**30 else (4, 4)
     depths = depths if args.size == "full" else None
-    pipe.processor.image_processor = cache.Qwen2VLImageProcessorPil() # tiny's makes pictures smaller
+    pipe.processor.image_processor = cache.Qwen2VLImageProcessorPil() # tiny's own makes pictures smaller
     pipe.text_encoder = make_text_encoder(folder, depths, dtype, args.device)
     image, prompt = Image.effect_noise((384, 384), 64).convert("RGB"), "let a storm come up behind the house. " * 8
     yield {"what": "prompt and picture", "layers": str(depths or "small"),
@@ -264,7 +268,7 @@ def check_encoding():
                lambda: cache.encode_prompt(pipe, prompt, [image]), args.device)
     pipe.text_encoder = None
     shape = {} if args.size == "full" else AutoencoderKLQwenImage.load_config(folder / "vae")
-    vae = torch.nn.Module.to(AutoencoderKLQwenImage.from_config(shape), args.device, dtype) # diffusers' own .to warns
+    vae = torch.nn.Module.to(AutoencoderKLQwenImage.from_config(shape), args.device, dtype) # (diffusers' .to warns)
     for side in (64, 128) if args.size == "full" else (4, 8): # in tokens
         latents = torch.randn(side * side, 64, device=args.device)
         yield {"what": f"decoding {16 * side} x {16 * side}", "weights GiB": plan.model_bytes(vae) / 2**30} | timed(
@@ -272,7 +276,7 @@ def check_encoding():
 
 @dataclass
 class Item:
-    """What `losses` needs of train.py's items, in the same letters."""
+    """The fields of train.py's items that `losses` needs, with the same shape letters."""
     x0: "float32 I C"
     s: "float32"
     controls: "base K C"
@@ -280,40 +284,41 @@ class Item:
     img_shapes: list
 
 def losses(model, items):
-    """As train.py's flow_loss."""
+    """Stands in for train.py's flow_loss."""
     samples = [SimpleNamespace(latents=torch.cat([i.x0.to(dtype), i.controls]), prompt=i.prompt, target=i.x0,
                                timestep=i.s, shapes=i.img_shapes) for i in items]
     return [loss_of(samples, run_on(model, samples))]
 
 def check_fit():
     if not on_card:
-        yield dict(note="only on a card")
+        yield dict(note="only on a GPU")
         return
-    model, said = build(), []
+    model, messages = build(), []
     samples = make_samples(config, first_pack, dtype, args.device)
     tokens = sum(map(sum, [s.lens for s in samples]))
     flags = SimpleNamespace(device=args.device, batching="packed", batch_size=1, max_tokens=tokens, compile=False)
     recompute_first = functools.partial(checkpoint_blocks, model)
     optimizer = torch.optim.AdamW(model.lora.values())
     try:
-        again = fit.keep_what_fits(model, {tokens}, Item, losses, recompute_first, flags, said.append)
+        recomputed = fit.keep_what_fits(model, {tokens}, Item, losses, recompute_first, flags, messages.append)
         for _ in range(3):
             loss_of(samples, run_on(model, samples)).backward()
             optimizer.step()
             optimizer.zero_grad()
     except (torch.OutOfMemoryError, common.InputError):
-        yield dict(said=said, wrong="what was kept does not fit")
+        yield dict(said=messages, wrong="what it kept does not fit")
         return
     free, total = torch.cuda.mem_get_info(args.device)
-    row = {"recomputed": again, "said": said[0], "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+    row = {"recomputed": recomputed, "said": messages[0], "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
            "reserved GiB": torch.cuda.max_memory_reserved() / 2**30, "free GiB": free / 2**30}
-    yield row if free > 0.02 * total else row | dict(wrong="less than 2 % are free")
+    yield row if free > 0.02 * total else row | dict(wrong="less than 2 % of the memory is free")
 
 # ---- speed and memory ------------------------------------------------------------------------------------------------
 
 @functools.cache
 def plan_memory():
-    """What --plan says, in GiB -> ({quantize: base}, LoRA, {(pack, checkpointed blocks, quantize): step})."""
+    """-> the memory that --plan expects, in GiB: ({quantize: base}, LoRA, {(pack, checkpointed blocks, quantize):
+    step})."""
     with init_empty_weights():
         model = QwenImageTransformer2DModel(**config).requires_grad_(False)
     model = with_lora(patch_qwen_model_for_multi_resolution(torch.nn.Module.to(model, dtype)))
@@ -323,86 +328,87 @@ def plan_memory():
     for name, pack in packs.items():
         sizes = [([(1, *hw) for hw in pictures], text) for pictures, text in pack]
         tokens = sum(text + sum(h * w for h, w in pictures) for pictures, text in pack)
-        all_again, none_again = [plan.step_bytes(model, Item, losses, sizes, n) for n in (layers, 0)]
-        kept = config["attention_head_dim"] * dtype.itemsize + 4 # of a head and token: its output, and a scale in fp32
+        all_blocks, no_blocks = [plan.step_bytes(model, Item, losses, sizes, n) for n in (layers, 0)]
+        kept = config["attention_head_dim"] * dtype.itemsize + 4 # per head and token: an output, and a scale in fp32
         attention = layers * tokens * config["num_attention_heads"] * kept
-        peaks = {"all": all_again, "all but attention": all_again + attention, "none": none_again}
-        for (again, peak), quantize in itertools.product(peaks.items(), base):
-            steps[name, again, quantize] = (peak + plan.product_bytes(model, quantize, tokens)) / 2**30
+        peaks = {"all": all_blocks, "all but attention": all_blocks + attention, "none": no_blocks}
+        for (checkpointed, peak), quantize in itertools.product(peaks.items(), base):
+            steps[name, checkpointed, quantize] = (peak + plan.product_bytes(model, quantize, tokens)) / 2**30
     return base, lora, steps
 
 def cells():
-    """-> (quantize, compiled, checkpointed, name of the pack)"""
+    """Yields (quantize, compiled, checkpointed, name of the pack) of each cell of the table."""
     for quantize, compiled in GROUPS:
         plain = quantize == "none" and not compiled
         ways = ("all", "all but attention", "none") if plain else ("all", "none")
         yield from itertools.product([quantize], [compiled], ways, packs)
 
-def why_not(quantize, again):
+def why_not(quantize, checkpointed):
+    """-> why a cell cannot be measured, or None."""
     if time.monotonic() > deadline:
         return "not run"
     if quantize == "nf4" and not find_spec("bitsandbytes"):
         return "bitsandbytes is not installed"
-    if again == "all but attention" and not one_kernel:
+    if checkpointed == "all but attention" and not one_kernel:
         return "attention is not one kernel here"
 
-def counted(model, pack, again):
-    """What --plan expects of such a step on this card, if it knows it."""
+def counted(model, pack, checkpointed):
+    """-> how long --plan expects such a step to take on this GPU, if it knows the GPU."""
     lengths = [text + sum(h * w for h, w in pictures) for pictures, text in pack]
     cards = [card for card in plan.RATES if re.search(rf"\b{card}\b", device_name)]
-    return {"counted": plan.step_seconds(model, lengths, card, again != "none", again == "all but attention", 0)[0]
-            for card in cards}
+    return {"counted": plan.step_seconds(model, lengths, card, checkpointed != "none",
+                                         checkpointed == "all but attention", 0)[0] for card in cards}
 
 def check_speed():
     group = None
-    for quantize, compiled, again, name in cells():
-        row = dict(pack=name, weights=quantize, checkpointed=again, compiled=compiled)
+    for quantize, compiled, checkpointed, name in cells():
+        row = dict(pack=name, weights=quantize, checkpointed=checkpointed, compiled=compiled)
         if group != (quantize, compiled):
             group = quantize, compiled
             model = failure = None
-        if note := why_not(quantize, again):
+        if note := why_not(quantize, checkpointed):
             row["note"] = note
         elif failure:
             row |= failure
         else:
             try:
                 base, lora, steps = plan_memory()
-                row["planned"] = [base[quantize], lora, steps[name, again, quantize]]
+                row["planned"] = [base[quantize], lora, steps[name, checkpointed, quantize]]
                 if model is None:
-                    torch._dynamo.reset() # its graphs would keep the model before
+                    torch._dynamo.reset() # its graphs would keep the previous model in memory
                     before = used_gib(args.device)
                     model = build(quantize.split()[0], compiled)
                     base_gib = used_gib(args.device) - before - lora
                     if "unpacked" in quantize:
                         unpack(model)
-                recompute(model, again)
+                recompute(model, checkpointed)
                 row |= measure(model, packs[name])
-                if group == ("none", False): # which is what it counts
-                    row |= counted(model, packs[name], again)
+                if group == ("none", False): # --plan's time is for eager bf16 only
+                    row |= counted(model, packs[name], checkpointed)
                 row["measured"] = [base_gib, lora, row.pop("added GiB")]
                 if quantize in ("int8", "fp8") and not multiplies(model, dtype, args.device):
                     row["remark"] = "unpacked: no such products here"
-            except (Exception, common.InputError, OutOfTime) as e: # of the compiler, say: other cells may have figures
+            except (Exception, common.InputError, OutOfTime) as e: # e.g. the compiler's: other cells may still work
                 problem = reason(e)
                 row |= problem
-                failure = problem if model is None else None # the group's, which cannot be built
+                failure = problem if model is None else None # without a model the whole group fails
         yield row
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
-class OutOfTime(BaseException): # a class because libraries catch every Exception
+class OutOfTime(BaseException): # not an Exception, because libraries catch those
     """--minutes are over."""
 
 def ring(number, frame):
     raise OutOfTime
 
 def set_alarm(on):
-    """It rings again if no one hears: what is raised in a destructor is lost."""
-    left = max(1e-3, deadline - time.monotonic())
-    signal.setitimer(signal.ITIMER_REAL, left if on else 0, 5)
+    """The alarm repeats every 5 seconds, because Python ignores what a signal handler raises within a destructor."""
+    remaining = max(1e-3, deadline - time.monotonic())
+    signal.setitimer(signal.ITIMER_REAL, remaining if on else 0, 5)
 
 def reason(e):
-    """What a line has instead of figures. (place_transformer makes an InputError of it.)"""
+    """-> what a line says instead of figures. (An InputError of place_transformer may hide that memory ran out.)"""
     if isinstance(e, OutOfTime):
         set_alarm(False)
         return dict(note="out of time")
@@ -415,30 +421,31 @@ def text_of(value):
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 def table(rows):
-    """Markdown."""
+    """-> the rows as a Markdown table."""
     columns = sorted(dict.fromkeys(key for row in rows for key in row), key=["limit", "note", "wrong"].count)
     lines = [columns, ["---"] * len(columns), *[[text_of(row.get(c, "")) for c in columns] for row in rows]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 def beside(rows, figures):
-    """The rows of `speed`, a compiled one beside its eager one."""
+    """-> the rows of `speed`, each eager one joined with its compiled one."""
     pairs = {}
     for row in rows:
-        if "pack" not in row: # of the stage itself, which broke
+        if "pack" not in row: # the stage itself broke
             row = dict(pack="-", weights="-", checkpointed="-", compiled=False) | row
         key = row["pack"], row["weights"], row["checkpointed"]
         pair = pairs.setdefault(key, dict(zip(("pack", "weights", "checkpointed blocks"), key)))
-        said = [figures(row)] if "seconds" in row else []
-        said += [row[key] for key in ("note", "wrong", "remark") if key in row]
-        pair["compiled" if row["compiled"] else "eager"] = ", ".join(said)
+        parts = [figures(row)] if "seconds" in row else []
+        parts += [row[key] for key in ("note", "wrong", "remark") if key in row]
+        pair["compiled" if row["compiled"] else "eager"] = ", ".join(parts)
     return list(pairs.values())
 
 def summary(found):
-    """README's tables."""
-    sums = lambda gib: "{:.1f} + {:.1f} + {:.1f} = {:.1f}".format(*gib, sum(gib))
+    """-> the tables for README."""
+    def sums(gib):
+        return "{:.1f} + {:.1f} + {:.1f} = {:.1f}".format(*gib, sum(gib))
     tables = {stage: rows for stage, rows in found.items() if stage != "speed"}
     if "speed" in found:
-        tables["Speed, of a step"] = beside(found["speed"], lambda row: (
+        tables["Speed of a step"] = beside(found["speed"], lambda row: (
             f"{row['seconds']:.3g} s ({text_of(row.get('counted', '-'))} counted), {row['tokens/s']:,.0f} tok/s, "
             f"{row['of matmul']:.0%}"))
         tables["Memory in GiB: base + LoRA + step; planned -> measured"] = beside(found["speed"], lambda row: (
@@ -446,13 +453,13 @@ def summary(found):
     return "\n".join(f"**{title}**\n\n{table(rows)}" for title, rows in tables.items())
 
 def guarded(rows):
-    """These rows; if one breaks, a line that says so is the last."""
+    """Yields these rows. If one of them breaks, the last row says so."""
     try:
         yield from rows
-    except (Exception, common.InputError) as e: # (the latter is none of the former)
+    except (Exception, common.InputError) as e: # (an InputError is a SystemExit, not an Exception)
         yield reason(e)
 
-for number in (signal.SIGINT, signal.SIGTERM): # so that check_claims ends its tests
+for number in (signal.SIGINT, signal.SIGTERM): # these too must let check_claims end its tests
     signal.signal(number, lambda number, frame: sys.exit(128 + number))
 driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
                         text=True).stdout.strip() if shutil.which("nvidia-smi") else "none"
@@ -472,15 +479,15 @@ for stage in [stage for stage in STAGES if stage in args.stages]:
     found[stage], begin = [], time.monotonic()
     late = begin > deadline
     rows = guarded(globals()[f"check_{stage}"]())
-    if late and stage != "speed": # whose cells say so one by one
+    if late and stage != "speed": # (each cell of speed says so itself)
         rows = guarded([dict(note="not run")])
     try:
         set_alarm(not late)
         for row in rows:
             write(stage, row)
     except OutOfTime as e:
-        row = reason(e) # no more alarms
-        rows.close() # ends the processes of that stage
+        row = reason(e) # this also stops the alarm
+        rows.close() # this ends the stage's processes
         write(stage, row)
     set_alarm(False)
     gc.collect()

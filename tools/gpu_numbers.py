@@ -1,9 +1,9 @@
 """
-What gpu_check.py compares in its stage `numbers`: a step of a few blocks of the real width, computed in two ways that
-should agree, and trainings of tiny in processes of their own, resumed and sharded.
+The stage `numbers` of gpu_check.py. It computes one step of a few blocks of the real width in two ways that should
+agree, and trains tiny in processes of their own, to compare a resumed and a sharded run with a plain one.
 
-A row has the relative L2 distance of the one way from the other: of all outputs (or losses), and of the gradient (or
-LoRA) matrix that is worst. `wrong`: one of them is beyond the limit, or not a number. A limit of 0 means equal bits.
+A row shows relative L2 distances between the two ways: of all outputs (or losses), and of the gradient (or LoRA) matrix
+that differs most. It is `wrong` if a distance is beyond the limit, or is NaN. A limit of 0 means equal bits.
 """
 import contextlib
 import json
@@ -27,31 +27,32 @@ from tools.bench_common import (end, loss_of, make_model, make_samples, multipli
                                 with_lora)
 
 HERE = Path(__file__).resolve().parents[1]
-BLOCKS = 4 # so that --offload fills each of its two buffers twice
+BLOCKS = 4 # enough for --offload to fill each of its two buffers twice
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 LORAS = {"attention": ATTENTION, "all-linear": [*ATTENTION, "img_mod.1", "txt_mod.1", "net.0.proj", "net.2"]}
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 def worst(got, want):
-    """The greatest distance of all tensors, dicts of which these are. NaN if one has NaN."""
+    """-> the largest distance between tensors of the same name in two dicts; NaN if one contains NaN."""
     if got.keys() != want.keys():
         return float("inf")
     pairs = [(got[name].double(), want[name].double()) for name in want]
     return float(np.max([((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in pairs]))
 
 def row(what, got, want, limit):
-    """got, want: {column: {name: tensor}}."""
-    far = {column: worst(got[column], want[column]) for column in want}
-    made = dict(what=what) | far | dict(limit=limit)
-    good = all(distance <= limit for distance in far.values()) # (NaN is not)
-    return made if good else made | dict(wrong="beyond the limit")
+    """-> a row of the table. got, want: {column: {name: tensor}}."""
+    distances = {column: worst(got[column], want[column]) for column in want}
+    cells = dict(what=what) | distances | dict(limit=limit)
+    good = all(distance <= limit for distance in distances.values()) # False for NaN
+    return cells if good else cells | dict(wrong="beyond the limit")
 
 # ---- a step in two ways ----------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def deterministic():
-    """Kernels that add up in any order would never give equal bits. (gpu_check.py has set cuBLAS's variable.)"""
+    """Within it, kernels add up in a fixed order, without which no two results would have equal bits. (gpu_check.py has
+    set the environment variable that cuBLAS needs for this.)"""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -60,15 +61,16 @@ def deterministic():
         torch.use_deterministic_algorithms(before)
 
 def build(setup, quantize="none", kind=None, targets=LORAS["all-linear"], dropout=0.0):
-    """The model with a LoRA on the device, no block recomputed. kind: its dtype, if it is not the setup's."""
+    """-> the model with a LoRA, on the device; it recomputes no block. kind: its dtype, if it is not the setup's."""
     model = torch.nn.Module.to(make_model(setup.config, setup.dtype, setup.device), kind or setup.dtype)
     model = with_lora(rope_patch.patch_qwen_model_for_multi_resolution(model), targets=targets, dropout=dropout)
     return predict.place_transformer(model, setup.device, quantize)
 
 def step(setup, model):
+    """Computes one training step -> dict(outputs={name: tensor}, gradients={name: tensor})."""
     torch.manual_seed(0) # of LoRA dropout
     samples = make_samples(setup.config, setup.pack, setup.dtype, setup.device)
-    for s in samples: # the model rounds a timestep to its dtype: another one, if that is not done before
+    for s in samples: # round timesteps here: the model would round them to its own dtype, which may be another one
         s.timestep = s.timestep.to(setup.dtype).float()
         s.latents, s.prompt = s.latents.to(model.dtype), s.prompt.to(model.dtype)
     preds = run_on(model, samples)
@@ -78,13 +80,13 @@ def step(setup, model):
     return dict(outputs={"": torch.cat(preds).detach()}, gradients=grads)
 
 def rounding(setup):
-    """The same weights in fp32, where attention is one call a sample and no flash attention."""
+    """Against the same weights in fp32, where attention is one call for each sample, without flash attention."""
     if setup.dtype == torch.bfloat16:
         want = step(setup, build(setup, kind=torch.float32))
         yield row("bf16 from fp32", step(setup, build(setup)), want, 5e-2)
 
 def flash_attention(setup):
-    kernel = torch.nn.attention.current_flash_attention_impl() # extras/cuda.py has chosen it
+    kernel = torch.nn.attention.current_flash_attention_impl() # (extras/cuda.py has chosen it)
     if not kernel:
         yield dict(what="FA3 or FA4 from FA2", note="not installed, or not for this device")
         return
@@ -99,11 +101,11 @@ def flash_attention(setup):
 
 def recomputed(setup):
     for dropout in (0.0, 0.3):
-        model, words = build(setup, dropout=dropout), ", LoRA dropout" if dropout else ""
+        model, suffix = build(setup, dropout=dropout), ", LoRA dropout" if dropout else ""
         want = step(setup, model)
         recompute(model, "all")
-        yield row(f"recomputed from kept{words}", step(setup, model), want, 0)
-        what = f"all but attention recomputed, from kept{words}"
+        yield row(f"recomputed from kept{suffix}", step(setup, model), want, 0)
+        what = f"all but attention recomputed, from kept{suffix}"
         if rope_patch.has_varlen(torch.empty(0, dtype=setup.dtype, device=setup.device)):
             recompute(model, "all but attention")
             yield row(what, step(setup, model), want, 0)
@@ -145,17 +147,17 @@ import runpy, sys
 import torch
 import torch.distributed as dist
 torch.use_deterministic_algorithms(True)
-begin = dist.init_process_group # NCCL refuses two processes on one card
+begin = dist.init_process_group # NCCL refuses two processes on one GPU
 dist.init_process_group = lambda backend, **options: begin(backend.replace("nccl", "gloo"), **options)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 def start(folder, name, device, *flags, processes=1):
-    """Six steps of train.py on twelve pictures of tiny, into folder/name -> its processes."""
-    kind, _, number = device.partition(":") # two processes take the same card
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    """Starts six steps of train.py on twelve pictures of tiny, with folder/name as --out_dir -> its processes."""
+    kind, _, number = device.partition(":") # two processes share one GPU
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     command = [sys.executable, "-c", TRAIN, "train.py", "--data", "tiny/val", "--val_data", "--max_steps", "6",
                "--save_every", "3", "--batch_size", "4", "--device", kind, "--cache_dir", folder / "cache",
                "--out_dir", folder / name, *flags]
@@ -169,9 +171,9 @@ def start(folder, name, device, *flags, processes=1):
     return started
 
 def wait(processes, folder, name):
-    """RuntimeError, with the last line that they wrote, if one of them fails."""
+    """Waits until all processes end. If one of them fails: RuntimeError with the last line of their output."""
     statuses = [None]
-    while None in statuses and not any(statuses): # a process whose peer has died might wait for ever
+    while None in statuses and not any(statuses): # (a process whose peer has died might never end)
         time.sleep(0.1)
         statuses = [process.poll() for process in processes]
     if any(statuses):
@@ -179,12 +181,13 @@ def wait(processes, folder, name):
         raise RuntimeError(text.strip().rpartition("\n")[2] or f"train.py ended with {statuses}")
 
 def trained(folder):
+    """-> what to compare of a finished run: its losses and its LoRA."""
     losses = [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()[1:]]
     lora, _ = read_tensors(folder / predict.LORA_FILE, "lora_adapter_metadata")
     return dict(losses={"": torch.tensor(losses)}, LoRA=lora)
 
 def resumed(setup, folder, running):
-    """As if it had been killed after step 3."""
+    """Resumes a copy of the run that looks as if it had been killed after step 3."""
     wait(running["whole"], folder, "whole")
     shutil.copytree(folder / "whole", folder / "resumed", ignore=shutil.ignore_patterns("*-000006", "DONE"))
     running["resumed"] = start(folder, "resumed", setup.device, "--dtype", "bfloat16", "--resume")
@@ -192,14 +195,14 @@ def resumed(setup, folder, running):
     yield row("train.py resumed, from unbroken", trained(folder / "resumed"), trained(folder / "whole"), 0)
 
 def sharded(setup, folder, running):
-    """In fp32, as two processes pack other samples together, which bf16 would round in another way."""
+    """In fp32: two processes pack the samples in another way than one, which bf16 would round differently."""
     wait(running["one"], folder, "one")
     try:
         wait(running["two"], folder, "two")
     except RuntimeError as e:
         if setup.device == "cpu":
             raise
-        yield dict(note=str(e)) # gloo may not do on a card what FSDP2 wants: nobody has tried
+        yield dict(note=str(e)) # gloo may lack on a GPU what FSDP2 needs; we have not tried
         return
     got, want = [dict(losses=trained(folder / name)["losses"]) for name in ("two", "one")]
     yield row("train.py, two processes with --fsdp, from one", got, want, 1e-5)
@@ -207,10 +210,10 @@ def sharded(setup, folder, running):
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
 def comparisons(config, pack, dtype, device):
-    """Yields generators of rows, by themselves, so that one that breaks does not end the others. config: of the model,
-    whose width it takes; pack: as make_samples wants it. Close it, and its processes end."""
+    """Yields a generator of rows for each comparison, so that one that breaks does not end the others. config: of the
+    model, whose width counts here; pack: a preset of make_samples. Closing this generator ends its processes."""
     setup = SimpleNamespace(config=config | dict(num_layers=BLOCKS), pack=pack, dtype=dtype, device=device)
-    running = {} # trainings take their time while steps are compared
+    running = {} # the trainings run in the background while steps are compared
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -222,7 +225,7 @@ def comparisons(config, pack, dtype, device):
                     yield compare(setup)
                 yield resumed(setup, folder, running)
                 yield sharded(setup, folder, running)
-                yield compiled(setup) # the last, as it takes minutes
-        finally: # one left behind would hold the card
+                yield compiled(setup) # this comes last because it takes minutes
+        finally: # a process left behind would occupy the GPU
             for process in [process for processes in running.values() for process in processes]:
                 end(process)

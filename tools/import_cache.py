@@ -1,5 +1,6 @@
 """
-Caches of version 1.0 become today's: a part of import_data.py, which is the command and tells what such a folder holds.
+Converts caches of version 1.0 to the current version. A part of import_data.py, which is the command to run; its -h
+tells what such a cache contains.
 """
 import shlex
 import sys
@@ -15,60 +16,62 @@ import common
 from common import InputError, Sample
 from rope_patch import get_image_shapes_multi_resolution
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles, which are refused
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
 
 def as_safetensors(path):
-    """A command that turns a pickled dictionary of tensors and numbers into safetensors, without running its code."""
+    """-> a command that converts a pickled dictionary of tensors and numbers without running the pickle's code."""
     code = ("import sys, torch, safetensors.torch as s; "
             "d = {k: torch.as_tensor(v).clone().contiguous() for k, v in torch.load(sys.argv[1], weights_only=True)"
             ".items()}; s.save_file(d, sys.argv[2])")
     return shlex.join(["python", "-c", code, str(path), str(path.with_suffix(".safetensors"))])
 
 def read_old(path):
-    """A dictionary of version 1.0, perhaps with pads and a batch dimension of 1 -> tensors as cache.py has them."""
+    """Reads a dictionary of version 1.0, which may have padding and a batch dimension of 1 -> tensors, as cache.py
+    stores them. InputError says what is wrong."""
     if path.suffix != ".safetensors":
-        raise InputError(f"{path}: a pickle, which can run code when it is read; convert a dictionary of tensors by: "
-                         + as_safetensors(path))
+        raise InputError(f"{path}: a pickle, which can run code when it is read; if it is a dictionary of tensors, "
+                         f"convert it: {as_safetensors(path)}")
     try:
         with safetensors.safe_open(path, "pt") as f:
             versions = {(f.metadata() or {}).get("version", "1.0")}
             tensors = {k: f.get_tensor(k) for k in f.keys()}
-        if "version" in tensors: # a number that stood in the dictionary
+        if "version" in tensors: # some dictionaries contain their version, as a number
             versions.add(f"{float(tensors.pop('version')):.1f}")
         if versions != {"1.0"}:
             raise ValueError(f"version {', '.join(sorted(versions))}")
-        if tensors.get("img_shapes", torch.empty(0)).ndim == 2: # one sample's own, (N, 3), without a batch dimension
+        if tensors.get("img_shapes", torch.empty(0)).ndim == 2: # one sample's shapes, (N, 3), lack the batch dimension
             tensors["img_shapes"] = tensors["img_shapes"][None]
         if not {"height", "width", "img_shapes"} & tensors.keys():
-            raise ValueError("it has no height and width, and tokens alone may have any shape: add both, in pixels, "
-                             "as tensors")
+            raise ValueError("height and width are missing, and the tokens alone do not tell the shape: add both, in "
+                             "pixels, as tensors")
         if batches := [len(t) for t in tensors.values() if t.ndim == 3 and len(t) != 1]:
-            raise ValueError(f"a batch of {batches[0]} samples; want a file for each")
+            raise ValueError(f"a batch of {batches[0]} samples: write a file for each of them")
         shapes = get_image_shapes_multi_resolution(tensors, 1)[0]
         tensors = {k: t[0] if t.ndim == 3 or k.endswith("_mask") and t.ndim == 2 else t for k, t in tensors.items()}
-        for name in [name for name in ("prompt_embed", "empty_prompt_embed") if name in tensors]: # pads go
+        for name in [name for name in ("prompt_embed", "empty_prompt_embed") if name in tensors]: # remove the padding
             tensors[name] = tensors[name][tensors.get(name + "s_mask", torch.ones(len(tensors[name]))).bool()]
             tensors[name + "s_mask"] = torch.ones(len(tensors[name]), dtype=torch.bool)
         rows = [tensors[name] for name in ("pixel_latent", "control_latent", "prompt_embed")]
-        if len(shapes) == 1 and len(rows[1]) == len(rows[0]): # of the time when both were resized to one size
+        if len(shapes) == 1 and len(rows[1]) == len(rows[0]): # older caches have one size for both pictures
             shapes *= 2
         if any(len(shape) != 3 or min(shape) < 1 or shape[0] > 1 for shape in shapes):
-            raise ValueError(f"shapes {shapes}; want (1, height, width), in tokens")
+            raise ValueError(f"shapes {shapes} instead of (1, height, width), in tokens")
         shapes = torch.tensor(shapes)
         areas, lengths = shapes.prod(-1).tolist(), [len(t) for t in (*rows[:2], tensors.get("edit_mask", rows[0]))]
         if lengths != [areas[0], sum(areas[1:]), areas[0]] or any(t.ndim != 2 for t in rows):
-            raise ValueError(f"{lengths[:2]} tokens for {shapes.tolist()}")
+            raise ValueError(f"{lengths[:2]} tokens do not fit the shapes {shapes.tolist()}")
         if not all(t.is_floating_point() and t.isfinite().all() for t in rows) or not len(rows[2]):
-            raise ValueError("no numbers, NaN or Inf in the latents or the prompt, or an empty prompt")
+            raise ValueError("latents or a prompt with NaN, Inf or numbers that are no floats, or an empty prompt")
         return tensors | dict(img_shapes=shapes)
-    except (OSError, safetensors.SafetensorError, LookupError, ValueError, TypeError, RuntimeError) as e:
-        raise InputError(f"{path}: no version 1.0 cache file ({type(e).__name__}: {e}); encode it again")
+    except Exception as e: # a foreign file can fail in any way
+        raise InputError(f"{path}: not a cache file of version 1.0 ({type(e).__name__}: {e}); encode the sample again")
 
-PARTS = [("latents", "pixel_latent", "control_latent", "img_shapes", "edit_mask"), # a file's folder and tensors
+PARTS = [("latents", "pixel_latent", "control_latent", "img_shapes", "edit_mask"), # folder and tensors of each new file
          ("text", "prompt_embed", "prompt_embeds_mask"), ("text", "empty_prompt_embed", "empty_prompt_embeds_mask")]
 
 def convert_cache(paths, folder):
-    """-> (samples, problems). The files name no prompts and no model; predict.py will draw at the stock area."""
+    """Converts these files to a cache in `folder` -> (samples, problems). The files tell neither prompt nor model: the
+    file's name serves as the prompt. Nor do they tell the areas: predict.py will generate at the stock area."""
     samples, problems = [], []
     for path in tqdm(paths, desc="converting", unit=" files", disable=None, leave=False):
         try:

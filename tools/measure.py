@@ -1,24 +1,24 @@
 """
-How near are drawn pictures to a dataset's targets? Compares what predict.py --jobs DATASET has drawn with the targets,
-and prints a line for each folder of the dataset, means over its pictures. What --seed has drawn several times is
-averaged; what --scales has drawn gets a line for each scale:
+How near are generated pictures to a dataset's targets? Compares the results of predict.py --jobs DATASET with the
+targets, and prints a line for each folder of the dataset, with means over its pictures. Several seeds (--seed) are
+averaged; several LoRA scales (--scales) get a line each:
 
-    input, drawn, VAE    PSNR to the target in dB: of the first control, of the picture, of what the VAE makes of the
-                         target, which is the best that any LoRA can reach
-    kept                 PSNR of the picture where nothing should change: there target and control differ by at most 8
-                         levels of 255
-    inside, outside      PSNR of the picture in the tokens that are edited, and in the others: by the dataset's mask,
-                         else by that of --mask auto; empty where it has none, as nothing differs or nearly all
-    shift, zoom, colour  what the edit did there and should not: a motion in pixels, a change of size in percent, a cast
-                         in levels; medians. They are against the target as the VAE draws it, whose soft edges would
-                         pass for a zoom of half a percent
+    input, result, VAE   PSNR to the target in dB: of the first control; of the generated picture; of the target after
+                         the VAE alone, which is the best that any LoRA can reach
+    kept                 PSNR of the result where nothing should change, i.e. where target and control differ by at most
+                         8 levels of 255
+    inside, outside      PSNR of the result inside and outside of the mask: the dataset's, or else the one that --mask
+                         auto makes; empty if there is no mask, because nothing differs or nearly everything
+    shift, zoom, colour  how the edit disturbed the part that should not change: a motion in pixels, a change of size in
+                         percent, a colour cast in levels; medians. The reference is the target after the VAE: its soft
+                         edges, against the target's own, would look like a zoom of half a percent
 
 $ python predict.py --lora out/RUN --jobs tiny/val --out_dir out/predict
 $ python tools/measure.py out/predict tiny/val
 $ python tools/measure.py out/predict photos --model Qwen/Qwen-Image-Edit-2509 --json measured.json
-$ python tools/measure.py out/predict photos --model none   # without a model: against the targets themselves
-$ python predict.py --lora out/RUN --jobs photos --scales 0 0.5 1 --seed 0 1 --out_dir out/scales; \
-  python tools/measure.py out/scales photos                 # which scale is best? 0 is the base
+$ python tools/measure.py out/predict photos --model none   # without a VAE: shift, zoom, colour against the target
+$ python predict.py --lora out/RUN --jobs photos --scales 0 0.5 1 --seed 0 1 --out_dir out/scales
+$ python tools/measure.py out/scales photos                 # which scale is best? 0 is the base
 """
 import json
 import re
@@ -40,97 +40,107 @@ from extras.mask import auto_mask
 from predict import decode, picture_stem, psnr
 
 def drift(image, reference, keep):
-    """What an edit did where nothing should change -> dict of colour (levels of 255) and, where there is anything to
-    see, shift (pixels) and zoom (%). keep: bool (H, W). Least squares of image - reference on the reference's gradients
-    (Lucas and Kanade 1981): unlike phase correlation it can leave pixels out, and it leaves out 4 more around the edit,
-    whose soft edge would pass for a zoom. Motions of over a pixel are underestimated."""
+    """How did an edit disturb what it should keep? -> dict of colour (levels of 255) and, if there are edges to measure
+    them by, shift (pixels) and zoom (%). keep: bool (H, W), the pixels that should not change. It fits image -
+    reference to the reference's gradients by least squares (Lucas and Kanade 1981). Unlike phase correlation this can
+    ignore pixels: here also those within 4 of the edit, whose soft edge would look like a zoom. It underestimates
+    motions of more than a pixel."""
     a, b = np.asarray(image, float), np.asarray(reference, float)
     h, w = keep.shape
     inner = np.asarray(Image.fromarray(keep).convert("L").filter(ImageFilter.MinFilter(9))) > 0
     dy, dx = np.gradient(b.mean(-1))
     y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
-    found = dict(colour=float(np.abs((a - b)[keep].mean(0)).max()))
-    if np.hypot(dx, dy)[inner].sum() > 1000: # else nothing is left whose motion could be seen
+    drifts = dict(colour=float(np.abs((a - b)[keep].mean(0)).max()))
+    if np.hypot(dx, dy)[inner].sum() > 1000: # with fewer edges no motion could be seen
         # a(x) = b(x - shift - zoom * x) + colour
         shift, zoom = np.stack([-dx, -dy, np.ones((h, w))], -1)[inner], -(dx * x + dy * y)[inner]
-        own = zoom - shift @ np.linalg.lstsq(shift, zoom, rcond=None)[0] # what no shift explains
-        both = own @ own > 0.25 * zoom @ zoom # one shape far from the middle: its zoom would look like a shift
-        columns = np.column_stack([shift, zoom]) if both else shift
-        moved = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
-        found.update(shift=float(np.hypot(*moved[:2])), **(dict(zoom=float(100 * abs(moved[3]))) if both else {}))
-    return found
+        own = zoom - shift @ np.linalg.lstsq(shift, zoom, rcond=None)[0] # the part that no shift explains
+        # a zoom and a shift of a single shape look alike if it is far from the middle
+        has_zoom = own @ own > 0.25 * zoom @ zoom
+        columns = np.column_stack([shift, zoom]) if has_zoom else shift
+        motion = np.linalg.lstsq(columns, (a - b).mean(-1)[inner], rcond=None)[0]
+        drifts["shift"] = float(np.hypot(*motion[:2]))
+        if has_zoom:
+            drifts["zoom"] = float(100 * abs(motion[3]))
+    return drifts
 
 def prepare(sample, size, pipe):
-    """What a sample's pictures of this size are compared with -> SimpleNamespace(target, reference: the target as the
-    VAE draws it (without a pipe the target itself), given: the first control or None, edited and keep: bool (H, W))."""
+    """-> what to compare a sample's results of this size with: SimpleNamespace(target, reference: the target after the
+    VAE (without a pipe the target itself), control: the first one or None, edited and keep: bool (H, W))."""
     whole = common.read_image(sample.target)
     target = reference = whole.resize(size, Image.Resampling.LANCZOS)
     if pipe:
         latents = cache.encode_image(pipe, target)
         reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
-    given, edited, keep = None, np.zeros(target.size[::-1], bool), None
+    control, edited, keep = None, np.zeros(target.size[::-1], bool), None
     if sample.controls:
-        control = common.read_image(sample.controls[0])
-        given = control.resize(size, Image.Resampling.LANCZOS)
-        mask = common.read_image(sample.mask).convert("L") if sample.mask else auto_mask(whole, control, size)
+        original = common.read_image(sample.controls[0])
+        control = original.resize(size, Image.Resampling.LANCZOS)
+        mask = common.read_image(sample.mask).convert("L") if sample.mask else auto_mask(whole, original, size)
         if mask:
             edited = np.asarray(mask.resize(size, Image.Resampling.NEAREST)) >= 128
-        keep = np.abs(np.asarray(given, int) - np.asarray(target, int)).max(-1) <= 8
-    return SimpleNamespace(target=target, reference=reference, given=given, edited=edited, keep=keep)
+        keep = np.abs(np.asarray(control, int) - np.asarray(target, int)).max(-1) <= 8
+    return SimpleNamespace(target=target, reference=reference, control=control, edited=edited, keep=keep)
 
-def measure(picture, wanted, pipe):
-    """-> {measure: value} of this picture. wanted: of prepare."""
-    found = dict(drawn=psnr(picture, wanted.target))
+def measure(result, against, pipe):
+    """-> {measure: value} of a generated picture. against: what `prepare` returned for it."""
+    values = dict(result=psnr(result, against.target))
     if pipe:
-        found["vae"] = psnr(wanted.reference, wanted.target)
-    if wanted.given:
-        found["input"] = psnr(wanted.given, wanted.target)
-        for name, part in (("inside", wanted.edited), ("outside", ~wanted.edited)):
-            if wanted.edited.any() and part.any():
-                found[name] = psnr(np.asarray(picture)[part], np.asarray(wanted.target)[part])
-        if wanted.keep.mean() > 0.1:
-            found["kept"] = psnr(np.asarray(picture)[wanted.keep], np.asarray(wanted.target)[wanted.keep])
-            found |= drift(picture, wanted.reference, wanted.keep)
-    return found
+        values["vae"] = psnr(against.reference, against.target)
+    if against.control:
+        values["input"] = psnr(against.control, against.target)
+        for name, part in (("inside", against.edited), ("outside", ~against.edited)):
+            if against.edited.any() and part.any():
+                values[name] = psnr(np.asarray(result)[part], np.asarray(against.target)[part])
+        if against.keep.mean() > 0.1:
+            values["kept"] = psnr(np.asarray(result)[against.keep], np.asarray(against.target)[against.keep])
+            values |= drift(result, against.reference, against.keep)
+    return values
 
-def read_drawn(path, by_vae):
-    """-> the picture. InputError for a size that predict.py does not draw; only the VAE minds sides that 16 does not
-    divide."""
-    picture = common.read_image(path)
-    rest = [side % 16 for side in picture.size if by_vae]
-    if min(picture.size) < 32 or any(rest):
-        raise InputError(f"{path}: {picture.width}x{picture.height}; want sides of at least 32 that 16 divides: draw "
-                         "it again with predict.py, or give --model none for other sides")
-    return picture
+def read_result(path, by_vae):
+    """-> a generated picture. InputError if predict.py cannot have generated its size; without a VAE sides need not be
+    multiples of 16."""
+    result = common.read_image(path)
+    rest = [side % 16 for side in result.size if by_vae]
+    if min(result.size) < 32 or any(rest):
+        raise InputError(f"{path}: {result.width}x{result.height}, but sides must be 32 or more and multiples of 16; "
+                         "generate it again with predict.py, or give --model none, which needs no multiples")
+    return result
 
 def ends_of(folder, stems):
-    """-> {end of a name: scale in words} of the pictures of these names, by scale: several --seed and --scales of
-    predict.py add -s1 and -x0.5. If there are no pictures, the one end is empty."""
+    """Finds out with which --seed and --scales predict.py has generated the pictures in `folder`: several seeds add
+    endings such as -s1 to the file names, several scales -x0.5. stems: the names without an ending -> {ending: its
+    scale, as a text}, sorted by scale; {"": ""} if there are no pictures."""
     scale, readings = r"-x(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)", []
     for file in sorted(folder.glob("*.png")):
         matches = [re.fullmatch(f"(?s)(.+)({end})", file.stem) for end in ("()", r"-s\d+()", scale, r"-s\d+" + scale)]
         readings.append([(m[2], m[3]) for m in matches if m and m[1] in stems])
+    # a name may itself end in -s1, and then has two readings: the ending that more files have is the right one
     times = Counter(end for of_file in readings for end in of_file)
-    ends = dict(max(of_file, key=times.get) for of_file in readings if of_file) # as a name may itself end in -s1
+    ends = dict(max(of_file, key=times.get) for of_file in readings if of_file)
     return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf"))) or {"": ""}
 
-COLUMNS = dict(input="7.1f", drawn="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
+COLUMNS = dict(input="7.1f", result="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
                outside="7.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
 
 def average(records):
-    """[{measure: value}] -> the means; medians of what has outliers."""
-    values = {key: [r[key] for r in records if key in r] for key in COLUMNS}
-    kind = lambda key: np.median if key in ("shift", "zoom", "colour") else np.mean
-    return dict(pictures=len(records)) | {key: float(kind(key)(v)) for key, v in values.items() if v}
+    """[{measure: value}] -> the number of pictures, and the mean of each measure; medians where there are outliers."""
+    means = dict(pictures=len(records))
+    for key in COLUMNS:
+        mean = np.median if key in ("shift", "zoom", "colour") else np.mean
+        if values := [r[key] for r in records if key in r]:
+            means[key] = float(mean(values))
+    return means
 
 def main():
     devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     parser = common.Parser(__doc__)
-    parser.add_argument("pictures", type=Path, help="folder of PNGs: predict.py's --out_dir")
+    parser.add_argument("results", type=Path, help="folder of the generated PNGs: predict.py's --out_dir")
     parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
-    parser.add_argument("--model", default="tiny", help="hub id or folder of the model whose VAE counts; none: no VAE")
-    parser.add_argument("--device", choices=devices, default=devices[-1], help="of the VAE")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too (default: nowhere)")
+    parser.add_argument("--model", default="tiny",
+                        help="hub id or folder of the model that generated them, for its VAE; none: use no VAE")
+    parser.add_argument("--device", choices=devices, default=devices[-1], help="where the VAE runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file (default: none)")
     args = parser.parse_args()
     (samples, problems), pipe = common.read_dataset(args.dataset), None
     if args.model != "none":
@@ -139,25 +149,25 @@ def main():
         pipe.vae.to(args.device)
 
     groups, stems = {}, {picture_stem(sample): sample for sample in samples}
-    ends = ends_of(args.pictures, stems)
+    ends = ends_of(args.results, stems)
     for stem, sample in tqdm(stems.items(), desc="measuring", unit=" samples", disable=None, leave=False):
-        wanted = {} # by size: the scales and seeds of a sample share it
+        by_size = {} # what `prepare` returned: the scales and seeds of a sample share it
         for end, scale in ends.items():
             try:
-                picture = read_drawn(args.pictures / f"{stem}{end}.png", by_vae=pipe is not None)
-                if picture.size not in wanted:
-                    wanted[picture.size] = prepare(sample, picture.size, pipe)
+                result = read_result(args.results / f"{stem}{end}.png", by_vae=pipe is not None)
+                if result.size not in by_size:
+                    by_size[result.size] = prepare(sample, result.size, pipe)
             except InputError as e:
                 problems.append(str(e))
                 continue
             name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
-            groups.setdefault(name, []).append(measure(picture, wanted[picture.size], pipe))
+            groups.setdefault(name, []).append(measure(result, by_size[result.size], pipe))
     for problem in problems:
         print(problem, file=sys.stderr)
     if not groups:
-        raise InputError(f"{args.pictures}: none of the pictures of {args.dataset}; draw them with predict.py --jobs")
+        raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
 
-    print(f"{'':20} pictures   input   drawn     VAE |    kept  inside outside  shift px  zoom %  colour")
+    print(f"{'':20} pictures   input  result     VAE |    kept  inside outside  shift px  zoom %  colour")
     groups = {name: average(records) for name, records in groups.items()}
     for name, m in groups.items():
         cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]

@@ -1,12 +1,12 @@
 """
-A training as a page to look at: whether it learns, its held-out pictures, its curves, the pairs it finds hardest, its
-flags, the commands that go on with it. Several runs are drawn over each other.
+Makes a web page of a training: does it learn? The page shows the validation pictures, the curves, the training pairs
+with the largest losses, the flags, and commands to continue or use the run. The curves of several runs share one chart.
 
 Reads run folders of train.py, or copies of them; writes index.html into the (first) run's folder. The page needs no
-server and no network. It shows the pictures in samples/ as they lie there, so copy it together with its folder.
+server and no network. It refers to the pictures in samples/, so copy the page together with its folder.
 
 $ python tools/page.py out/RUN
-$ python tools/page.py out/RUN --watch          # again at each validation (before the first one every 100 steps)
+$ python tools/page.py out/RUN --watch          # rewrites it at each validation (every 100 steps before the first one)
 $ python tools/page.py out/RUN out/OTHER --out both.html
 """
 import contextlib
@@ -27,23 +27,23 @@ import common
 from common import InputError, Parser, natural
 from tools.page_common import card, link, node, save_page, section, size_of, table, thumbnail, tile
 
-COLUMNS = 300 # of a curve: more points are drawn as their least, mean and greatest
+COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 20 # a smoothed value is the mean of the last 1/20 of the run
 LEVELS = "Loss by noise level (1: noise alone)"
 CLOSE = "Loss", "PSNR" # charts whose axis need not begin at zero
-OWN = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
+NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 def read_log(folder):
-    """-> SimpleNamespace(folder, name, flags, command, versions, steps, validations): the last two are records, one for
-    each step. The last line of a run that is at work, or was killed, may be cut."""
+    """-> SimpleNamespace(folder, name, flags, command, versions, steps, validations). The last two are lists of
+    records, one for each step. The log's last line may be incomplete: the run is writing it, or was killed."""
     log = folder / "log.jsonl"
     try:
         lines = log.read_text().splitlines()
-    except (OSError, ValueError) as e:
+    except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{log}: cannot be read ({common.first_words(e)}); give a run folder of train.py")
-    begin, steps, validations = {}, {}, {} # by step: a resumed run may say something twice
+    begin, steps, validations = {}, {}, {} # by step, as a resumed run may log a step again
     for n, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -56,54 +56,55 @@ def read_log(folder):
                 steps[int(step)] = record | dict(loss=float(record["loss"]))
             else:
                 begin |= record
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except Exception: # a foreign file can fail in any way
             if n < len(lines):
-                raise InputError(f"{log}:{n}: not what train.py writes; take the line out")
+                raise InputError(f"{log}:{n}: train.py does not write such a line; delete it")
     if not steps:
-        raise InputError(f"{log}: no steps yet; come back later, or --watch")
+        raise InputError(f"{log}: no steps yet; try again later, or give --watch")
     return SimpleNamespace(folder=folder, name=folder.resolve().name, flags=begin.pop("flags", {}),
                            command=begin.pop("command", ["train.py"]), versions=begin, steps=list(steps.values()),
                            validations=list(validations.values()))
 
 def column(records, name):
-    """-> (steps, values) of the records that have this number."""
-    found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float)) and math.isfinite(r[name])]
-    return np.array(found, float).reshape(-1, 2).T
+    """-> (steps, values) of the records that contain this number."""
+    points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float)) and math.isfinite(r[name])]
+    return np.array(points, float).reshape(-1, 2).T
 
 def by_timestep(steps):
-    """-> for each sample in these records its name, its loss and the tenth of (0, 1) that its timestep is in; of each
-    tenth the mean loss and the number of samples."""
-    whole = [r for r in steps if {"samples", "timesteps", "losses"} <= r.keys()]
+    """-> (names, losses, tenths, means, counts). The first three are for each sample in these records: its name, its
+    loss, and the tenth of (0, 1) that contains its timestep. The last two are for each tenth: the mean loss and the
+    number of samples."""
+    complete = [r for r in steps if {"samples", "timesteps", "losses"} <= r.keys()]
 
     def all_of(key):
-        return np.array([x for r in whole for x in r[key]])
+        return np.array([x for r in complete for x in r[key]])
     names, losses = all_of("samples"), all_of("losses")
     tenths = np.minimum(all_of("timesteps") * 10, 9).astype(int)
     counts = np.bincount(tenths, minlength=10)
     return names, losses, tenths, np.bincount(tenths, losses, 10) / np.maximum(counts, 1), counts
 
 def find_hardest(steps):
-    """-> [(name, ratio, times seen)] of all samples, the hardest first: its losses in the second half of the run, each
-    divided by the mean at that timestep."""
+    """-> [(name, ratio, times seen)] of all samples, the hardest first. The ratio is the mean of a sample's losses in
+    the second half of the run, each divided by the mean loss of all samples at similar timesteps."""
     names, losses, tenths, means, counts = by_timestep(steps[len(steps) // 2:])
     ratios = {}
     for name, loss, tenth in zip(names, losses, tenths):
-        if counts[tenth] >= 5: # fewer are nothing to compare with
+        if counts[tenth] >= 5: # a mean of fewer samples says little
             ratios.setdefault(str(name), []).append(loss / max(means[tenth], 1e-12))
-    found = [(name, float(np.mean(r)), len(r)) for name, r in ratios.items()]
-    return sorted(found, key=lambda row: -row[1])
+    rows = [(name, float(np.mean(r)), len(r)) for name, r in ratios.items()]
+    return sorted(rows, key=lambda row: -row[1])
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 def smooth(x, y):
-    """-> x, and the mean of y there and of the values before it, as many as 1/SMOOTH of all; without those that have
-    too few before them."""
+    """-> x, and the means of y over the last n values, where n is 1/SMOOTH of all; the first n - 1 points drop out."""
     n = max(1, len(y) // SMOOTH)
     sums = np.insert(np.cumsum(y), 0, 0)
     return x[n - 1:], (sums[n:] - sums[:-n]) / n
 
 def thin(x, y):
-    """-> x, least, mean, greatest y of COLUMNS equal parts of the points, or of each if they are fewer."""
+    """Splits the points into COLUMNS parts, or into single points if there are fewer -> the mean x, and the least, mean
+    and greatest y of each part."""
     def of_parts(what, values):
         return np.array([what(part) for part in np.array_split(values, min(len(values), COLUMNS))])
     return of_parts(np.mean, x), of_parts(np.min, y), of_parts(np.mean, y), of_parts(np.max, y)
@@ -112,19 +113,20 @@ def short(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 def ticks(low, high, most):
-    """Round numbers between low and high."""
+    """-> round numbers between low and high, about `most` of them."""
     exact = (high - low) / most
     power = 10 ** math.floor(math.log10(exact))
     pitch = next(power * n for n in (1, 2, 5, 10) if power * n >= exact * 0.999)
     return np.arange(math.ceil(low / pitch), math.floor(high / pitch) + 1) * pitch
 
 def path(x, y):
+    """-> the d of an SVG path, whose y axis points down."""
     return "M" + " ".join(f"{a:.7g},{-b:.7g}" for a, b in zip(x, y))
 
 def chart(title, lines):
-    """A figure of curves. lines: (name, style, x, y); style: raw (the range of many points), line, dash or dots, and a
-    colour. The drawing has the units of its data and is stretched to the width that the page has; of raw points it
-    leaves out the rarest."""
+    """-> a figure with curves; None if they are empty. lines: (name, style, x, y); style: raw (the range of many
+    points), line, dash or dots, and a colour. The SVG has the units of the data, and the browser stretches it to the
+    width of the page. The axis covers 90 % of the raw points, so that rare outliers do not flatten the rest."""
     lines = [line for line in lines if len(line[2])]
     if not lines:
         return None
@@ -134,18 +136,18 @@ def chart(title, lines):
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1
     low = low - margin if title.startswith(CLOSE) and low > high / 2 else min(low, 0)
     high += margin
-    drawn, keys, ends = [], [], []
+    paths, keys, ends = [], [], []
     for name, style, x, y in lines:
         thin_x, least, mean, greatest = thin(x, y)
         d = path(thin_x, mean)
         if "raw" in style:
             d = path(np.append(thin_x, thin_x[::-1]), np.append(least, greatest[::-1])) + "Z"
-        drawn.append(node("path", class_=style, data_name=name, d=d))
+        paths.append(node("path", class_=style, data_name=name, d=d))
         if "dots" in style:
-            drawn.append(node("path", class_=f"dot {style}", d=d.replace(" ", "h0M") + "h0"))
+            paths.append(node("path", class_=f"dot {style}", d=d.replace(" ", "h0M") + "h0"))
         keys.append(node("span", name, class_=f"key {style}"))
         ends.append(f"{name} ends at {short(y[-1])}")
-    svg = node("svg", *drawn, viewBox=f"0 {-high} {right} {high - low}", preserveAspectRatio="none", role="img",
+    svg = node("svg", *paths, viewBox=f"0 {-high} {right} {high - low}", preserveAspectRatio="none", role="img",
                aria_label=f"{title}: {', '.join(ends)}")
     marks = [node("span", short(y), class_="y", style=f"top:{(high - y) / (high - low):.2%}")
              for y in ticks(low, high, 5)]
@@ -155,6 +157,7 @@ def chart(title, lines):
     return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot, class_="chart")
 
 def curves(runs):
+    """-> the section with all charts; several runs share them."""
     several, charts = len(runs) > 1, {} # {title: lines}
 
     def add(run, title, name, style, x, y):
@@ -173,7 +176,7 @@ def curves(runs):
             records = [r["psnr"][group] | dict(step=r["step"]) for r in run.validations if group in r.get("psnr", {})]
             first = title not in charts
             add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
-            if first: # those of the other runs are the same
+            if first: # base and VAE alone are the same for all runs
                 add(run, title, "base", "dash ink", *column(records, "base"))
                 add(run, title, "VAE alone", "dash mute", *column(records, "vae"))
         quarter = max(1, len(run.steps) // 4)
@@ -194,48 +197,49 @@ def curves(runs):
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
 def measures(run):
-    """{name: (value, remark)}: what tells at once how far a run is, and whether it learns."""
-    found, (steps, loss) = {}, smooth(*column(run.steps, "loss"))
+    """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns."""
+    values, (steps, loss) = {}, smooth(*column(run.steps, "loss"))
     if run.validations:
         first, last = run.validations[0], run.validations[-1]
-        found["Validation loss"] = short(last["val_loss"]), f"{short(first['val_loss'])} at step {first['step']:,}"
+        values["Validation loss"] = short(last["val_loss"]), f"{short(first['val_loss'])} at step {first['step']:,}"
         for group, mean in last.get("psnr", {}).items():
             remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**mean)
-            found[f"PSNR (dB), {group}"] = "{base:.1f} \u2192 {lora:.1f}".format(**mean), remark
-    found["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
+            values[f"PSNR (dB), {group}"] = "{base:.1f} \u2192 {lora:.1f}".format(**mean), remark
+    values["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
     seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
     written = time.strftime("%d %b %Y, %H:%M", time.localtime((run.folder / "log.jsonl").stat().st_mtime))
-    state = "finished" if (run.folder / "DONE").exists() else "at work or stopped"
-    most = run.flags.get("max_steps", math.nan)
-    found["Steps"] = f"{run.steps[-1]['step']:,}", f"of {short(most)}; {state} {written}"
+    state = "finished" if (run.folder / "DONE").exists() else "running or stopped, last step"
+    max_steps = run.flags.get("max_steps", math.nan)
+    values["Steps"] = f"{run.steps[-1]['step']:,}", f"of {short(max_steps)}; {state} {written}"
     if seconds.size and memory.size:
-        taken = timedelta(seconds=round(seconds.sum()))
-        found["Hours of training"] = str(taken), f"{short(seconds.mean())} s a step, without validations"
-        found["Tokens per second"] = short(tokens.sum() / seconds.sum()), f"{memory.max():.1f} GiB of memory at most"
-    return found
+        hours = timedelta(seconds=round(seconds.sum()))
+        values["Hours of training"] = str(hours), f"{short(seconds.mean())} s a step, without validations"
+        values["Tokens per second"] = short(tokens.sum() / seconds.sum()), f"{memory.max():.1f} GiB of memory at most"
+    return values
 
 def figures(runs):
-    """The headline: of one run a row of numbers, of several a table, with the flags that differ."""
-    found = [measures(run) for run in runs]
+    """-> the headline: a row of numbers for one run; for several runs a table, which also has the flags that differ."""
+    of_runs = [measures(run) for run in runs]
     if len(runs) == 1:
         cells = [node("div", node("dt", name), node("dd", value), node("dd", remark, class_="remark"))
-                 for name, (value, remark) in found[0].items()]
+                 for name, (value, remark) in of_runs[0].items()]
         return node("dl", *cells, class_="figures")
     rows = []
-    for name in dict.fromkeys(name for measure in found for name in measure):
-        rows.append([name, *[measure.get(name, [""])[0] for measure in found]])
-    for name in sorted(set().union(*[run.flags for run in runs]) - OWN):
+    for name in dict.fromkeys(name for values in of_runs for name in values):
+        rows.append([name, *[values.get(name, [""])[0] for values in of_runs]])
+    for name in sorted(set().union(*[run.flags for run in runs]) - NOT_COMPARED):
         values = [shlex.join(flag_words(run.flags.get(name))) for run in runs]
         if len(set(values)) > 1:
             rows.append([node("code", f"--{name}"), *values])
     return table(rows, ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]])
 
 def pictures(runs, page):
-    """Each held-out picture with what the base and the LoRAs made of it; of older runs the contact sheets."""
+    """-> the section with each validation picture, and what the base and the LoRAs made of it. Runs of older versions
+    have contact sheets instead."""
     shown, steps = {}, set() # {(heading, remark): {name of a tile: its pictures}}
 
     def show(where, name, path, step=0, number=None):
-        """Step 0 is for what is the same at all steps. A picture that is not there is left out."""
+        """Adds a picture, if its file exists. Step 0 means that it is the same at all steps."""
         t = shown.setdefault(where, {}).setdefault(name, SimpleNamespace(links={}, values={}, size=None))
         if step not in t.links and (size := size_of(path)):
             t.links[step], t.size = link(path, page), size
@@ -254,7 +258,7 @@ def pictures(runs, page):
             show(where, "base", samples / "base" / file, number=of_base)
             show(where, lora, samples / f"step_{step:06d}" / file, step, of_lora)
             show(where, "target", samples / "target" / file, number=of_vae)
-            shown[where]["target"] = shown[where].pop("target") # it stands last
+            shown[where]["target"] = shown[where].pop("target") # it comes last, behind the LoRAs of all runs
     if not shown:
         for run in runs:
             for path in sorted((run.folder / "samples").glob("step_*_*.png")):
@@ -262,69 +266,69 @@ def pictures(runs, page):
                 show((f"{run.name}: {name}", "contact sheets"), "sheet", path, int(step))
     cards = []
     for (heading, remark), tiles in shown.items():
-        made = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
-                for name, t in tiles.items()]
-        cards.append(card(heading, remark, made))
+        row = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
+               for name, t in tiles.items()]
+        cards.append(card(heading, remark, row))
     steps = sorted(steps - {0})
     slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
                   max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
-    remark = node("p", "PSNR to the target in dB; the target's own is what the VAE alone reaches. Click a picture to "
-                  "compare it with another one; the arrow keys change the step.", class_="detail")
-    return section("Held-out pictures", remark, slider, *cards) if cards else None
+    remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
+                  "picture to compare it with another one; the arrow keys change the step.", class_="detail")
+    return section("Validation pictures", remark, slider, *cards) if cards else None
 
 def find_samples(roots):
-    """{"root/name": Sample} of the datasets that are on this machine; of the others the log's names must do."""
-    found = {}
+    """-> {"root/name": Sample} of those datasets that are on this machine."""
+    by_name = {}
     for root in roots:
         with contextlib.suppress(InputError):
             samples = cache.read_index(root)[0] if cache.is_index(root) else common.read_dataset(root)[0]
-            found |= {f"{s.root}/{s.name}": s for s in samples}
-    return found
+            by_name |= {f"{s.root}/{s.name}": s for s in samples}
+    return by_name
 
 def hardest_pairs(run, most):
-    """Prints the hardest samples and shows their pictures."""
+    """Prints the hardest samples -> the section with their pictures, as far as these are on this machine."""
     hardest, samples, cards = find_hardest(run.steps)[:most], find_samples(run.flags.get("data") or []), []
     none = "" if hardest else " none, the run is too short to tell"
-    print(f"hardest samples of {run.folder}, by their loss over the mean at the same timesteps:{none}")
+    print(f"hardest samples of {run.folder}, by their loss relative to the mean at the same timesteps:{none}")
     for name, ratio, times in hardest:
         print(f"{ratio:6.2f}  {name}  (seen {times} times)")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
         detail = f"{name}: {ratio:.2f} times the mean loss at its noise levels, seen {times} times"
         cards.append(card(s.prompts[0], detail, [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
-    remark = "Their losses are the largest for their noise levels. Look at them: the target may be wrong."
+    remark = "These have the largest losses for their noise levels. Look at them: a target may be wrong."
     return section(f"Hardest training pairs{run.title}", node("p", remark, class_="detail"),
                    node("div", *cards, class_="pairs")) if cards else None
 
 def flag_words(value):
-    """A flag's value -> the words of a command line that give it; a list in a list is one of KEY=VALUE."""
+    """A flag's value -> the words that give it on a command line; a list within a list is [KEY, VALUE]."""
     items = value if isinstance(value, list) else [value]
     return [f"{item[0]}={json.dumps(item[1])}" if isinstance(item, list) else str(item) for item in items]
 
 def commands(run):
-    """{what it does: words for a shell}"""
-    again = ["python", *[word for word in run.command if word != "--resume"], "--resume"]
-    if not any(word.split("=")[0] == "--out_dir" for word in again):
-        again += ["--out_dir", run.folder]
-    sample = ["python", "predict.py", "--model", run.flags.get("model", "tiny"), "--lora", run.folder]
-    sample += [run.flags["base_lora"]] if run.flags.get("base_lora") else []
-    sample += ["--transformer", run.flags["transformer"]] if run.flags.get("transformer") else []
+    """-> {what it does: words of a shell command}."""
+    resume = ["python", *[word for word in run.command if word != "--resume"], "--resume"]
+    if not any(word.split("=")[0] == "--out_dir" for word in resume):
+        resume += ["--out_dir", run.folder]
+    predict = ["python", "predict.py", "--model", run.flags.get("model", "tiny"), "--lora", run.folder]
+    predict += [run.flags["base_lora"]] if run.flags.get("base_lora") else []
+    predict += ["--transformer", run.flags["transformer"]] if run.flags.get("transformer") else []
     image, prompt = "CONTROL.png", "..."
     for picture in [picture for r in run.validations for picture in r.get("pictures", [])][:1]:
         image, prompt = run.folder / "samples/control" / picture["file"], picture["prompt"]
-    return {"Continue it (a finished one with a larger --max_steps, if its learning rate is constant)": again,
-            "Edit a picture with it": [*sample, "--image", image, "--prompt", prompt],
+    return {"Continue it (if it is finished: give a larger --max_steps; its learning rate must be constant)": resume,
+            "Edit a picture with it": [*predict, "--image", image, "--prompt", prompt],
             "Convert it for ComfyUI": ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out",
                                        f"{run.name}.safetensors"]}
 
 def settings(run):
-    """Commands, flags and versions."""
+    """-> the section with commands, flags and versions."""
     lines = []
     for title, words in commands(run).items():
         spans = [node("span", shlex.quote(str(word)), " ") for word in words]
         lines += [node("h3", title), node("pre", *spans)]
     given = {word.split("=")[0].replace("--no-", "--") for word in run.command}
-    rows = {True: [], False: []} # whether it was given
+    rows = {True: [], False: []} # True: the command gave the flag
     for name, value in run.flags.items():
         rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
     usual = node("details", node("summary", f"{len(rows[False])} flags that were not given"), table(rows[False]))
@@ -353,7 +357,7 @@ def make_page(folders, page, most):
     print(f"{page}: open it in a browser")
 
 def progress(folder):
-    """-> (whether the run is done, a number that changes when its page is to be written again; None: no step yet)."""
+    """-> (whether the run is done, a number that changes when it is time to rewrite the page; None: no step yet)."""
     log = folder / "log.jsonl"
     text = log.read_bytes() if log.is_file() else b""
     number = text.count(b'"val_loss"') or text.count(b'"loss"') // 100
@@ -363,14 +367,15 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.py, or its copy")
     parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
-    parser.add_argument("--hardest", type=natural, default=6, metavar="N", help="samples to name and show (0: none)")
-    parser.add_argument("--watch", action="store_true", help="write the page again at each validation, until the end")
+    parser.add_argument("--hardest", type=natural, default=6, metavar="N",
+                        help="how many of the hardest samples to print and to show (0: none)")
+    parser.add_argument("--watch", action="store_true", help="rewrite the page at each validation, until the run ends")
     args = parser.parse_args()
     if missing := [folder for folder in args.run if not folder.is_dir()]:
-        raise InputError(f"{missing[0]}: no folder of that name; give a run folder of train.py")
+        raise InputError(f"{missing[0]}: no folder has this name; give a run folder of train.py")
     page, written = args.out or args.run[0] / "index.html", None
     if page.is_dir():
-        raise InputError(f"--out {page}: is a folder; give the page's file, as {page / 'index.html'}")
+        raise InputError(f"--out {page}: is a folder; give a file, such as {page / 'index.html'}")
     while True:
         state = [progress(folder) for folder in args.run]
         too_early = args.watch and (False, None) in state

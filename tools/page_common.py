@@ -1,6 +1,6 @@
 """
-What the pages of tools/ are made of: elements of HTML, in which a text stays a text whatever is in it, links to
-pictures, small copies of pictures, and page.html, the template that has the style, the slider over steps and the wipe.
+The parts of the HTML pages that page.py and doctor.py write: elements, whose text is always escaped; links to pictures;
+thumbnails; and page.html, the template with the style, the slider over the steps and the before/after wipe.
 """
 import base64
 import contextlib
@@ -21,8 +21,8 @@ from common import InputError, open_image, read_image, write_file
 THUMBNAIL = 360 # pixels
 
 def node(tag, *children, **attributes):
-    """An element of HTML. Children are texts, which are escaped when it is written, and behind them elements; None is
-    left out. class_ and data_at mean class and data-at."""
+    """-> an HTML element. children: texts, which are escaped when the page is written, then elements; None is left out.
+    The attributes class_ and data_at become class and data-at."""
     names = {name.rstrip("_").replace("_", "-"): str(value) for name, value in attributes.items() if value is not None}
     element = Element(tag, names)
     for child in children:
@@ -33,31 +33,32 @@ def node(tag, *children, **attributes):
     return element
 
 def link(path, page):
-    """A file's address as seen from the page; names may hold anything. Links of the disk stay as they are, so that the
-    address holds where the folder is copied to."""
-    way = os.path.relpath(path, Path(page).parent)
-    return "/".join(quote(os.fsencode(part), safe="") for part in Path(way).parts)
+    """-> a file's URL, relative to the page; its name may contain any character. Symbolic links are not resolved, so
+    that the URL stays right when the folder is copied."""
+    relative = os.path.relpath(path, Path(page).parent)
+    return "/".join(quote(os.fsencode(part), safe="") for part in Path(relative).parts)
 
 def to_jpeg(image, side):
-    """A copy whose sides are at most that long -> the bytes of its file."""
+    """-> the bytes of a JPEG file: a copy whose sides have at most `side` pixels."""
     image = image.convert("RGB")
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     image.save(jpeg := io.BytesIO(), "JPEG", quality=90)
     return jpeg.getvalue()
 
 def thumbnail(path):
-    """A picture's small copy as an address that holds it; None if it is not on this machine, or broken."""
+    """-> a data: URL that contains a small copy of a picture; None if the file is missing or broken."""
     with contextlib.suppress(InputError):
         return "data:image/jpeg;base64," + base64.b64encode(to_jpeg(read_image(path), THUMBNAIL)).decode()
 
 def size_of(path):
-    """(width, height); None if it is not on this machine, or no picture."""
+    """-> (width, height); None if the file is missing or is not a picture."""
     with contextlib.suppress(InputError), open_image(path) as image:
         return image.size
 
 def tile(name, links, alt, values={}, size=(None, None), wipe=False):
-    """A picture above its name, and a number. links, values: {step: address} and {step: text}; the page's slider shows
-    the newest ones up to a step. wipe: a click opens it at full size, beside another one. None without a picture."""
+    """-> a picture with its name and a number below it; None if there is no picture. links: {step: URL}; values:
+    {step: text}; the page's slider shows the newest ones up to its step. wipe: a click opens the picture at full size,
+    to compare it with another one."""
     if not links:
         return None
     image = node("img", src=links[max(links)], data_at=json.dumps(links), data_name=name, alt=f"{name}: {alt}",
@@ -66,13 +67,13 @@ def tile(name, links, alt, values={}, size=(None, None), wipe=False):
     return node("figure", node("button", image, type="button") if wipe else image, node("figcaption", name, value),
                 class_="tile")
 
-def card(text, detail, tiles):
-    """Pictures that belong together, under their instruction."""
-    return node("article", node("h3", text, dir="auto"), node("p", detail, class_="detail"),
+def card(heading, detail, tiles):
+    """-> pictures that belong together, under a heading (as a rule their prompt)."""
+    return node("article", node("h3", heading, dir="auto"), node("p", detail, class_="detail"),
                 node("div", *tiles, class_="tiles"), class_="card")
 
 def table(rows, head=None):
-    """Rows of texts or elements; the first of each names it."""
+    """-> a table. rows: lists of texts or elements; the first of each list is the row's heading."""
     body = node("tbody")
     for name, *cells in rows:
         body.append(node("tr", node("th", name), *[node("td", cell) for cell in cells]))
@@ -80,10 +81,11 @@ def table(rows, head=None):
     return node("div", node("table", top, body), class_="scroll")
 
 def section(title, *children):
+    """-> a section of the page; None if it has no children."""
     return node("section", node("h2", title), *children) if any(child is not None for child in children) else None
 
 def save_page(path, title, sections):
-    """The template with these elements in it. Its one script is the only one that a browser will run in it."""
+    """Writes the template with these sections in it. The page tells browsers to run only the template's own script."""
     template = Path(__file__).with_name("page.html").read_text()
     script = re.search("<script>(.*?)</script>", template, re.DOTALL)[1]
     parts = dict(title=escape(title), hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

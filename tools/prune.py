@@ -1,7 +1,7 @@
 """
-Which encoded files does no dataset need any more? Counts the files of a cache folder that none of its indexes knows,
-and with --delete deletes them. cache.py and train.py leave them, so that going back to earlier flags or samples costs
-nothing; predict.py's own are among them, and it encodes them again.
+Counts the files in a cache folder that no index there lists, i.e. that no dataset needs; --delete deletes them.
+cache.py and train.py keep such files, so that you can return to earlier flags or samples without encoding them again.
+predict.py's files are among them: it writes no index, and encodes again what is missing.
 
 $ python tools/prune.py cache
 $ python tools/prune.py cache --delete
@@ -17,15 +17,17 @@ import common
 def main():
     parser = common.Parser(__doc__)
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
-    parser.add_argument("--delete", action="store_true", help="delete them, too")
+    parser.add_argument("--delete", action="store_true", help="delete these files")
     args = parser.parse_args()
     if not (args.cache_dir / "latents").is_dir():
-        raise common.InputError(f"{args.cache_dir}: no cache folder, it has no latents/; give cache.py's --cache_dir")
+        raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; give cache.py's "
+                                "--cache_dir")
     known = {file for index in args.cache_dir.glob("*.json") # an index that cannot be read ends the script here
              for sample in cache.read_index(index)[0] for file in cache.files_of(sample)}
     unknown = sorted(set(args.cache_dir.glob("latents/*.safetensors")) - known)
     unknown += sorted(set(args.cache_dir.glob("text/*.safetensors")) - known)
-    unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*") # of killed processes; younger ones may be at work
+    # killed processes leave temporary files; a younger one may belong to a process that still runs
+    unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*")
                 if time.time() - tmp.stat().st_mtime > 3600]
     size = sum(file.stat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
