@@ -27,7 +27,7 @@ import inspect
 import json
 import re
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
@@ -259,7 +259,7 @@ def fingerprint(folder):
     all 16 GB of a text encoder would cost a minute at every start; two different checkpoints are very unlikely to agree
     in all windows.)"""
     h = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+    for path in sorted(filter(Path.is_file, folder.glob("[!.]*"))):
         size = path.stat().st_size
         h.update(f"{path.name} {size}\n".encode())
         with open(path, "rb") as f:
@@ -335,15 +335,14 @@ def encode_latents(pipe, sample, encoding, pictures=None):
     """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
     (I_0, 64), and where there is a mask edit_mask (I_0,): the edited share of each token's 16x16 pixels. pictures:
     read_pictures's, if it has been called."""
-    if pictures is None:
-        pictures = read_pictures(pipe, sample, "vae", encoding)
+    *controls, target, mask = pictures or read_pictures(pipe, sample, "vae", encoding)
     # one picture at a time: no batch, so no size has to fit another's
-    *controls, target, mask = pictures
     latents = [encode_image(pipe, image) for image in controls]
     out = dict(img_shapes=torch.tensor(encoding["img_shapes"]))
     if target:
         out["pixel_latent"] = encode_image(pipe, target)
     out["control_latent"] = torch.cat(latents) if latents else out["pixel_latent"][:0]
+    # resizing has averaged the mask: one value a token, from 0 (black) to 1
     if mask:
         out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
     return check_finite(out, sample)
@@ -351,13 +350,13 @@ def encode_latents(pipe, sample, encoding, pictures=None):
 def encode_text(pipe, sample, text_key, pictures=None):
     """-> prompt_embed (T, 3584) and prompt_embeds_mask (T,) of a prompt, with the sample's controls or without. For the
     prompt "" their names begin with empty_, as in the caches of other trainers."""
-    if pictures is None:
-        pictures = read_pictures(pipe, sample, "text", text_key)
     prompt, _ = text_key
-    embed, name = encode_prompt(pipe, prompt, pictures), "prompt_embed" if prompt else "empty_prompt_embed"
+    embed = encode_prompt(pipe, prompt, pictures or read_pictures(pipe, sample, "text", text_key))
+    name = "prompt_embed" if prompt else "empty_prompt_embed"
     return check_finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample)
 
 def check_finite(tensors, sample):
+    # half precision can overflow, and one NaN in a batch would make all weights NaN
     for name, t in tensors.items():
         if not t.isfinite().all():
             raise InputError(f"{sample.target or sample.controls[0]}: {name} has NaN or Inf; try --dtype float32")
@@ -501,6 +500,7 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
 
 def remove_damaged(files, quiet):
     for file in tqdm(list(files), desc="verifying", unit=" files", disable=quiet or None):
+        # reading compares the digest that the file carries with its content
         try:
             read_tensors(file, key=file.stem)
         except InputError:
@@ -535,6 +535,8 @@ def encode_files(pipe, jobs, args, quiet):
                 raise InputError(f"{sample.name}: out of memory in the {encoder} encoder; lower --control_pixels and "
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
 
+    # the encoder runs in this thread; four others read ahead of it, and one writes. A signal ends it between two files,
+    # so that none is half-written, and the next call encodes the rest
     with common.signals_noted() as signals_seen, closing(reads): # closed also if this ends early
         for written in common.run_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
             written.result() # a full disk raises its InputError here
@@ -579,10 +581,8 @@ def write_index(path, samples, geometry, fingerprints):
         rows.append(vars(s) | dict(texts=texts))
     index = dict(version=VERSION, models=fingerprints, geometry=geometry, samples=rows)
     data = json.dumps(index, default=below).replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    with suppress(OSError): # there is none yet
-        if path.read_bytes() == data:
-            return
-    common.write_file(path, data)
+    if not path.is_file() or path.read_bytes() != data:
+        common.write_file(path, data)
 
 def read_index(path):
     """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
@@ -590,6 +590,7 @@ def read_index(path):
     try:
         index = json.loads(path.read_text())
         samples = [Sample(**row) for row in index["samples"]]
+        # back to what write_index had: pairs as keys, and paths
         for s in samples:
             s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
             for encoded in (*s.encodings, *s.texts.values()):

@@ -87,7 +87,7 @@ def print_problems(lines):
 
 def first_words(e):
     """What an exception says, in one line."""
-    return textwrap.shorten(str(e).strip() or type(e).__name__, 300)
+    return textwrap.shorten(str(e), 300) or type(e).__name__
 
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
@@ -196,14 +196,14 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
 
     def given(self):
         """The words of the command line, with --flag of --flag=value."""
-        return {word.split("=")[0] for word in sys.argv[1:]}
+        return [word.split("=")[0] for word in sys.argv[1:]]
 
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
         for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
             stream.reconfigure(errors="backslashreplace")
         for flag in "--data --image --lora".split(): # argparse keeps only the last
-            if [word.split("=")[0] for word in sys.argv].count(flag) > 1:
+            if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         return super().parse_args()
 
@@ -322,7 +322,7 @@ def end_by_ctrl_c(kind, error, trace):
     there is nothing to clean up."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
-    print("\nstopped by Ctrl-C: what is written stays; the same command goes on with the rest", file=sys.stderr)
+    print("\nstopped by Ctrl-C: what is written stays; the same command continues with the rest", file=sys.stderr)
 
 def run_ahead(work, items, threads=1, most=1):
     """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""
@@ -396,13 +396,11 @@ def read_tensors(path, meta_key="json", key=None):
         header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
         meta = json.loads(header["__metadata__"][meta_key])
         digest = meta.pop("digest").encode()
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; {'run cache.py again' if key else 'take another copy'}")
-    except Exception as e: # a foreign file can fail in any way
+    except Exception as e: # it is missing, or a foreign file, which can fail in any way
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
     if hashlib.sha256(data.replace(digest, NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
         raise InputError(f"{path}: content does not match its digest; {fix}")
-    if key is not None and (meta.get("key"), meta.get("version")) != (key, VERSION):
+    if key and (meta.get("key"), meta.get("version")) != (key, VERSION):
         raise InputError(f"{path}: holds {meta.get('key')} of version {meta.get('version')}, want {VERSION}; {fix}")
     return tensors, meta
 
@@ -475,8 +473,8 @@ def find_files(folder):
 
 def read_folder(data, folders):
     """What find_folders has found -> (samples, problems). Without a folder of controls they are pictures alone."""
-    for path in data.iterdir(): # a misspelt control/ would silently mean pictures alone
-        if path.is_dir() and path not in folders.values() and not path.name.startswith("."):
+    for path in data.glob("[!.]*/"): # a misspelt control/ would silently mean pictures alone
+        if path not in folders.values():
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
                              "is one of these, or move it elsewhere")
     left = {} # what no sample has taken yet

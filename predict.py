@@ -453,6 +453,7 @@ def psnr(image, reference):
 
 def save_png(image, path, key=""):
     """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it."""
+    # made in memory, so that write_file can write it whole or not at all
     png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
     meta.add_text("key", key)
     meta.add_text("command", shlex.join(["python", *sys.argv]))
@@ -489,7 +490,7 @@ def read_flags():
          "seed of the noise; several: each sample is generated once per seed", type=JOB_TYPES["seed"], nargs="+")
     flag = parser.group("with which LoRA")
     strength = number(float, -10, 10)
-    flag("--lora", None, "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
+    flag("--lora", [], "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
          "none; without --model the newest run's of tiny)", nargs="+")
     flag("--lora_scale", [1.0], "strength of the LoRA, or of each: 0 is none, 1 as trained", type=strength, nargs="+")
     flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
@@ -510,7 +511,7 @@ def read_flags():
     flag = add_transformer_flags(parser)
     flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
     flag("--transformer_device", None, "default: --device")
-    given = parser.given()
+    given = set(parser.given())
     # without flags: the demo's validation pictures, with the newest LoRA of tiny
     tiny = dict(TINY_SAMPLING)
     if not given & {"--image", "--jobs"}:
@@ -521,7 +522,7 @@ def read_flags():
     args = common.parse_args(parser, tiny)
 
     # LoRAs, each with its strength
-    args.lora = [str(find_lora(path)) for path in args.lora or [] if path]
+    args.lora = [str(find_lora(path)) for path in args.lora if path]
     if not args.lora and (args.scales != [1.0] or args.lora_scale != [1.0]):
         parser.error("argument --scales: --scales and --lora_scale need a LoRA; give --lora")
     if len(args.lora_scale) == 1:
@@ -662,6 +663,7 @@ def generate(args, folder, transformer_folder, scheduler_config, pictures, quiet
     names = load_loras(transformer, args.lora, args.lora_scale)
     if not quiet:
         print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
+    # behind the LoRAs, which move to the device with their blocks
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
     vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype).to(args.vae_device)
     t0 = monotonic()

@@ -113,7 +113,7 @@ args = cache.parse_data_args(parser, dict(
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 lora_args = dict(args.lora_args)
-if args.pretrained_lora and parser.given() & {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"}:
+if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
 if lora_args.get("use_dora"):
@@ -335,7 +335,7 @@ def find_folder(name):
     newest = max(runs, default=None, key=number_of)
     next_run = f"out/{name}-{number_of(newest) + 1 if newest else 1:03d}"
     folder = Path(args.out_dir or (args.resume and newest) or next_run)
-    if not (args.resume or args.plan) and any(not path.name.startswith(".") for path in folder.glob("*")):
+    if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     return folder
 
@@ -468,7 +468,7 @@ def load_checkpoint(checkpoint, transformer, lora, optimizer):
     predict.load_weights(transformer, checkpoint.lora, out_dir)
     # {"exp_avg.PARAMETER": value} -> {"PARAMETER": {"exp_avg": value}}
     by_name = {name: {} for name in lora}
-    for entry, value in {**checkpoint.moments, **checkpoint.info["numbers"]}.items():
+    for entry, value in (checkpoint.moments | checkpoint.info["numbers"]).items():
         key, name = entry.split(".", 1)
         by_name[name][key] = value
     group = optimizer.state_dict()["param_groups"][0] | checkpoint.info["group"]
@@ -686,7 +686,7 @@ def compare(place, base, picture, step):
     target, *controls = [common.read_image(path) if Path(path).is_file() else by_vae(n)
                          for n, path in enumerate([sample.target, *sample.controls])]
     # compared at the size that was generated
-    target, control = [image.resize(picture.size, Image.Resampling.LANCZOS) for image in (target, controls[0])]
+    target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
     # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with, which is saved once
     shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}

@@ -489,7 +489,7 @@ def main():
     parser.usage = "import_data.py SOURCE OUT [flags], or import_data.py OUT --target DIR --control DIR [flags]"
     names = [f"  {role}: {', '.join(names)}" for known in (FOLDERS, COLUMNS) for role, names in known.items()]
     parser.epilog = "Names in FOLDERS, then in COLUMNS:\n" + "\n".join(names)
-    by_flags = parser.given() & {"--target", "--control", "--mask"}
+    by_flags = set(parser.given()) & {"--target", "--control", "--mask"}
     if not by_flags:
         parser.add_argument("source", type=Path, help="a folder, a table or a configuration, as above")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist yet")
