@@ -175,7 +175,7 @@ def test_a_pt_file_is_refused_with_the_line_that_converts_it(tmp_path, today):
     torch.save(old_dictionary(today) | dict(height=64, width=96), source / "cat.pt")
     error, = import_cache(source, tmp_path / "out").errors
     assert is_one_line(error, "cat.pt", "pickle") and not (tmp_path / "out").exists()
-    command = error.partition("tensors by: ")[2].replace("python", sys.executable, 1)
+    command = error.partition("convert it: ")[2].replace("python", sys.executable, 1)
     assert subprocess.run(["sh", "-c", command], capture_output=True).returncode == 0
     (source / "cat.pt").unlink()
     assert import_cache(source, tmp_path / "out").status == 0
