@@ -19,6 +19,7 @@ This module is pure: it knows no files, flags or ranks. Shape suffixes, the same
 B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
 R = D/2 complex rotations.
 """
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -674,23 +675,21 @@ def run_padded(model, latents, prompt_embeds, timesteps, img_shapes):
 
 def plan_packs(lengths, max_tokens, padded=False):
     """Indices of `lengths` (tokens) in few packs of at most max_tokens each, longest first; a sample that is longer by
-    itself makes a pack of its own. Packed: first fit. Padded: neighbours in length together, as each costs as much as
+    itself makes a pack of its own. Packed: best fit. Padded: neighbours in length together, as each costs as much as
     the longest. A pure function: all processes plan alike."""
-    # a tree, as to ask every pack for every sample takes the square of their number: free[leaves + n] is pack n's room,
-    # and above it free[k] is the larger of free[2k] and free[2k + 1]
-    leaves = 2 ** len(lengths).bit_length()
-    free = [max_tokens] * (2 * leaves)
-    packs = [[] for _ in range(leaves)]
+    packs, rooms = [], [] # rooms: sorted (tokens that are left, number of the pack)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        node = 1
-        while node < leaves: # down to the first pack with room: to the right where the left has none
-            node = 2 * node + (free[2 * node] < min(lengths[i], max_tokens))
-        pack = packs[node - leaves]
-        pack.append(i)
-        free[node] -= lengths[i]
-        if padded: # one more would count as the first one, which is the longest
-            free[node] = max_tokens if lengths[pack[0]] * (len(pack) + 1) <= max_tokens else -1
-        while node > 1:
-            node //= 2
-            free[node] = max(free[2 * node], free[2 * node + 1])
-    return [pack for pack in packs if pack]
+        place = bisect_left(rooms, (lengths[i],)) # the fullest pack that has room
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+        else:
+            room, number = max_tokens, len(packs)
+            packs.append([])
+        packs[number].append(i)
+        if padded: # each row costs as much as the first, which is the longest
+            longest = lengths[packs[number][0]]
+            room = max_tokens if longest * (len(packs[number]) + 1) <= max_tokens else -1
+        else:
+            room -= lengths[i]
+        insort(rooms, (room, number))
+    return packs

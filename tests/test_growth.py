@@ -20,7 +20,7 @@ from extras import pictures
 from tests.harness import DTYPE_NAME, TINY, encoder_flags, paint_picture
 
 FEW, MANY = 1000, 10_000
-MOST = 30 # times the cost of a tenth: halfway between 10 and 100. the tree of plan_packs, and caches, take some
+MOST = 30 # times the cost of a tenth: halfway between 10 and 100. plan_packs' sorted list, and caches, take some
 
 def seconds(call, runs):
     """CPU seconds of this process, which a busy machine does not lengthen much; the least of a few runs. Without the

@@ -73,26 +73,35 @@ def test_packs_hold_every_sample_once_within_the_limit(lengths, padded):
     pairs = itertools.pairwise(packs) if padded else itertools.combinations(packs, 2)
     assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in pairs)
 
-def first_fit(lengths, max_tokens, padded):
-    """plan_packs as one writes it on a board: each sample asks each pack."""
-    packs = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for pack in packs:
-            tokens = lengths[pack[0]] * (len(pack) + 1) if padded else sum(lengths[j] for j in [*pack, i])
-            if tokens <= max_tokens:
-                pack.append(i)
+def first_fit(lengths, max_tokens):
+    """The number of packs if each sample, longest first, asks each pack for room."""
+    rooms = []
+    for n in sorted(lengths, reverse=True):
+        for pack, room in enumerate(rooms):
+            if n <= room:
+                rooms[pack] -= n
                 break
         else:
-            packs.append([i])
-    return packs
+            rooms.append(max_tokens - n)
+    return len(rooms)
 
-@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
-def test_packs_are_those_of_first_fit(padded):
+def test_packs_are_hardly_more_than_those_of_first_fit():
+    """At most 2 % more on each of 200 random mixtures."""
     rng = random.Random(0)
-    for n, longest in [(n, longest) for n in (0, 1, 2, 3, 7, 8, 9, 50) for longest in (3, 300, 1100)] + [(1000, 700)]:
-        lengths = rng.choices(range(longest + 1), k=n)
-        for max_tokens in (1, 999, 1000):
-            assert rope_patch.plan_packs(lengths, max_tokens, padded) == first_fit(lengths, max_tokens, padded)
+    for _ in range(200):
+        n, longest = rng.choice([3, 8, 50, 400]), rng.choice([100, 300, 700, 1100])
+        lengths, max_tokens = rng.choices(range(1, longest + 1), k=n), rng.choice([999, 1000, 2500])
+        packs = rope_patch.plan_packs(lengths, max_tokens)
+        assert len(packs) <= 1.02 * first_fit(lengths, max_tokens), (n, longest, max_tokens)
+        assert packs == rope_patch.plan_packs(list(lengths), max_tokens) # as another process would
+
+def test_padded_packs_are_neighbours_in_length():
+    """Padded to its longest, a pack of mixed lengths would waste what neighbours do not."""
+    rng = random.Random(0)
+    for n in (1, 2, 9, 50, 300):
+        lengths = rng.choices(range(1, 1100), k=n)
+        packs = rope_patch.plan_packs(lengths, 1000, padded=True)
+        assert [lengths[i] for pack in packs for i in pack] == sorted(lengths, reverse=True)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batched_rotation_is_stocks_for_each_sample(dtype):
