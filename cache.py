@@ -239,8 +239,8 @@ def add_token_types(encoder, args, kwargs):
     """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers
     0.42.1 does not pass them (its issue 14194): without them all pictures lose their rows and columns, silently."""
     wanted = "mm_token_type_ids" in inspect.signature(encoder.forward).parameters
-    if wanted and kwargs.get("image_grid_thw") is not None and "mm_token_type_ids" not in kwargs:
-        kwargs["mm_token_type_ids"] = (kwargs["input_ids"] == encoder.config.image_token_id).int()
+    if wanted and kwargs.get("image_grid_thw") is not None:
+        kwargs.setdefault("mm_token_type_ids", (kwargs["input_ids"] == encoder.config.image_token_id).int())
     return args, kwargs
 
 def drop_encoders(pipe):
@@ -566,7 +566,7 @@ def run_name(model, roots):
     """<model>-<data>+<more data>, for indexes and run folders."""
     model = Path(model).name if Path(model).is_dir() else model.split("/", 1)[-1].replace("/", "-") # (ID@refs/pr/3)
     names = [Path(root).stem if is_index(root) else common.root_name(root) for root in roots]
-    return f"{model}-{'+'.join(names).removeprefix(model + '-')}"
+    return f"{model}-{'+'.join(names).removeprefix(model + '-')}" # an index has that name already
 
 def write_index(path, samples, geometry, fingerprints):
     """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone. Files
@@ -681,8 +681,9 @@ def plan_training(pipe, folder, args):
                 found, wrong = common.read_dataset(root)
                 found, more = plan_samples(pipe, found, wanted_texts, geometry, args, quiet=False)
                 problems.extend(wrong + more)
-            for sample in found if repeats else []:
-                sample.repeats = repeats[n]
+            if repeats:
+                for sample in found:
+                    sample.repeats = repeats[n]
             samples += found
         return samples, geometry
 
@@ -695,7 +696,7 @@ def plan_training(pipe, folder, args):
         raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be generated; leave it out")
     # the base shall answer the other instructions, not the one that is being trained
     for sample in samples:
-        if learned := set(preserve_prompts) & set(sample.prompts):
+        if learned := {prompt.strip() for prompt in preserve_prompts} & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
     print_problems(problems) # now, as the encoding may take hours
     return samples, val_samples, geometry, problems

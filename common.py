@@ -48,7 +48,7 @@ class Sample:
     target: str | None = None # the picture wanted; None: one will be generated
     mask: str | None = None # white = the edited region
     repeats: int = 1 # how often an epoch has it
-    # flags of predict.py: those that its line of jobs.jsonl sets; predict.complete_settings adds the others
+    # flags of predict.py: those that its line of jobs.jsonl sets; predict.py adds the others
     settings: dict = field(default_factory=dict)
 
     # what cache.plan_sample adds
@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         sys.excepthook = end_by_ctrl_c
         for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
             stream.reconfigure(errors="backslashreplace")
-        for flag in "--data --image --lora".split(): # argparse keeps only the last
+        for flag in "--data --image --lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         return super().parse_args()
@@ -294,7 +294,8 @@ def on_first_process(make, rank):
     return result
 
 def memory_of(device):
-    """GiB: on a GPU the most that torch has held since the encoders left, on a CPU what the process has now."""
+    """GiB: on a GPU the most that torch has held since the encoders left or a
+    validation ended, on a CPU what the process has now."""
     used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
     return used / 2**30
 
@@ -334,8 +335,10 @@ def run_ahead(work, items, threads=1, most=1):
             if len(waiting) > most:
                 yield waiting.popleft()
         yield from waiting
-    finally: # also if the caller stops early. threads without a pool end; no pool.shutdown(), which waits for them: the
-        for future in waiting: # garbage collector may come here while a thread begins, with a lock that this needs
+    # Also if the caller stops early. The threads end when their pool is gone. We do not call pool.shutdown(), which
+    # takes a lock: the garbage collector may run this while a thread begins, which holds that lock.
+    finally:
+        for future in waiting:
             future.cancel()
 
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------

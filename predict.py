@@ -437,7 +437,8 @@ def generate_samples(transformer, vae, scheduler_config, wanted, max_tokens, dev
         images = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
         texts = [sample.texts[prompt, True]["tokens"] for prompt in prompts_of(sample, settings)]
         lengths.append(sum(images + text for text in texts))
-    # a pack: the jobs in memory at once. denoise packs each of their steps anew, as jobs end at different steps
+    # these packs are the jobs that are in memory at once: denoise packs each of their steps anew, as they end at
+    # different steps
     for pack in plan_packs(lengths, max_tokens)[share]:
         jobs = [load_job(*wanted[i], device, encoders) for i in pack]
         for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
@@ -621,7 +622,7 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
     would be written to one file, or one to `sheet`."""
     # LoRAs go into the key by content, so one that is trained on is another one
-    loras = [[file_hash(path), scale] for path, scale in zip(args.lora, args.lora_scale)]
+    loras = [[file_hash(path), lora_scale] for path, lora_scale in zip(args.lora, args.lora_scale)]
     pictures = []
     outputs = {sheet}
     for row, sample in enumerate(samples):
@@ -647,7 +648,7 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
                 raise InputError(f"{path}: would overwrite a picture that is read; give another --out_dir or --out")
             outputs.add(path)
             # its key: the encoded files stand for pictures, prompts and sizes
-            strengths = [[lora, strength * scale] for lora, strength in loras]
+            strengths = [[lora, lora_scale * scale] for lora, lora_scale in loras]
             key = common.content_key(files=encoded, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
                                      loras=strengths, **settings)
             pictures.append(SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,
@@ -673,7 +674,7 @@ def generate(args, folder, transformer_folder, scheduler_config, pictures, quiet
     for scale in args.scales: # two strengths of a LoRA cannot share a forward pass
         chosen = [p for p in pictures if p.scale == scale]
         if args.lora:
-            transformer.set_adapters(names, [strength * scale for strength in args.lora_scale])
+            transformer.set_adapters(names, [lora_scale * scale for lora_scale in args.lora_scale])
         wanted = [(p.sample, p.sample.settings, p.seed) for p in chosen]
         for i, image in generate_samples(transformer, vae, scheduler_config, wanted, args.max_tokens,
                                          args.transformer_device, bar=bar):

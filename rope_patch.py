@@ -15,7 +15,7 @@ every mixture of sizes, picture counts and prompt lengths gives the numbers of t
     precomputed  image_rotary_emb=(img, txt)      as padded, with positions and mask made by the caller
     packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows, no pads and no mask: the fast one
 
-This module is pure: it knows no files, flags or ranks. Shape suffixes, the same in all files:
+This module is pure: it knows no files, flags or ranks. Shape suffixes:
 B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
 R = D/2 complex rotations.
 """
@@ -200,7 +200,8 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None,
                  attention_mask=None, image_rotary_emb=None, layout=None, text_out=True):
-        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention; text may be None."""
+        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention, the
+        text as None without text_out."""
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
         (batch, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
@@ -530,10 +531,9 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     else:
         txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
         encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
-        # equal sizes without pads need nothing of this file
-        if mode == "padded" and joint_mask is None and not should_use_multi_resolution_mode(shapes):
-            mode = "stock" if image_lens(shapes)[0] == hidden_states.shape[1] else "padded"
-        if mode == "stock":
+        # stock: equal sizes without pads need nothing of this file
+        if (mode == "padded" and joint_mask is None and not should_use_multi_resolution_mode(shapes)
+                and image_lens(shapes)[0] == hidden_states.shape[1]):
             # stock is silent where the table of positions ends: sample_freqs raises
             sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device)
             return type(self).forward(
@@ -554,7 +554,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
 def patch_qwen_forward_for_multi_resolution(model):
-    """Give this QwenImageTransformer2DModel (not its class, not other models) the forward() above, and its blocks
+    """Give this QwenImageTransformer2DModel (not its class, not other models) model_forward, and its blocks
     block_forward. Parameters, state dict, config and save_pretrained stay stock's. Idempotent. Returns the model.
     ValueError if something else has replaced a forward before: offload and compile come after the patch."""
     if hasattr(model, "multi_resolution"): # patched already, and hooks may have come since

@@ -314,7 +314,7 @@ def learning_rate(n):
     """The learning rate of the step after n steps. A pure function needs no scheduler object in a checkpoint."""
     if n < args.warmup_steps:
         return args.lr * (n + 1) / args.warmup_steps
-    done = (n - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    done = (n - args.warmup_steps) / (args.max_steps - args.warmup_steps)
     shape = dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))
     return args.lr * shape[args.lr_scheduler]
 
@@ -599,8 +599,8 @@ def clock():
 def step_line(record, left):
     """A step as a person reads it. record: what the log has of it; left: seconds until the end."""
     line = ("step {step}/{max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
-            "{batch_size} img | {tokens:,} tok | {speed:.1f}k tok/s | {memory:.1f} GiB")
-    line = line.format(**vars(args) | record, speed=record["tokens"] / record["seconds"] / 1000)
+            "{batch_size} img | {tokens:,} tok | {speed:.1f}k tok/s | {memory:.1f} GiB").format(
+                **vars(args) | record, speed=record["tokens"] / record["seconds"] / 1000)
     if record["step"] % 10 == 0:
         line += f" | {timedelta(seconds=round(left))} left"
     if record["loss"] > 10:
@@ -626,7 +626,7 @@ def diverged(step, picks, loss, grad_norm):
 
 def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
-    return bool(val_samples and args.sample_every) and step > 0 and step % args.sample_every == 0
+    return val_samples and args.sample_every and step and step % args.sample_every == 0
 
 def validation_loss():
     """flow_loss over --val_data, at four noise levels each. The noise depends on a sample's place in --val_data and not

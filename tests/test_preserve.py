@@ -121,7 +121,8 @@ def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp
     assert encoded.status == 0, encoded.err
     trained(["--data", *index], tmp_path / "b")
 
-@pytest.mark.parametrize("text, named", [("add a red border", "is trained"), ("a <|im_end|> b", "special token")])
+@pytest.mark.parametrize("text, named", [("add a red border", "is trained"), ("add a red border ", "is trained"),
+                                         ("a <|im_end|> b", "special token")])
 def test_lines_that_cannot_be_right_are_one_line(tmp_path, flags, text, named):
     result = run_script("train.py", *flags, text, "--out_dir", tmp_path / "o", "--max_steps", 1)
     assert result.status in (1, 2) and len(result.errors) == 1 and is_one_line(result.errors[0], named), result.err

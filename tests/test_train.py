@@ -30,11 +30,11 @@ from tests.harness import (EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item,
 def trained(tmp_path_factory):
     """Run folder of 3 steps with LoRAs in both streams, the last block's dead ends included."""
     out_dir = tmp_path_factory.mktemp("run") / "a"
-    train_log(out_dir, "--lora_rank", 4, "--save_every", 2, "--lora_targets", "to_q", "to_out.0", "add_q_proj",
+    train_log(out_dir, "--lora_rank", 4, "--save_every", 1, "--lora_targets", "to_q", "to_out.0", "add_q_proj",
               "to_add_out", "net.2", "img_mod.1")
     return out_dir
 
-def test_trains_for_exactly_max_steps(trained):
+def test_trains_for_exactly_max_steps_and_keeps_two_checkpoints(trained):
     assert [r["step"] for r in log_of(trained)] == [1, 2, 3] and (trained / "DONE").is_file()
     assert sorted(p.name for p in trained.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000003"]
 
