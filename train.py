@@ -353,13 +353,17 @@ def lock_folder(folder, name):
             raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
         return lock_folder(folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
 
-def clean_folder():
-    """Removes what an earlier process has left: half-written files, and what marks a run as finished."""
+def clean_folder(step):
+    """Removes what an earlier process has left: half-written files, and what marks a run as finished. The checkpoints
+    after this step, which are damaged, get another name: they must not count for --keep."""
     for path in out_dir.glob(".tmp-*"): # we hold the lock, so these belong to a dead process
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
+    for path in checkpoints(out_dir):
+        if number_of(path) > step:
+            path.rename(f"{path}.damaged-{time.time_ns()}")
     for name in ("DONE", LORA_FILE):
         (out_dir / name).unlink(missing_ok=True)
 
@@ -424,6 +428,9 @@ def find_checkpoint():
 def refuse_changes(old):
     """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
     had its default there."""
+    if "data_hash" not in old:
+        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, or "
+                         "start a new run from its LoRA with --pretrained_lora")
     changes = []
     for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
         before = old.get(name, parser.get_default(name))
@@ -455,12 +462,9 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     info = dict(step=step, config=config, numbers=numbers, group=group)
     common.write_tensors(tmp / "optimizer.safetensors", tensors, info)
     # the rename is the moment at which the checkpoint exists; a kill before it leaves the older ones as they were
-    shutil.rmtree(path, ignore_errors=True) # a damaged one of this step
     os.replace(tmp, path)
     common.sync_folder(out_dir)
-    # later ones exist if --resume found them damaged; they do not count
-    older = [old for old in checkpoints(out_dir) if number_of(old) <= step]
-    for old in older[:-args.keep]:
+    for old in checkpoints(out_dir)[:-args.keep]:
         shutil.rmtree(old)
 
 def load_checkpoint(checkpoint, transformer, lora, optimizer):
@@ -842,8 +846,8 @@ if checkpoint:
 # Rank 0 writes the log, and with --tracker to tensorboard or wandb, too.
 track = None
 if rank == 0:
-    clean_folder()
     begin_log(step, versions)
+    clean_folder(step)
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 # The VAE decodes the pictures of validations.

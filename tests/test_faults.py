@@ -280,6 +280,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, smal
     assert re.search(r"checkpoint-000012 is damaged", process.output()) and "after step 10" in process.output()
     assert_same_run(out_dir, unbroken.out_dir)
 
+def test_a_damaged_checkpoint_displaces_no_whole_one(tmp_path, small, start, unbroken):
+    """It would count for --keep, and the last whole one would be deleted in its place. Its bits stay, for a person."""
+    out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    DAMAGED_CHECKPOINTS["bit"](out_dir / "checkpoint-000012", None)
+    process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume", "--max_steps", 13, "--save_every", 13)
+    assert process.wait() == 0, process.output()
+    names = sorted(path.name for path in out_dir.glob("checkpoint-*"))
+    assert names[0] == "checkpoint-000010" and names[1].startswith("checkpoint-000012.damaged-"), names
+    assert names[2:] == ["checkpoint-000013"] and (out_dir / names[1] / "optimizer.safetensors").exists()
+
 def test_a_run_without_a_whole_checkpoint(tmp_path, small, start, unbroken):
     """All damaged: an error, for a person to decide. None written yet, as after an early kill: from the start."""
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
