@@ -122,8 +122,8 @@ class Layout:
     compiled block reads no list of it: one of another length would trigger a recompilation."""
     joint: Lens # of text + image
     img: Lens # of the image tokens alone
-    order: Tensor # (S,) for each token of the joint row its place in [all text, all image]
-    inverse: Tensor # (S,) the way back
+    order: Tensor | None # (S,) for each token of the joint row its place in [all text, all image]; None: just that
+    inverse: Tensor | None # (S,) the way back
 
 def has_varlen(x):
     """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
@@ -143,13 +143,18 @@ def make_lens(each, x):
 def make_layout(txt_lens, img_lens, x):
     """-> Layout, for rows of x's device and dtype."""
     joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
+    joint, img = make_lens(joint_lens, x), make_lens(img_lens, x)
+    if len(txt_lens) == 1: # one sample's text and image are in order already
+        return Layout(joint, img, None, None)
     # the sample to which each token of [all text, all image] belongs. Sorted by that (stable: equal ones keep their
     # order), each sample's text stands before its image
     owners = torch.tensor([*range(len(txt_lens))] * 2).repeat_interleave(
         torch.tensor([*txt_lens, *img_lens]), output_size=sum(joint_lens))
     order = owners.argsort(stable=True)
-    return Layout(make_lens(joint_lens, x), make_lens(img_lens, x), order.to(x.device, non_blocking=True),
-                  order.argsort().to(x.device, non_blocking=True))
+    return Layout(joint, img, order.to(x.device, non_blocking=True), order.argsort().to(x.device, non_blocking=True))
+
+def reorder(x, order, inverse):
+    return x if order is None else Reorder.apply(x, order, inverse)
 
 class Reorder(torch.autograd.Function): # a class because autograd wants one
     """x[:, order]. Its gradient is a gather by the inverse order, where autograd's own would add atomically."""
@@ -164,26 +169,19 @@ class Reorder(torch.autograd.Function): # a class because autograd wants one
         order, inverse = ctx.saved_tensors
         return Reorder.apply(grad, inverse, order), None, None
 
-def packed_attention(txt_qkv, img_qkv, layout, backend, parallel_config):
-    """Attention within each sample's [text, image]. txt_qkv: query, key, value, each (1, sum T, H, D); the query is
-    None in the last block. img_qkv: the same, (1, sum I, H, D) -> (text or None, image) in these shapes. One kernel
-    where torch has it, else one unmasked call a sample."""
-    def join(txt, img): # -> [text 0, image 0, text 1, image 1, ...]
-        return Reorder.apply(torch.cat([txt, img], dim=1), layout.order, layout.inverse)
-
-    (txt_q, txt_k, txt_v), (img_q, img_k, img_v) = txt_qkv, img_qkv
-    k, v, lens = join(txt_k, img_k), join(txt_v, img_v), layout.joint
-    if txt_q is None: # the last block: text is read, but not asked
-        q, q_lens = img_q, layout.img
-    else:
-        q, q_lens = join(txt_q, img_q), layout.joint
+def packed_attention(q, k, v, layout, text_out, backend, parallel_config):
+    """Attention within each sample's [text, image]. q, k, v: (1, S, H, D), [all text, all image]; without text_out q is
+    the image alone -> q's shape and order. One kernel where torch has it, else one unmasked call a sample."""
+    # -> [text 0, image 0, text 1, image 1, ...]
+    k, v = [reorder(x, layout.order, layout.inverse) for x in (k, v)]
+    lens, q_lens = layout.joint, layout.img
+    if text_out:
+        q, q_lens = reorder(q, layout.order, layout.inverse), layout.joint
     if lens.begins is None or backend is not None or parallel_config is not None:
         out = attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config)
     else:
         out = varlen_attn(q[0], k[0], v[0], q_lens.begins, lens.begins, q_lens.longest, lens.longest)[None]
-    if txt_q is None:
-        return None, out
-    return Reorder.apply(out, layout.inverse, layout.order).split([txt_q.shape[1], img_q.shape[1]], dim=1)
+    return reorder(out, layout.inverse, layout.order) if text_out else out
 
 @torch.compiler.disable # eager between two compiled halves of the block
 def attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config):
@@ -219,33 +217,34 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
         def heads(x):
             return x.unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
 
-        def normed(norm, x, freqs):
+        def normed(norm, x):
             x = heads(x)
             if layout is not None and use_fused(x): # diffusers' takes eight kernels in fp32
-                x = F.rms_norm(x, (head_dim,), norm.weight, norm.eps)
-            else:
-                x = norm(x)
-            return x if freqs is None else apply_rotary_emb_qwen_batched(x, freqs)
+                return F.rms_norm(x, (head_dim,), norm.weight, norm.eps)
+            return norm(x)
 
-        # queries, keys and values of both streams, each (B, tokens, H, D)
-        img_freqs, txt_freqs = image_rotary_emb or (None, None)
+        # queries, keys and values of both streams, each (B, tokens, H, D); then of their joint row [text, image]
         img, txt = hidden_states, encoder_hidden_states
-        img_qkv = [normed(attn.norm_q, attn.to_q(img), img_freqs), normed(attn.norm_k, attn.to_k(img), img_freqs),
-                   heads(attn.to_v(img))]
-        txt_q = normed(attn.norm_added_q, attn.add_q_proj(txt), txt_freqs) if text_out else None
-        txt_qkv = [txt_q, normed(attn.norm_added_k, attn.add_k_proj(txt), txt_freqs), heads(attn.add_v_proj(txt))]
+        q, k, v = normed(attn.norm_q, attn.to_q(img)), normed(attn.norm_k, attn.to_k(img)), heads(attn.to_v(img))
+        if text_out:
+            q = torch.cat([normed(attn.norm_added_q, attn.add_q_proj(txt)), q], dim=1)
+        k = torch.cat([normed(attn.norm_added_k, attn.add_k_proj(txt)), k], dim=1)
+        v = torch.cat([heads(attn.add_v_proj(txt)), v], dim=1)
+        if image_rotary_emb is not None:
+            img_freqs, txt_freqs = image_rotary_emb
+            freqs = torch.cat([txt_freqs, img_freqs], dim=-2)
+            q = apply_rotary_emb_qwen_batched(q, freqs if text_out else img_freqs)
+            k = apply_rotary_emb_qwen_batched(k, freqs)
         # attention: within each sample when packed, over the row and under the mask when padded
         if layout is not None:
-            txt_out, img_out = packed_attention(txt_qkv, img_qkv, layout, self._attention_backend,
-                                                self._parallel_config)
+            out = packed_attention(q, k, v, layout, text_out, self._attention_backend, self._parallel_config)
         else:
-            q, k, v = [i if t is None else torch.cat([t, i], dim=1) for t, i in zip(txt_qkv, img_qkv)]
             out = dispatch_attention_fn(q, k, v, attn_mask=None if mask_BS is None else mask_BS[:, None, None],
                                         backend=self._attention_backend, parallel_config=self._parallel_config)
-            txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
+        txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
 
         def merged(x): # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
-            return x.flatten(2, 3).to(img_qkv[0].dtype).contiguous()
+            return x.flatten(2, 3).to(q.dtype).contiguous()
 
         img_out = merged(img_out)
         for layer in attn.to_out: # a linear one, and dropout
@@ -299,9 +298,9 @@ def by_segment(f, segments, modulations, *xs):
     if torch.compiler.is_compiling():
         return f(*[RowsByIndex.apply(m, segments.index) for m in modulations], *tokens).view_as(xs[0])
     # eager: segment by segment, in stock's arithmetic
-    parts = []
+    rows, parts = [m.unbind() for m in modulations], []
     for row, *own_tokens in zip(segments.temb_rows, *[x.split(segments.lens) for x in tokens]):
-        parts.append(f(*[m[row] for m in modulations], *own_tokens))
+        parts.append(f(*[r[row] for r in rows], *own_tokens))
     whole = torch.cat(parts) if len(parts) > 1 else parts[0] # (cat would copy a single one)
     return whole.view_as(xs[0])
 
@@ -309,7 +308,7 @@ def multiply_add(x, y, z):
     return torch.addcmul(z, x, y) if use_fused(x) else x * y + z
 
 def modulate(segments, x, shift, scale):
-    return by_segment(lambda shift, scale, x: multiply_add(x, 1 + scale, shift), segments, [shift, scale], x)
+    return by_segment(lambda shift, scale, x: multiply_add(x, scale, shift), segments, [shift, 1 + scale], x)
 
 def add_gated(segments, x, gate, y):
     return by_segment(lambda gate, x, y: multiply_add(gate, y, x), segments, [gate], x, y)
