@@ -289,6 +289,8 @@ def test_a_damaged_checkpoint_displaces_no_whole_one(tmp_path, small, start, unb
     names = sorted(path.name for path in out_dir.glob("checkpoint-*"))
     assert names[0] == "checkpoint-000010" and names[1].startswith("checkpoint-000012.damaged-"), names
     assert names[2:] == ["checkpoint-000013"] and (out_dir / names[1] / "optimizer.safetensors").exists()
+    begun = [(run / "log.jsonl").read_text().splitlines()[0] for run in (out_dir, unbroken.out_dir)]
+    assert begun[0] == begun[1] # how the run was begun, not how it was resumed
 
 def test_a_run_without_a_whole_checkpoint(tmp_path, small, start, unbroken):
     """All damaged: an error, for a person to decide. None written yet, as after an early kill: from the start."""
