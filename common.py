@@ -267,10 +267,14 @@ def start_processes(args):
         torch.cuda.set_device(args.device) # where NCCL works
         if rank == 0:
             print(card)
-    # a long timeout, as processes without work wait for the encoders. (with device_id they would wait in NCCL, whose
-    # watchdog is stricter)
     if world_size > 1:
+        # Objects: hours, as processes without work wait for the encoders. NCCL: minutes, as a step waits for its
+        # slowest process, and for one that has died.
         dist.init_process_group(backend, timeout=timedelta(hours=6))
+        if "nccl" in backend:
+            dist.group.WORLD._get_backend(torch.device(args.device))._set_default_timeout(timedelta(minutes=20))
+            # NCCL takes its memory when it is first used: before extras/fit.py measures what is free
+            dist.all_reduce(torch.zeros(1, device=args.device))
     return rank, world_size
 
 def gather_objects(value):

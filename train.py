@@ -70,7 +70,8 @@ flag("--lora_args", [], "KEY=VALUE: others of peft.LoraConfig, such as use_rslor
 flag("--pretrained_lora", None, "start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag = parser.group("step")
 flag("--max_steps", 2000, "optimizer steps", type=positive)
-flag("--batch_size", 4, "samples per optimizer step, over all processes", type=positive)
+flag("--batch_size", max(4, int(os.environ.get("WORLD_SIZE", 1))), "samples per optimizer step, over all processes "
+     "(default: 4, with more processes one for each)", type=positive)
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
 flag("--batching", "packed", "padded computes the same, slower; for checking packed", choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
@@ -534,7 +535,8 @@ def recompute_blocks(transformer, samples):
     fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
     if not (fit and fit.has_own_memory(args.device)):
         return recompute(args.gradient_checkpointing)
-    return fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), Item, flow_loss, recompute, args, say)
+    return fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item, flow_loss,
+                              recompute, args, say)
 
 def make_optimizer(parameters):
     """All parameters are one group: the loop sets its learning rate, and save_checkpoint saves its settings."""
@@ -768,6 +770,9 @@ def next_commands(samples):
 
 # Processes. torchrun starts several of this script, each with a rank of its own; without torchrun there is one, rank 0.
 rank, world_size = common.start_processes(args)
+if args.batch_size < world_size:
+    say(f"warning: --batch_size {args.batch_size}: {world_size - args.batch_size} of {world_size} processes have nothing "
+        "to do")
 
 # The run folder, and the checkpoint to continue from. We look at both before anything slow begins, so that a forbidden
 # change or a finished run is reported within seconds.

@@ -82,6 +82,8 @@ def prepare(device, flash_attention):
                             "expandable_segments:True")
     # without cuDNN, stock, padded and packed calls use one family of kernels, and no new shape costs a new plan
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # sums of thousands of tokens (RowsByIndex of rope_patch.py) stay in fp32 until the end, if a product is split
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     varlen = getattr(torch.nn.attention, "varlen", None)
     if hasattr(varlen, "_should_use_cudnn"): # torch after 2.13: five times slower on mixed lengths (issue 187770)
         varlen._should_use_cudnn = lambda *args, **kwargs: False

@@ -5,7 +5,11 @@ It measures, before the first step: a pass over the largest pack that can come, 
 many blocks kept as surely fit, until no further one does. So the answer is right for any card, --quantize, --offload
 and --compile, without a formula for each. The gradients of these passes are thrown away, and train.py seeds dropout
 anew for each pack.
+
+With --fsdp the processes compute such a pass together: if one of them runs out of memory, the others wait for its part,
+and its own blocks stay gathered. So no such pass goes on; the run ends with a line, and less is tried (EDGE).
 """
+import time
 from dataclasses import fields
 from itertools import product
 from math import inf, isqrt
@@ -18,6 +22,7 @@ from common import InputError, gather_objects
 
 GIB = 2**30
 STATES = 5 # of each parameter beside its weight: a gradient, and AdamW's two moments or Prodigy's four
+EDGE = 0.9 # with --fsdp: the share of the free memory that a try may take by the estimate
 
 # ---- the largest pack ------------------------------------------------------------------------------------------------
 
@@ -28,6 +33,12 @@ def lengths_of(samples, Pick):
         for encoding, (prompt, with_controls) in product(sample.encodings, sample.texts):
             lengths.add(Pick(sample, encoding, prompt, with_controls, False, None, None).tokens)
     return lengths
+
+def table_bytes(samples):
+    """What the rotary tables of these samples take at most: diffusers keeps those of the last 128 pictures on the
+    device, one for each size and place in its sample, 64 complex numbers a token."""
+    pictures = {(n, h, w) for s in samples for e in s.encodings for n, (_, h, w) in enumerate(e["img_shapes"])}
+    return 64 * 8 * sum(sorted([h * w for _, h, w in pictures])[-128:])
 
 def largest_pack(lengths, args):
     """-> lengths of one or more samples that take as much memory as any forward pass of samples of `lengths`; packed,
@@ -87,15 +98,18 @@ def room(device):
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + unused - margin(total)
 
-def added_bytes(f, device):
-    """Peak bytes of the tensors on the device while f() runs, less those before; inf if it runs out of memory."""
+def measure(f, device):
+    """-> (peak bytes of the tensors on the device while f() runs, less those before; its seconds). If it runs out of
+    memory both are inf."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
+    begun = time.perf_counter()
     try:
         f()
-        return torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - begun
     except torch.OutOfMemoryError:
-        return inf
+        return inf, inf
     finally:
         torch.cuda.reset_peak_memory_stats(device) # the log's `memory` is the training's
         torch.cuda.empty_cache()
@@ -108,36 +122,43 @@ def input_bytes(transformer, pack):
     """Bytes of the inputs of all blocks, which a recomputed pass saves."""
     return len(transformer.transformer_blocks) * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
 
-def find_fit(blocks, free, inputs, added, selective):
+def find_fit(blocks, free, inputs, added, selective, edge=1):
     """-> (how many of the blocks are kept, whether the others keep their attention, bytes that a pass adds then).
-    free: bytes that a pass may add. added(kept, selective): bytes that it does add, inf if it runs out of memory.
-    inputs: those of added(0, False) that are the saved inputs of all blocks; the rest is one block at work, and a kept
-    block costs no more than that. selective: whether the attention's output can be kept by itself: it is as large as
-    the inputs, and the most expensive to recompute."""
-    kept, adds = 0, added(0, False)
-    one_block = adds - inputs
-    if selective and free >= adds + 1.05 * inputs:
-        adds = added(0, True)
-    else:
-        selective = False
-    while kept < blocks and free - adds >= one_block:
-        more = min(blocks, kept + int((free - adds) // one_block))
-        more_adds = added(more, selective)
+    free: bytes that a pass may add. added(kept, selective): (bytes that it does add, seconds), inf if it runs out of
+    memory. inputs: those of added(0, False) that are the saved inputs of all blocks; the rest is one block at work, and
+    a kept block costs no more than that. selective: whether the attention's output can be kept by itself: it is as
+    large as the inputs, and the most expensive to recompute. But each operation of the block then passes through
+    Python, which takes longer than a short attention: so the faster of both passes is chosen. edge: nothing is tried
+    that takes more of `free` by this estimate."""
+    kept = 0
+    adds, seconds = added(0, False)
+    one_block, keeps_attention = adds - inputs, False
+    if selective and edge * free >= adds + 1.05 * inputs:
+        selective_adds, selective_seconds = added(0, True)
+        if selective_adds <= free and selective_seconds < seconds:
+            adds, keeps_attention = selective_adds, True
+    while kept < blocks and edge * free - adds >= one_block:
+        more = min(blocks, kept + int((edge * free - adds) // one_block))
+        more_adds, _ = added(more, keeps_attention)
         if more_adds > free: # fragments, or another process on this card
             break
         kept, adds = more, more_adds
-    return kept, selective and kept < blocks, adds
+        # what the kept blocks have cost is a better guess; it is still too high, as it counts all else that a pass takes
+        one_block = min(one_block, (adds - inputs * (1 + keeps_attention)) / kept)
+    return kept, keeps_attention and kept < blocks, adds
 
 def keep_attention():
     """For torch.utils.checkpoint: recomputed blocks keep what the attention kernel gives."""
     return create_selective_checkpoint_contexts([torch.ops.torch_attn._varlen_attn.default])
 
-def keep_what_fits(transformer, lengths, Item, flow_loss, recompute, args, say):
-    """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths:
-    lengths_of's; Item, flow_loss, say: train.py's; recompute(number, **options): checkpoint_blocks. InputError if the
-    largest pack does not fit although all blocks are computed again."""
+def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, args, say):
+    """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths,
+    tables: lengths_of's and table_bytes'; Item, flow_loss, say: train.py's; recompute(number, **options):
+    checkpoint_blocks. InputError if the largest pack does not fit although all blocks are computed again."""
     blocks, pack = len(transformer.transformer_blocks), largest_pack(lengths, args)
     items = blank_items(Item, map(shape_of, pack), transformer, args.device)
+    too_little = InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "
+                            f"{sum(pack)} tokens; lower it, or give --quantize or --offload")
 
     def step():
         try:
@@ -146,23 +167,23 @@ def keep_what_fits(transformer, lengths, Item, flow_loss, recompute, args, say):
             for p in transformer.parameters():
                 p.grad = None
 
-    def keep(kept, selective):
-        contexts = dict(context_fn=keep_attention) if selective else {}
-        return recompute(blocks - kept, **contexts)
-
     def added(kept, selective):
-        keep(kept, selective)
-        return max(gather_objects(added_bytes(step, args.device)))
+        recompute(blocks - kept, **(dict(context_fn=keep_attention) if selective else {}))
+        bytes_, seconds = measure(step, args.device)
+        if args.fsdp and bytes_ == inf: # not gathered: the others are still in that pass
+            raise too_little
+        measured = gather_objects((bytes_, seconds))
+        return tuple(map(max, zip(*measured))) # the process that needs most, and the slowest
 
     added(0, False) # the first pass loads kernels and libraries, which take memory that no later pass needs
-    free = min(gather_objects(room(args.device) - learning_bytes(transformer)))
+    free = min(gather_objects(room(args.device) - learning_bytes(transformer) - tables))
     one_kernel = rope_patch.has_varlen(items[0].prompt) and args.batching == "packed"
     selective = one_kernel and not args.compile # (with which it was not tried)
-    kept, selective, adds = find_fit(blocks, free, input_bytes(transformer, pack), added, selective)
+    kept, selective, adds = find_fit(blocks, free, input_bytes(transformer, pack), added, selective,
+                                     edge=EDGE if args.fsdp else 1)
     if adds == inf:
-        raise InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "
-                         f"{sum(pack)} tokens, all blocks computed again; lower it, or give --quantize or --offload")
-    words = ", the attention of the others" if selective else ""
-    say(f"gradient checkpointing: {kept} blocks{words} are kept; a pass of {sum(pack):,} tokens, the largest, takes "
-        f"about {adds / GIB:.1f} of {free / GIB:.1f} GiB")
-    return keep(kept, selective)
+        raise too_little
+    words = f"{kept} blocks are kept" + (f", and the attention of the other {blocks - kept}" if selective else "")
+    say(f"gradient checkpointing: {words}; a pass of {sum(pack):,} tokens, the largest, takes about {adds / GIB:.1f} of "
+        f"{free / GIB:.1f} GiB")
+    return recompute(blocks - kept, **(dict(context_fn=keep_attention) if selective else {}))

@@ -28,6 +28,9 @@ CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
 # its memory; GB/s from the host)}. These rates are assumed: others have reported them for such kernels
 RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
          "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
+# milliseconds of the host for a block in a training pass: kept, computed again, that without its attention; measured
+# with tiny tensors on one core of a shared AMD EPYC, halved, as workstations have faster ones. tests/fake_card counts
+HOST = dict(kept=1.3, recomputed=3.5, selective=6.5)
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
 
 
@@ -138,12 +141,12 @@ def card_room(gb):
     """Bytes that tensors can have on a card of so many GB."""
     return gb * GIB - fit.margin(gb * GIB) - 0.5 * GIB # CUDA itself
 
-def step_seconds(transformer, lengths, card, recomputed, selective, copied):
+def step_seconds(transformer, lengths, card, recomputed, selective, copied, passes):
     """-> (a step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all
     other kernels, as eager code with a LoRA on the attention has them; its MFU: the useful share of the data sheet's
-    FLOPs in that time). Traffic between GPUs and the unpacking of few bits are not counted. lengths: tokens of its
-    samples; recomputed: share of the blocks; selective: their attention is not; copied: bytes of --offload in all its
-    passes."""
+    FLOPs in that time). It is the host's time, which gives the GPU its orders, if that is longer. Traffic between GPUs
+    and the unpacking of few bits are not counted. lengths: tokens of its samples; recomputed: share of the blocks;
+    selective: their attention is not; copied: bytes of --offload in all its passes."""
     _, peak, matmul, forward, backward, memory, host = RATES[card]
     d, blocks, again = transformer.inner_dim, len(transformer.transformer_blocks), 0 if selective else recomputed
     seconds = useful = 0
@@ -153,7 +156,9 @@ def step_seconds(transformer, lengths, card, recomputed, selective, copied):
         others = d * n * (378 + 150 * recomputed) / memory
         seconds += blocks * (products + attention + others) / 1e12
         useful += blocks * (2 * 24 * d**2 * n + 3.5 * 4 * d * n**2) / 1e12
-    seconds = max(seconds, copied / (host * 1e9))
+    again_ms = HOST["selective" if selective else "recomputed"]
+    orders = passes * blocks * (recomputed * again_ms + (1 - recomputed) * HOST["kept"]) / 1000
+    seconds = max(seconds, copied / (host * 1e9), orders)
     return seconds, useful / seconds / peak
 
 def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, flow_loss, say):
@@ -228,17 +233,23 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
         base, host = weights(args.quantize, args.offload)
         inputs = fit.input_bytes(transformer, largest)
         for card, (gb, *_) in RATES.items():
-            free = card_room(gb) - base - fit.STATES * lora_bytes
+            free = card_room(gb) - base - fit.STATES * lora_bytes - fit.table_bytes(epoch)
             if args.gradient_checkpointing is None:
                 selective = args.batching == "packed" and not args.compile
-                kept, selective, adds = fit.find_fit(blocks, free, inputs, added, selective)
+
+                def tried(kept, selective):
+                    seconds, _ = step_seconds(transformer, largest, card, 1 - kept / blocks, selective, 0, 1)
+                    return added(kept, selective), seconds
+                kept, selective, adds = fit.find_fit(blocks, free, inputs, tried, selective,
+                                                     edge=fit.EDGE if args.fsdp else 1)
             else:
                 kept, selective, adds = blocks - recomputed, False, added(blocks - recomputed)
             if adds > free:
                 say(f"{card:>9}: does not fit")
                 continue
             copied = 2 * host * passes * processes
-            seconds, mfu = step_seconds(transformer, lengths, card, 1 - kept / blocks, selective, copied)
+            seconds, mfu = step_seconds(transformer, lengths, card, 1 - kept / blocks, selective, copied,
+                                        passes * processes)
             seconds /= steps * processes
             hours = seconds * args.max_steps / 3600
             words = ", but not their attention" if selective else ""

@@ -23,22 +23,24 @@ from tests.harness import (TINY, assert_bitwise, copy_model, curve, hot_model, i
 
 BLOCKS = 10
 
+passes = itertools.count()
+
 def count_bytes(f, device):
-    """fit.added_bytes for a CPU."""
+    """fit.measure for a CPU. Each pass is said to be faster than the one before, so attention is kept where it fits."""
     with plan.LiveBytes(torch.nn.Module()) as live:
         f()
-    return live.peak
+    return live.peak, -next(passes)
 
 def on_a_card(room, varlen=False):
     """Makes fit.py see one with so many free bytes, and rope_patch.py the one kernel of attention."""
-    fit.has_own_memory, fit.room, fit.added_bytes = lambda device: True, lambda device: room, count_bytes
+    fit.has_own_memory, fit.room, fit.measure = lambda device: True, lambda device: room, count_bytes
     if varlen:
         rope_patch.has_varlen = lambda x: True
 
 @pytest.fixture
 def card(monkeypatch):
     """on_a_card, for this test alone."""
-    for module, name in ((fit, "has_own_memory"), (fit, "room"), (fit, "added_bytes"), (rope_patch, "has_varlen")):
+    for module, name in ((fit, "has_own_memory"), (fit, "room"), (fit, "measure"), (rope_patch, "has_varlen")):
         monkeypatch.setattr(module, name, getattr(module, name))
     return on_a_card
 
@@ -70,6 +72,23 @@ def test_a_blank_sample_has_that_many_tokens_or_a_few_more(tokens):
     [(_, h, w)], text = fit.shape_of(tokens)
     assert 0 <= h * w + text - tokens < w and max(h, w) < 200
 
+def test_the_rotary_tables_of_all_sizes_are_counted():
+    """diffusers keeps them on the device, for 128 pictures at most."""
+    def sample(*pictures):
+        return SimpleNamespace(encodings=[dict(img_shapes=[(1, h, w) for h, w in pictures])])
+    samples = [sample((64, 64), (64, 64)), sample((64, 64)), sample((32, 64), (64, 64))]
+    assert fit.table_bytes(samples) == 512 * (64 * 64 * 2 + 32 * 64)
+    assert fit.table_bytes([sample((n, 10)) for n in range(1, 201)]) == 512 * 10 * sum(range(73, 201))
+    # and they are what diffusers keeps
+    model = hot_model(dtype=torch.float32, num_layers=1)
+    table = model.pos_embed._compute_video_freqs
+    first = table(1, 8, 12, 0)
+    assert first.numel() * first.itemsize == 8 * 12 * 8 * sum(model.config.axes_dims_rope) // 2
+    for n, kept in ((127, True), (128, False)):
+        for width in range(n):
+            table(1, 1, width + 1, 1)
+        assert (table(1, 8, 12, 0) is first) == kept
+
 # ---- how much fits ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("selective", [False, True])
@@ -80,28 +99,48 @@ def test_as_many_blocks_are_kept_as_surely_fit(selective):
         def added(kept, keeps_attention):
             bytes_ = (60 - kept) * (2 if keeps_attention else 1) + 12 * max(kept, 1) + 8
             assert bytes_ <= free or kept == keeps_attention == 0
-            return bytes_
+            return bytes_, 1 - 0.1 * keeps_attention
         kept, keeps_attention, adds = fit.find_fit(60, free, 60, added, selective)
-        assert adds == added(kept, keeps_attention) and (kept == 60 or free - adds < 20)
+        assert adds == added(kept, keeps_attention)[0] and (kept == 60 or free - adds < 12 + 8 / max(kept, 1))
         assert keeps_attention == (selective and free >= 80 + 63 and kept < 60)
 
 def test_a_try_that_runs_out_of_memory_costs_nothing():
     """Fragments, or another process: what was found before it stays."""
     def added(kept, selective):
-        return math.inf if kept > 20 else 60 - kept + 12 * max(kept, 1) + 8
+        return math.inf if kept > 20 else 60 - kept + 12 * max(kept, 1) + 8, 1
     kept, _, adds = fit.find_fit(60, 10**4, 60, added, False)
-    assert kept == 0 and adds == added(0, False) # its first try is all 60
+    assert kept == 0 and adds == added(0, False)[0] # its first try is all 60
     kept, _, adds = fit.find_fit(60, 400, 60, added, False)
-    assert 0 < kept <= 20 and adds == added(kept, False) <= 400
+    assert 0 < kept <= 20 and adds == added(kept, False)[0] <= 400
+
+def test_attention_is_kept_only_if_that_pass_is_the_faster_one():
+    """Each operation of such a block passes through Python, which takes longer than a short attention."""
+    for seconds, keeps in ((0.9, True), (1.1, False)):
+        def added(kept, selective):
+            return 60 - kept + 60 * selective + 12 * max(kept, 1) + 8, seconds if selective else 1.0
+        kept, keeps_attention, adds = fit.find_fit(60, 300, 60, added, True)
+        assert keeps_attention == keeps and 0 < kept < 60 and adds == added(kept, keeps)[0]
+
+def test_with_fsdp_no_try_comes_near_the_edge():
+    """There a pass that runs out of memory cannot be agreed on."""
+    def added(kept, selective):
+        tried.append(60 - kept + 60 * selective + 20 * max(kept, 1))
+        return tried[-1], 1 - selective
+    for free in range(100, 1300, 50):
+        tried = []
+        kept, _, adds = fit.find_fit(60, free, 60, added, True, edge=fit.EDGE)
+        assert max(tried[1:], default=0) <= fit.EDGE * free and (kept == 60 or adds > fit.EDGE * free - 61)
 
 def test_memory_that_runs_out_in_a_pass_is_inf(monkeypatch):
-    real = fit.added_bytes # before a test puts count_bytes there
+    real = fit.measure # before a test puts count_bytes there
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 7)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
     def full():
         raise torch.OutOfMemoryError("CUDA out of memory")
-    assert real(full, "cuda:0") == math.inf and real(lambda: None, "cuda:0") == 0
+    assert real(full, "cuda:0") == (math.inf, math.inf) and real(lambda: None, "cuda:0")[0] == 0
+    assert real(lambda: time.sleep(0.1), "cuda:0")[1] >= 0.1
 
 def hot_transformer():
     model = patched_copy(hot_model(dtype=torch.float32, num_layers=BLOCKS)).requires_grad_(False)
@@ -115,7 +154,7 @@ def flow_loss(model, items):
     return [(pred - i.velocity).square().mean() for pred, i in zip(preds, items)]
 
 def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
-    args = SimpleNamespace(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False)
+    args = SimpleNamespace(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False, fsdp=False)
     model, said, tried = hot_transformer(), [], []
     checkpoint = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False)
     monkeypatch.setattr(plan.LiveBytes, "__exit__", lambda self, *args: (
@@ -126,8 +165,8 @@ def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
     for room in (0, 76, 86, 10**6):
         card(learning + room * 2**20)
         tried.clear()
-        found.append(BLOCKS - fit.keep_what_fits(model, {400, 300}, recipe()["Item"], flow_loss, checkpoint, args,
-                                                 said.append))
+        found.append(BLOCKS - fit.keep_what_fits(model, {400, 300}, 0, recipe()["Item"], flow_loss, checkpoint,
+                                                 args, said.append))
         assert len(tried) == 2 or max(tried[2:]) <= room * 2**20 # (all blocks are recomputed in the first two)
         assert f"{found[-1]} blocks are kept; a pass of 800 tokens, the largest, takes" in said[-1]
         assert all(p.grad is None for p in model.parameters())
@@ -156,7 +195,7 @@ def test_attention_that_is_kept_is_not_computed_again(dropout, monkeypatch):
     for got in numbers[1:]:
         assert_bitwise(got[1:], numbers[0][1:])
 
-def test_room_and_added_bytes_ask_torch_for_the_right_numbers(monkeypatch):
+def test_room_and_measure_ask_torch_for_the_right_numbers(monkeypatch):
     have = dict(mem_get_info=(30, 100), memory_reserved=10, memory_allocated=4, max_memory_allocated=4)
     for name in have:
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: have[name])
@@ -165,7 +204,8 @@ def test_room_and_added_bytes_ask_torch_for_the_right_numbers(monkeypatch):
     assert fit.margin(100 * fit.GIB) == 5 * fit.GIB and fit.margin(8 * fit.GIB) == fit.GIB
     assert fit.room("cuda") == 30 + (10 - 4) - fit.margin(100)
     have["max_memory_allocated"] = 99 # of something before
-    assert fit.added_bytes(lambda: have.update(max_memory_allocated=25), "cuda") == 25 - 4
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert fit.measure(lambda: have.update(max_memory_allocated=25), "cuda")[0] == 25 - 4
     assert have["max_memory_allocated"] == 4 # the log's `memory` is the training's
 
 def test_lengths_are_all_that_can_be_drawn():
@@ -176,11 +216,11 @@ def test_lengths_are_all_that_can_be_drawn():
 
 def fitted(model, room, **changes):
     """-> (kept blocks, what is said)."""
-    flags = dict(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False) | changes
+    flags = dict(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False, fsdp=False) | changes
     recompute, said = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False), []
     on_a_card(fit.learning_bytes(model) + room, varlen=True)
-    recomputed = fit.keep_what_fits(model, {400, 300}, recipe()["Item"], flow_loss, recompute, SimpleNamespace(**flags),
-                                    said.append)
+    recomputed = fit.keep_what_fits(model, {400, 300}, 0, recipe()["Item"], flow_loss, recompute,
+                                    SimpleNamespace(**flags), said.append)
     return BLOCKS - recomputed, said[0]
 
 @pytest.mark.parametrize("changes, keeps", [({}, True), (dict(compile=True), False), (dict(batching="padded"), False)])
@@ -190,7 +230,7 @@ def test_attention_is_kept_where_that_is_said(changes, keeps, card, monkeypatch)
     found = set()
     for room in (40, 56, 88):
         kept, said = fitted(model, room * 2**20, **changes)
-        selective = "attention of the others" in said
+        selective = f"{kept} blocks are kept, and the attention of the other {BLOCKS - kept};" in said
         found.add(selective)
         calls.clear()
         sum(flow_loss(model, fit.blank_items(recipe()["Item"], [fit.shape_of(400)], model))).backward()
@@ -202,7 +242,7 @@ def test_the_process_that_needs_most_decides(card, monkeypatch):
     alone, _ = fitted(model, 86 * 2**20, compile=True)
     both = []
     for extra in (0, 6 * 2**20):
-        monkeypatch.setattr(fit, "gather_objects", lambda x: [x, x + extra])
+        monkeypatch.setattr(fit, "gather_objects", lambda x: [x, (x[0] + extra, x[1]) if type(x) is tuple else x])
         both.append(fitted(model, 86 * 2**20, compile=True)[0])
     assert both[0] == alone > both[1]
 
@@ -236,7 +276,7 @@ def real_transformer(blocks):
     return model
 
 def test_a_kept_block_counts_what_the_kernels_of_a_card_keep(monkeypatch):
-    """A fifth to a quarter less than a CPU's, which take norms and gates apart, in fp32."""
+    """A quarter to a third less than a CPU's, which take norms and gates apart, in fp32."""
     def kept_block():
         takes = [plan.step_bytes(real_transformer(4), recipe()["Item"], flow_loss, [fit.shape_of(2000)], n)
                  for n in (1, 2)]
@@ -244,19 +284,23 @@ def test_a_kept_block_counts_what_the_kernels_of_a_card_keep(monkeypatch):
     card = kept_block()
     for name in ("object", "dict"):
         monkeypatch.setattr(plan.patch, name, lambda *args, **kwargs: contextlib.nullcontext())
-    assert 0.72 < card / kept_block() < 0.8
+    assert 0.68 < card / kept_block() < 0.75
 
 def test_the_counted_time_is_that_of_its_parts():
     """Four samples of 8,450 tokens; the sums that were made by hand, of a sample: matrix products 0.54 s, attention
     0.69, all else 0.23 on an H200 if all is computed again; 0.36, 0.56 and 0.16 if all is kept."""
     def seconds(*args):
-        return plan.step_seconds(real_transformer(60), [8450] * 4, *args)[0]
-    assert plan.step_seconds(real_transformer(60), [8450] * 4, "H200", 1, False, 0)[1] == pytest.approx(0.29, abs=0.01)
+        return plan.step_seconds(real_transformer(60), [8450] * 4, *args, 4)[0]
+    assert plan.step_seconds(real_transformer(60), [8450] * 4, "H200", 1, False, 0, 4)[1] == pytest.approx(0.29, abs=0.01)
     assert seconds("H200", 1, False, 0) == pytest.approx(4 * (0.54 + 0.69 + 0.23), rel=0.01)
     assert seconds("H200", 0, False, 0) == pytest.approx(4 * (0.36 + 0.56 + 0.16), rel=0.01)
     assert seconds("H200", 1, True, 0) == pytest.approx(4 * (0.54 + 0.56 + 0.23), rel=0.01)
     assert seconds("RTX 4090", 1, False, 0) == pytest.approx(4 * 5.2, rel=0.02)
     assert seconds("RTX 4090", 1, False, 10**12) == 40 # copied at 25 GB/s
+    # a pass of few tokens waits for the host, and longest where attention alone is kept
+    waits = [plan.step_seconds(real_transformer(60), [500], "H200", *args, 0, 1)[0] * 1000 / 60
+             for args in ((0, False), (1, False), (1, True))]
+    assert waits == pytest.approx([plan.HOST[kind] for kind in ("kept", "recomputed", "selective")])
 
 def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     """Of 8 blocks of the real width, on two cards: a large one, which copies slowly, and one of 3 GB."""
@@ -346,11 +390,11 @@ def little_room(flags, tmp_path_factory):
     tried = []
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("has_own_memory", lambda device: True), ("room", lambda device: 0),
-                            ("added_bytes", lambda f, device: tried.append(count_bytes(f, device)) or tried[-1])):
+                            ("measure", lambda f, device: tried.append(count_bytes(f, device)) or tried[-1])):
             patch.setattr(fit, name, value)
-        patch.setattr(fit, "learning_bytes", lambda model: tried.append(fit.GIB) or 0)
+        patch.setattr(fit, "learning_bytes", lambda model: 0)
         trained(flags, tmp_path_factory.mktemp("room") / "run")
-    return tried[-1]
+    return tried[-1][0]
 
 @pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"]],
                          ids=["plain", "dropout", "offload"])
@@ -372,12 +416,12 @@ def test_all_processes_keep_what_the_smallest_room_allows(flags, start, tmp_path
         assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
         said = re.search(r"computes (\d) of 3 blocks again", ranks[0].output())
         assert said[1] == ("0" if name == "all" else "3")
-        assert ("attention of the others" in ranks[0].output()) == (name == "some")
+        assert ("and the attention of the other" in ranks[0].output()) == (name == "some")
         assert curve(log_of(tmp_path / name)) == curve(log_of(tmp_path / "none"))
 
 def test_a_pack_that_never_fits_is_told_before_the_first_step(flags, card, tmp_path, monkeypatch):
     card(10**9)
-    monkeypatch.setattr(fit, "added_bytes", lambda f, device: math.inf)
+    monkeypatch.setattr(fit, "measure", lambda f, device: (math.inf, math.inf))
     result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
     assert result.status == 1 and is_one_line(result.errors[-1], "--max_tokens 10000", "--offload"), result.err
     assert "step 1/" not in result.out
