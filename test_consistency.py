@@ -5,7 +5,7 @@ Five claims, each with a negative control that shows its teeth. The oracle is st
 2. A batch of mixed sizes, and its gradients, equal stock one sample at a time; pads never leak.
 3. A training step is the formula with the stock model; packed, padded, one at a time and on two processes alike.
 4. A resumed run is the unbroken run, a cached sample is the live one, and the LoRA loads in the stock pipeline.
-5. What predict.py draws is what the stock pipeline draws.
+5. What predict.py generates is what the stock pipeline draws.
 
 $ pytest test_consistency.py                                    # float32 on the CPU, 90 seconds on one core
 $ pytest test_consistency.py --dtype bfloat16 --device cuda     # one GPU
