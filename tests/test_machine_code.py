@@ -1,0 +1,56 @@
+"""
+What the compiler makes of a transformer block of the real width, for cards that are not there.
+
+$ python -m pytest -q tests/test_machine_code.py -s    # two minutes of one core; -s: the registers of each kernel
+"""
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.fake_card import guard
+from tests.harness import HERE
+
+MISSING = guard.why_not() or (None if find_spec("triton") else "no triton, which compiles the kernels")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}")
+CARDS = ["80", "89", "90", "100", "120"] # A100, RTX 4090, H100, B200, RTX 5090
+# What neither Triton compiles nor a view is: products of matrices and attention, which have kernels of their own. An
+# index_put_ here would add up a modulation's gradient atomically, in bfloat16.
+CALLS = {"extern_kernels.mm", "extern_kernels.addmm", "torch.ops.torch_attn._varlen_attn.default",
+         "torch.ops.torch_attn._varlen_attn_backward.default"}
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory):
+    """[forward, backward] of machine_code.describe; in a process of its own, as the guard has to come before torch."""
+    library = guard.build(tmp_path_factory.mktemp("guard"))
+    env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    done = subprocess.run([sys.executable, "-m", "tests.fake_card.machine_code", library, *CARDS], cwd=HERE, env=env,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+def test_a_block_is_one_graph_of_so_many_launches(passes):
+    """With LoRAs on the attention and on img_mod.1, two samples, lengths that may change, bfloat16."""
+    forward, backward = passes
+    for name, found, limit in (("forward", forward, 65), ("backward", backward, 94)):
+        print(f"{name}: {found['launches']} launches (limit {limit}), {len(found['kernels']['90'])} Triton kernels")
+        assert found["launches"] <= limit
+    assert {*forward["calls"], *backward["calls"]} == CALLS
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_kernel_compiles_without_atomics_or_spilled_registers(card, passes):
+    """Atomic sums round differently in each run. Inductor measures several configurations of a kernel and takes the
+    fastest, so that one of them may spill, but not all."""
+    kernels = {name: found for one in passes for name, found in one["kernels"][card].items()}
+    assert kernels
+    for name, configurations in kernels.items():
+        words = ", ".join("{registers} registers".format(**c) + f", {c['spilled']} bytes spilled" * bool(c["spilled"])
+                          for c in configurations)
+        print(f"{configurations[0]['card']} {name}: {words}")
+        assert not [c["atomics"] for c in configurations if c["atomics"]], name
+        assert min(c["spilled"] for c in configurations) == 0, name
+    spilled = sorted(c["spilled"] for configurations in kernels.values() for c in configurations)
+    assert not any(spilled[:-2]) and spilled[-1] <= 25_000, spilled
