@@ -91,7 +91,7 @@ def first_words(e):
 
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
-EXTRAS = "quantize offload fsdp plan tracker mask".split() # flags that a file of their name in extras/ serves
+EXTRAS = "quantize offload fsdp compile plan tracker mask".split() # flags that a file of their name in extras/ serves
 
 def load_extra(name):
     """The module extras/NAME.py, which the flag --NAME needs. InputError if it, or one that it imports, is not here."""
@@ -268,13 +268,10 @@ def start_processes(args):
         if rank == 0:
             print(card)
     if world_size > 1:
-        # Objects: hours, as processes without work wait for the encoders. NCCL: minutes, as a step waits for its
-        # slowest process, and for one that has died.
+        # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
         dist.init_process_group(backend, timeout=timedelta(hours=6))
-        if "nccl" in backend:
-            dist.group.WORLD._get_backend(torch.device(args.device))._set_default_timeout(timedelta(minutes=20))
-            # NCCL takes its memory when it is first used: before extras/fit.py measures what is free
-            dist.all_reduce(torch.zeros(1, device=args.device))
+        if cards and "nccl" in backend:
+            cards.start_nccl(args.device)
     return rank, world_size
 
 def gather_objects(value):

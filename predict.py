@@ -30,7 +30,6 @@ import sys
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from time import monotonic
@@ -162,7 +161,10 @@ class LoraLinear(lora.Linear): # a class because peft takes one in the place of 
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of such a step on a CPU. Here
     its weights are cast when they are used, while they, their gradients and the file stay fp32. Plain LoRA only: all
     else is left to peft."""
-    cast = None # lora_A and lora_B in the base's dtype, while their block computes: cast_weights
+    cast = None # lora_A and lora_B in the base's dtype, if extras/cast.py has made them
+
+    def lora_weights(self):
+        return self.lora_A["default"].weight, self.lora_B["default"].weight # (r, in), (out, r)
 
     def forward(self, x, *args, **kwargs):
         # (a variant is a LoRA with more to it, such as aLoRA)
@@ -170,30 +172,11 @@ class LoraLinear(lora.Linear): # a class because peft takes one in the place of 
                 or any(self.lora_bias.values())):
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x)
-        a, b = self.cast or [weight.to(x.dtype) for weight in lora_weights(self)] # (r, in), (out, r)
+        a, b = self.cast or [weight.to(x.dtype) for weight in self.lora_weights()]
         narrow = F.linear(self.lora_dropout["default"](x), a) # (..., r)
         # product, scale and sum in one kernel: apart they would read and write the wide output twice more
         result_2d = torch.addmm(result.flatten(0, -2), narrow.flatten(0, -2), b.T, alpha=self.scaling["default"])
         return result_2d.view_as(result)
-
-def lora_weights(layer):
-    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
-
-def cast_weights(layers, block, args):
-    """A forward pre-hook of a block: casts the weights of all its LoRA layers at once. One by one, in forward pass,
-    recomputation and backward pass, these were a sixth of the kernels that a small pack waits for."""
-    dtype = block.attn.norm_q.weight.dtype # (a quantized layer's would be int8)
-    if dtype == torch.float32 or torch.compiler.is_compiling(): # the compiler fuses them
-        return
-    weights = [weight for layer in layers for weight in lora_weights(layer)]
-    parts = torch.cat([weight.flatten() for weight in weights]).to(dtype).split([w.numel() for w in weights])
-    parts = [part.view_as(weight) for part, weight in zip(parts, weights)]
-    for n, layer in enumerate(layers):
-        layer.cast = parts[2 * n:2 * n + 2]
-
-def drop_casts(layers, block, args, output):
-    for layer in layers:
-        layer.cast = None
 
 def add_lora(transformer, **config):
     """A new LoRA with fp32 weights for training; config: LoraConfig's arguments -> {name: parameter}."""
@@ -201,11 +184,8 @@ def add_lora(transformer, **config):
     config._register_custom_module({torch.nn.Linear: LoraLinear}) # peft's documented way to bring a layer of one's own
     transformer.add_adapter(config)
     cast_training_params(transformer, torch.float32)
-    for block in transformer.transformer_blocks:
-        layers = [module for module in block.modules() if isinstance(module, LoraLinear)]
-        if layers:
-            block.register_forward_pre_hook(partial(cast_weights, layers))
-            block.register_forward_hook(partial(drop_casts, layers))
+    if together := common.find_extra("cast"):
+        together.cast_together(transformer.transformer_blocks)
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 @contextmanager

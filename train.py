@@ -162,8 +162,9 @@ if args.lr_scheduler == "constant": # only the other schedules depend on max_ste
 #   pack              the samples that go through the model together, in one forward pass; a step has one or more
 #   --preserve        some samples get another prompt, and the LoRA learns to answer it as the base does
 #
-# Besides the flags these functions read three things that THE RUN makes before the first step: epoch (the samples of
-# one pass through the data), scheduler_config, and encoders (usually None, because the cache has their output).
+# Besides the flags these functions read what THE RUN makes before the first step: epoch (the samples of one pass
+# through the data), scheduler_config, encoders (usually None, because the cache has their output), and copying (a
+# stream of the GPU, or None).
 
 @dataclass
 class Pick:
@@ -257,8 +258,7 @@ def pick_timestep(g, img_len):
     return s
 
 def load_item(picked):
-    """-> Item, from the cache, or encoded now by the pipeline `encoders`. It stays on the CPU: the loader thread, which
-    calls this, would otherwise wait for all that the GPU still has to do."""
+    """-> Item, from the cache, or encoded now by the pipeline `encoders`, on the CPU."""
     latents = cache.load_latents(picked.sample, picked.encoding, encoders)
     x0 = latents["pixel_latent"].to("cpu", torch.float32)
     noise = torch.randn(x0.shape, generator=picked.noise_generator)
@@ -273,7 +273,14 @@ def load_item(picked):
                 picked.img_shapes)
 
 def to_device(item):
-    return Item(*[x.to(args.device) if torch.is_tensor(x) else x for x in vars(item).values()])
+    """Copies an Item to the device, on a stream of its own: on the one that computes, the copy would wait for all that
+    the GPU still has to do."""
+    with torch.cuda.stream(copying): # (without a GPU this does nothing)
+        moved = {name: x.to(args.device) for name, x in vars(item).items() if torch.is_tensor(x)}
+    if copying:
+        for x in moved.values(): # their memory is free again when the computing stream, too, has done with them
+            x.record_stream(torch.cuda.current_stream())
+    return replace(item, **moved)
 
 def predict_velocity(model, items):
     """-> (I, C) in fp32 for each of these items, of any sizes, in one forward pass."""
@@ -430,8 +437,8 @@ def refuse_changes(old):
     """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
     had its default there."""
     if "data_hash" not in old:
-        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, or "
-                         "start a new run from its LoRA with --pretrained_lora")
+        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, "
+                         "or start a new run from its LoRA with --pretrained_lora")
     changes = []
     for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
         before = old.get(name, parser.get_default(name))
@@ -578,10 +585,11 @@ def plan_step(n):
     return picks, deal_packs([p.tokens for p in picks])[rank]
 
 def load_pack(picks, pack):
-    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, with loss weights of 0."""
+    """-> the Items of a pack, on the device. An empty one is an idle pass: the shortest sample, with loss weights of
+    0."""
     if pack:
-        return [load_item(picks[place]) for place in pack]
-    item = load_item(min(picks, key=lambda p: p.tokens))
+        return [to_device(load_item(picks[place])) for place in pack]
+    item = to_device(load_item(min(picks, key=lambda p: p.tokens)))
     return [replace(item, weight=torch.zeros_like(item.weight))]
 
 def sum_over_processes(parameters, numbers):
@@ -647,7 +655,7 @@ def validation_loss():
                               s=torch.tensor(s), noise_generator=noise))
     total = torch.zeros((), device=args.device)
     for pack in deal_packs([p.tokens for p in picks])[rank]:
-        total += sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack)))))
+        total += sum(flow_loss(transformer, load_pack(picks, pack)))
     if world_size > 1:
         dist.all_reduce(total)
     return total.item() / len(picks)
@@ -771,8 +779,7 @@ def next_commands(samples):
 # Processes. torchrun starts several of this script, each with a rank of its own; without torchrun there is one, rank 0.
 rank, world_size = common.start_processes(args)
 if args.batch_size < world_size:
-    say(f"warning: --batch_size {args.batch_size}: {world_size - args.batch_size} of {world_size} processes have nothing "
-        "to do")
+    say(f"warning: --batch_size {args.batch_size} for {world_size} processes: the others have nothing to do")
 
 # The run folder, and the checkpoint to continue from. We look at both before anything slow begins, so that a forbidden
 # change or a finished run is reported within seconds.
@@ -812,6 +819,7 @@ if encoders:
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 transformer, lora = make_model(transformer_folder)
+copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers
     load_extra("plan").print_plan(args, transformer, lora, model_folder, epoch, plan_step, Pick, Item, flow_loss, say)
     sys.exit(0)
@@ -819,13 +827,8 @@ if args.plan: # needs shapes and no numbers
 # Onto the device, block by block: quantized, sharded or offloaded as the flags say.
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
-if args.compile: # one block at a time, because they are alike; with dynamic lengths, because every batch differs
-    # Where attention is not one kernel, a graph break splits a block into functions that are compiled one by one. torch
-    # gives up on such a function for good once a variant of it has nothing to compute, as one of the last block's has.
-    # The backward pass would then recompute other tensors than the forward pass has saved, which is an error.
-    torch._dynamo.config.allow_empty_graphs = True
-    for block in transformer.transformer_blocks:
-        block.compile(dynamic=True)
+if args.compile:
+    load_extra("compile").compile_blocks(transformer.transformer_blocks)
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise.
 recomputed = recompute_blocks(transformer, samples)
@@ -871,8 +874,8 @@ if val_samples:
 signals, stop = contextlib.ExitStack(), False
 signals_seen = signals.enter_context(common.signals_noted())
 
-# A thread loads the next pack while this one computes, in the order in which the loop below asks for them. (Encoders
-# need the device themselves, so with --no-use_cache the pack waits its turn.)
+# A thread loads the next pack, onto the device, while this one computes, in the order in which the loop below asks for
+# them. (Encoders need the device themselves, so with --no-use_cache the pack waits its turn.)
 jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_steps)) for pack in packs)
 loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
 
@@ -893,7 +896,7 @@ while step < args.max_steps and not stop:
         # resumed run drops the same inputs; other packs or processes drop others.
         torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
         try:
-            items = ask_base(transformer, list(map(to_device, next(loaded).result())))
+            items = ask_base(transformer, next(loaded).result())
             losses = flow_loss(transformer, items)
             (sum(losses) / len(picks)).backward()
         except torch.OutOfMemoryError:

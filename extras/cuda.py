@@ -3,10 +3,12 @@
 """
 import contextlib
 import os
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common import InputError
 
@@ -91,6 +93,13 @@ def prepare(device, flash_attention):
     capability = torch.cuda.get_device_capability(device)
     words = activate_flash(capability) if flash_attention == "auto" else "flash attention 2"
     return f"{torch.cuda.get_device_name(device)}, {words}"
+
+
+def start_nccl(device):
+    """NCCL waits minutes, not hours: a step waits for its slowest process, and one that has died never comes. And it
+    is used once, as it takes its memory then: before extras/fit.py measures what is free."""
+    dist.group.WORLD._get_backend(torch.device(device))._set_default_timeout(timedelta(minutes=20))
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def configure_allocator(*choices):

@@ -143,7 +143,7 @@ def find_fit(blocks, free, inputs, added, selective, edge=1):
         if more_adds > free: # fragments, or another process on this card
             break
         kept, adds = more, more_adds
-        # what the kept blocks have cost is a better guess; it is still too high, as it counts all else that a pass takes
+        # what the kept blocks have cost is a better guess, still too high, as it counts all else that a pass takes
         one_block = min(one_block, (adds - inputs * (1 + keeps_attention)) / kept)
     return kept, keeps_attention and kept < blocks, adds
 
@@ -184,6 +184,6 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     if adds == inf:
         raise too_little
     words = f"{kept} blocks are kept" + (f", and the attention of the other {blocks - kept}" if selective else "")
-    say(f"gradient checkpointing: {words}; a pass of {sum(pack):,} tokens, the largest, takes about {adds / GIB:.1f} of "
-        f"{free / GIB:.1f} GiB")
+    say(f"gradient checkpointing: {words}; a pass of {sum(pack):,} tokens, the largest, takes about {adds / GIB:.1f} "
+        f"of {free / GIB:.1f} GiB")
     return recompute(blocks - kept, **(dict(context_fn=keep_attention) if selective else {}))

@@ -1,0 +1,14 @@
+"""
+--compile: torch.compile, one block at a time, because they are alike; with dynamic lengths, because every batch
+differs.
+"""
+import torch
+
+
+def compile_blocks(blocks):
+    # Where attention is not one kernel, a graph break splits a block into functions that are compiled one by one. torch
+    # gives up on such a function for good once a variant of it has nothing to compute, as one of the last block's has.
+    # The backward pass would then recompute other tensors than the forward pass has saved, which is an error.
+    torch._dynamo.config.allow_empty_graphs = True
+    for block in blocks:
+        block.compile(dynamic=True)
