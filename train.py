@@ -429,8 +429,8 @@ def refuse_changes(old):
     """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
     had its default there."""
     if "data_hash" not in old:
-        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, or "
-                         "start a new run from its LoRA with --pretrained_lora")
+        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, "
+                         "or start a new run from its LoRA with --pretrained_lora")
     changes = []
     for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
         before = old.get(name, parser.get_default(name))
