@@ -15,7 +15,8 @@ def cast_together(blocks):
         layers = [module for module in block.modules() if hasattr(module, "cast")]
         if layers:
             block.register_forward_pre_hook(partial(cast, layers))
-            block.register_forward_hook(partial(forget, layers))
+            # also when recomputation stops a block halfway, which it does by an exception
+            block.register_forward_hook(partial(forget, layers), always_call=True)
 
 
 def cast(layers, block, args):

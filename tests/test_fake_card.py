@@ -48,7 +48,8 @@ def run(tmp_path_factory):
             out_dir="", **more):
         folder = folder_of(blocks, zero_cond_t, samples, val)
         out_dir = folder / (out_dir or f"run{len(list(folder.iterdir()))}")
-        given = ["--model", "model", "--data", "cache0/index.json", "--val_data", *(["cache1/index.json"] if val else []),
+        given = ["--model", "model", "--data", "cache0/index.json",
+                 "--val_data", *(["cache1/index.json"] if val else []),
                  "--dtype", "bfloat16", "--device", "cuda", "--out_dir", out_dir, "--max_steps", 2, "--lora_targets",
                  "attention", "--batch_size", len(samples)] if script == "train.py" else []
         answer = client.ask(script=script, flags=[*map(str, [*given, *flags])], folder=folder, card=card, **more)
@@ -77,10 +78,10 @@ def check(answer, packs, kernels, waits, copied, peak, blocks=BLOCKS):
 ITEM = 3 * 4 * 64 * 4096 + 4 * 4096 + 2 * 64 * 4096 + 2 * 3584 * 200 + 270_000
 
 @pytest.mark.parametrize("zero_cond_t, recomputed, kernels, peak", [
-    (True, 0, 254.5, 8.36), (True, 60, 349.1, 5.27), (False, 0, 236.5, 8.36), (False, 60, 321.3, 5.27)],
+    (True, 0, 207.5, 8.17), (True, 60, 279, 5.29), (False, 0, 191.5, 8.17), (False, 60, 255, 5.29)],
     ids=["2511 kept", "2511 recomputed", "v1 kept", "v1 recomputed"])
 def test_a_step_keeps_its_limits(run, zero_cond_t, recomputed, kernels, peak):
     card = dict(gib=141) if FULL else H100
     answer = run("--gradient_checkpointing", recomputed, zero_cond_t=zero_cond_t, card=card)
-    check(answer, packs=2, kernels=kernels, waits=7, copied=2 * ITEM, peak=peak)
+    check(answer, packs=2, kernels=kernels, waits=0, copied=2 * ITEM, peak=peak)
     assert "DONE" in [path.name for path in answer.out_dir.iterdir()]

@@ -11,13 +11,16 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cache
 import common
 import predict
+import rope_patch
 from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, assert_effect, curve,
-                           damage_tensors, is_one_line, layers_of, log_of, lora_file, lora_of, lora_tensors, refused,
-                           rel, renamed, run_script, show, stock_pipeline, train_demo, train_log)
+                           damage_tensors, hot_model, is_one_line, layers_of, log_of, lora_file, lora_of, lora_tensors,
+                           make_batch, patched_copy, refused, rel, renamed, run, run_script, show, stock_pipeline,
+                           train_demo, train_log)
 
 def tiny_with(path, scale=1.0):
     """The tiny transformer with this LoRA."""
@@ -304,3 +307,36 @@ def test_lora_on_a_bf16_base_is_cast_when_used():
         out, *grads = compute(torch.bfloat16, True, scale)
         assert out.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
         assert [error < 2e-2 for error in map(rel, [out, *grads], exact)] == [True] * len(exact)
+
+class Casts(TorchDispatchMode):
+    """Inside `with`: the number of casts to bf16, and those back."""
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten._to_copy.default and args[0].dtype != kwargs.get("dtype")
+        return function(*args, **(kwargs or {}))
+
+def test_the_loras_of_a_block_are_cast_together(monkeypatch):
+    """Kept or recomputed, the numbers are those of single casts, to the bit; afterwards none is left. So are
+    those of the base."""
+    samples = make_batch(([(1, 8, 8), (1, 8, 6)], 20), ([(1, 4, 12), (1, 4, 4)], 9))
+    def compute(together, recomputed):
+        with monkeypatch.context() as patch:
+            if not together:
+                patch.setattr(common, "find_extra", lambda name: None)
+            model = patched_copy(hot_model("2511", dtype=torch.bfloat16, num_layers=3)).requires_grad_(False).train()
+            torch.manual_seed(0)
+            weights = predict.add_lora(model, r=4, init_lora_weights=False, target_modules=[
+                "to_q", "to_k", "add_v_proj", "img_mod.1", "img_mlp.net.2"]).values()
+        rope_patch.checkpoint_blocks(model, recomputed)
+        with Casts() as casts:
+            out = run(model, "packed", samples)
+            grads = torch.autograd.grad(sum(o.float().square().sum() for o in out), [*weights])
+        assert all(m.cast is None for m in model.modules() if isinstance(m, predict.LoraLinear))
+        with predict.without_lora(model):
+            base = run(model, "packed", samples)
+        return casts.number, [*out, *grads, *base]
+    for recomputed in (0, 3):
+        (many, want), (few, got) = compute(False, recomputed), compute(True, recomputed)
+        assert_bitwise(got, want)
+        assert many - few >= 3 * 2 * (2 * 5 - 1), (many, few) # blocks, there and back, matrices of five layers

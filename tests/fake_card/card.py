@@ -144,7 +144,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
             if results[0].device.type == "cuda":
                 self.copies += 1
                 self.bytes_in += source.numel() * source.element_size()
-                if waits:
+                if waits and not getattr(elsewhere, "stream", None): # (on another stream it is behind no kernel)
                     self.wait("copy from the host")
                 return out
             self.wait("copy to the host")
@@ -292,6 +292,14 @@ def launches(func):
 
 # ---- torch's questions to a card -------------------------------------------------------------------------------------
 
+elsewhere = threading.local() # its `stream`: the one that a thread has chosen by torch.cuda.stream
+
+@contextlib.contextmanager
+def on_stream(stream):
+    before, elsewhere.stream = getattr(elsewhere, "stream", None), stream
+    yield
+    elsewhere.stream = before
+
 class Stream: # what torch.cuda.Stream and torch.cuda.Event would be; all work is done at once, in one order
     def __init__(self, *args, **kwargs):
         self.device, self.device_index, self.device_type, self.stream_id, self.cuda_stream = "cuda", 0, 1, 0, 0
@@ -353,7 +361,7 @@ def patch_torch(card):
             max_memory_allocated=lambda device=None: card.peak, reset_peak_memory_stats=reset_peak,
             mem_get_info=lambda device=None: (card.total - card.unusable - card.now, card.total),
             empty_cache=lambda: None, synchronize=synchronize, manual_seed=lambda seed: None,
-            manual_seed_all=lambda seed: None, Stream=Stream, Event=Stream, stream=lambda s: contextlib.nullcontext(),
+            manual_seed_all=lambda seed: None, Stream=Stream, Event=Stream, stream=on_stream,
             current_stream=lambda device=None: Stream(), default_stream=lambda device=None: Stream()).items():
         put(torch.cuda, name, answer)
 
