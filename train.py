@@ -258,7 +258,8 @@ def pick_timestep(g, img_len):
     return s
 
 def load_item(picked):
-    """-> Item, from the cache, or encoded now by the pipeline `encoders`, on the CPU."""
+    """-> Item, from the cache, or encoded now by the pipeline `encoders`. It stays on the CPU: the loader thread, which
+    calls this, would otherwise wait for all that the GPU still has to do."""
     latents = cache.load_latents(picked.sample, picked.encoding, encoders)
     x0 = latents["pixel_latent"].to("cpu", torch.float32)
     noise = torch.randn(x0.shape, generator=picked.noise_generator)
@@ -585,11 +586,10 @@ def plan_step(n):
     return picks, deal_packs([p.tokens for p in picks])[rank]
 
 def load_pack(picks, pack):
-    """-> the Items of a pack, on the device. An empty one is an idle pass: the shortest sample, with loss weights of
-    0."""
+    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, with loss weights of 0."""
     if pack:
-        return [to_device(load_item(picks[place])) for place in pack]
-    item = to_device(load_item(min(picks, key=lambda p: p.tokens)))
+        return [load_item(picks[place]) for place in pack]
+    item = load_item(min(picks, key=lambda p: p.tokens))
     return [replace(item, weight=torch.zeros_like(item.weight))]
 
 def sum_over_processes(parameters, numbers):
@@ -655,7 +655,7 @@ def validation_loss():
                               s=torch.tensor(s), noise_generator=noise))
     total = torch.zeros((), device=args.device)
     for pack in deal_packs([p.tokens for p in picks])[rank]:
-        total += sum(flow_loss(transformer, load_pack(picks, pack)))
+        total += sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack)))))
     if world_size > 1:
         dist.all_reduce(total)
     return total.item() / len(picks)
@@ -874,8 +874,8 @@ if val_samples:
 signals, stop = contextlib.ExitStack(), False
 signals_seen = signals.enter_context(common.signals_noted())
 
-# A thread loads the next pack, onto the device, while this one computes, in the order in which the loop below asks for
-# them. (Encoders need the device themselves, so with --no-use_cache the pack waits its turn.)
+# A thread loads the next pack while this one computes, in the order in which the loop below asks for them. (Encoders
+# need the device themselves, so with --no-use_cache the pack waits its turn.)
 jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_steps)) for pack in packs)
 loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
 
@@ -896,7 +896,7 @@ while step < args.max_steps and not stop:
         # resumed run drops the same inputs; other packs or processes drop others.
         torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
         try:
-            items = ask_base(transformer, next(loaded).result())
+            items = ask_base(transformer, list(map(to_device, next(loaded).result())))
             losses = flow_loss(transformer, items)
             (sum(losses) / len(picks)).backward()
         except torch.OutOfMemoryError:

@@ -364,6 +364,7 @@ def patch_torch(card):
             manual_seed_all=lambda seed: None, Stream=Stream, Event=Stream, stream=on_stream,
             current_stream=lambda device=None: Stream(), default_stream=lambda device=None: Stream()).items():
         put(torch.cuda, name, answer)
+    put(torch.Tensor, "record_stream", lambda tensor, stream: None) # it wants a real stream
 
     # a mode belongs to the thread that has entered it; those that a program starts have the card, too
     run = threading.Thread.run
