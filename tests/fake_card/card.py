@@ -14,6 +14,7 @@ README.md says how it works and what it cannot see.
 """
 import collections
 import contextlib
+import os
 import sys
 import threading
 import weakref
@@ -21,11 +22,12 @@ import weakref
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 GIB = 2**30
 CONTEXT = 0.6 # GiB that CUDA and its libraries take beside the tensors
 SMALL = 2**20 # elements: integer tensors up to this size are also computed
@@ -79,15 +81,18 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if torch._C._get_dispatch_mode(FAKE): # another one's: DTensor tries an operation on shapes first, --plan all
+            return func(*args, **(kwargs or {}))
         for kind in types: # a DTensor: torch calls us again with the tensors that it consists of
             if kind not in (FakeTensor, torch.Tensor, torch.nn.Parameter):
                 return NotImplemented
         kwargs, tensors = kwargs or {}, tensors_of(args, kwargs or {})
         wanted = kwargs.get("device")
         on_card = any(isinstance(t, FakeTensor) and t.fake_mode is self.fake for t in tensors)
-        if not on_card and not kwargs.get("pin_memory") and (wanted is None or torch.device(wanted).type != "cuda"):
-            return func(*args, **kwargs) # the CPU's own
         name = func._schema.name
+        pinned = kwargs.get("pin_memory") or name == "aten::_pin_memory" and args[0].is_floating_point()
+        if not on_card and not pinned and (wanted is None or torch.device(wanted).type != "cuda"):
+            return func(*args, **kwargs) # the CPU's own
         if name not in MIXING:
             self.refuse_mixed_devices(name, tensors)
         if name == "aten::_local_scalar_dense":
@@ -96,7 +101,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
             return args[0].untyped_storage() in self.sizes and args[0].device.type == "cpu"
         if name == "aten::record_stream":
             return None
-        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+        if name in ("aten::index", "aten::index_put", "aten::index_put_") and not self.all_known(tensors):
             args = (args[0], self.whole_numbers(args[1]), *args[2:])
         if name == "aten::copy_" and not isinstance(args[0], FakeTensor):
             return self.copy_to_host(*args)
@@ -104,12 +109,14 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         fake_args, fake_kwargs = args, kwargs
         if not all(isinstance(t, FakeTensor) for t in tensors):
             fake_args, fake_kwargs = tree_map(self.stand_in, (args, kwargs))
-        if torch.Tag.dynamic_output_shape in func.tags and self.all_known(tensors):
+        if name == "aten::_pin_memory":
+            out = self.empty(args[0], torch.device("cpu"))
+        elif torch.Tag.dynamic_output_shape in func.tags and self.all_known(tensors):
             self.wait(f"shape of {name}") # the host must know how much memory the result takes
             out = tree_map(self.stand_in_on_card, self.on_known(func, args, kwargs))
         else:
             out = self.fake.__torch_dispatch__(func, types, fake_args, fake_kwargs)
-        if name == "aten::_pin_memory" or kwargs.get("pin_memory"):
+        if pinned: # weights, mostly: only their bytes matter
             self.account(out, pinned=True)
             return out
         return self.finish(func, name, args, kwargs, tensors, out)
@@ -152,7 +159,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         """A fake tensor for a real one of the CPU."""
         if not isinstance(t, torch.Tensor) or isinstance(t, FakeTensor):
             return t
-        return self.empty(t, t.device)
+        return self.empty(t, torch.device("cpu"))
 
     def stand_in_on_card(self, t):
         return self.empty(t, torch.device("cuda", self.index)) if isinstance(t, torch.Tensor) else t
@@ -350,6 +357,17 @@ def patch_torch(card):
             current_stream=lambda device=None: Stream(), default_stream=lambda device=None: Stream()).items():
         put(torch.cuda, name, answer)
 
+    # a mode belongs to the thread that has entered it; those that a program starts have the card, too
+    run = threading.Thread.run
+
+    def run_with_card(thread):
+        _push_mode(card)
+        try:
+            run(thread)
+        finally:
+            _pop_mode()
+    put(threading.Thread, "run", run_with_card)
+
     # a parameter stays the object that it is when it moves to the card, and when it gets other data there: optimizers
     # hold it. Real and fake tensors cannot exchange their data, but everything at once
     put(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
@@ -379,6 +397,15 @@ def patch_torch(card):
     card.patches.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
     torch._C._set_only_lift_cpu_tensors(True)
 
+    # it also reads tensors among the numbers unseen, one after the other, as a card's would be
+    tensor = torch.tensor
+
+    def tensor_of_numbers(data, **kwargs):
+        if isinstance(data, (list, tuple)):
+            data = [x.item() if isinstance(x, FakeTensor) else x for x in data]
+        return tensor(data, **kwargs)
+    put(torch, "tensor", tensor_of_numbers)
+
     # optimizers and gradient clipping take one kernel for many tensors if they know the tensors' class
     for module in (sys.modules["torch.optim.optimizer"], _foreach_utils): # (torch.optim hides its module)
         put(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
@@ -405,6 +432,24 @@ def patch_torch(card):
                                                             is_causal, scale=scale)[0]
     put(torch.nn.functional, "rms_norm", fused_rms_norm)
     put(torch.nn.functional, "scaled_dot_product_attention", one_kernel_attention)
+
+
+def join_group(card):
+    """torch.distributed among ranks that do not exist: torch's fake process group, which sends nothing. A collective
+    leaves what it should receive as it is, and a gathered object is this rank's own, from each rank."""
+    import torch.distributed as dist
+    from torch.distributed._tools import fake_collectives # noqa: F401 (collectives on fake tensors)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    init = dist.init_process_group
+
+    def init_process_group(*args, **kwargs):
+        init("fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+
+    def all_gather_object(gathered, value, group=None):
+        gathered[:] = [value] * len(gathered)
+    for name, new in dict(init_process_group=init_process_group, all_gather_object=all_gather_object).items():
+        card.patches.callback(setattr, dist, name, getattr(dist, name))
+        setattr(dist, name, new)
 
 
 class FusedRmsNorm(torch.autograd.Function): # a class because autograd wants one

@@ -6,6 +6,7 @@
 // our answers into these tables. card.py compiles it, loads it and calls fake_card_install.
 
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
@@ -55,6 +56,7 @@ struct Hooks final : public at::CUDAHooksInterface {
     current = index;
     return before;
   }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
 };
 

@@ -2,7 +2,8 @@
 Runs the scripts of this project on an imitated card, with the real model's shapes and no weights.
 
 A server process loads the guard and imports everything once; each run is a fork of it, because a run changes much that
-cannot be changed back. Of the project one function is replaced: cache.load_part, which reads weights from files.
+cannot be changed back. Of the project two functions are replaced: cache.load_part, which reads weights from files, and
+for several ranks common.on_first_process.
 
 $ python -m tests.fake_card.program LIBGUARD    # a line of JSON in: the arguments of `run`; a line out: what it returns
 """
@@ -141,6 +142,10 @@ def run(script, flags, folder, card, env={}, prelude=""):
             on = fake.Card(**card)
             cache.load_part = empty_part(on)
             on.__enter__()
+            if "WORLD_SIZE" in env:
+                fake.join_group(on)
+                # what the first process would send to the others, each makes for itself
+                common.on_first_process = lambda make, rank: make()
         exec(prelude, globals() | dict(on=on, seen=seen))
         if script in ("cache.py", "predict.py"):
             dict(cache=cache, predict=predict)[script[:-3]].main()
