@@ -97,7 +97,7 @@ def make_model():
         model = QwenImageTransformer2DModel(num_layers=3, zero_cond_t=True).bfloat16().requires_grad_(False)
         rope_patch.patch_qwen_model_for_multi_resolution(model).train()
         predict.add_lora(model, r=16, target_modules=LORA)
-    model.transformer_blocks[1].compile(dynamic=True)
+    model.transformer_blocks[1].compile(dynamic=True, fullgraph=True) # fullgraph: a graph break is an error
     return model
 
 
@@ -113,7 +113,7 @@ def move(model):
 
 
 def generate():
-    """-> inductor's code of the block: [forward, backward], if it is one graph."""
+    """-> inductor's code of the block: [forward, backward]."""
     codes = []
 
     def keep_code(graph): # in the place of GraphLowering.compile_to_module
