@@ -60,6 +60,21 @@ def test_a_card_works_without_extras(card, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "extras.quantize", None)
         parse(monkeypatch, "--quantize_text_encoder", "int8")
 
+def test_nccl_waits_minutes_and_has_its_memory_before_anything_is_measured(card, monkeypatch):
+    """Objects wait for hours, as for encoders; a step that waits so long waits for a dead process."""
+    calls = []
+    backend = SimpleNamespace(_set_default_timeout=lambda timeout: calls.append(timeout))
+    group = SimpleNamespace(_get_backend=lambda device: calls.append(device) or backend)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append("set_device"))
+    monkeypatch.setattr(cuda, "prepare", lambda *args: "a card")
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: calls.append(kwargs["timeout"]))
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=group))
+    monkeypatch.setattr(torch, "zeros", lambda *args, device: device)
+    monkeypatch.setattr(torch.distributed, "all_reduce", calls.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    common.start_processes(parse(monkeypatch))
+    assert calls == ["set_device", timedelta(hours=6), torch.device("cuda:0"), timedelta(minutes=20), "cuda:0"]
+
 def test_only_a_cpu_computes_in_float32_by_default(card, monkeypatch):
     """82 GB on a Mac would help nobody."""
     assert [parse(monkeypatch, "--device", device).dtype for device in ("cpu", "mps", "cuda")] == [
@@ -101,6 +116,7 @@ def test_what_is_set_before_the_first_tensor(card, monkeypatch):
     try:
         assert "attention 2" in cuda.prepare("cuda:0", "auto") and not active
         assert not torch.backends.cuda.cudnn_sdp_enabled() and torch._dynamo.config.recompile_limit >= 64
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         assert settings[0].split(",") == ["expandable_segments:True", "pinned_max_round_threshold_mb:1",
                                           "pinned_max_cached_size_mb:1"]
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128") # the user's own wins

@@ -7,6 +7,7 @@ import pickle
 import re
 import shlex
 import shutil
+import sys
 import threading
 from collections import Counter
 from math import prod
@@ -219,6 +220,19 @@ def test_four_processes_with_three_samples_equal_one(tmp_path, start, ranks, bat
         assert np.mean(a["losses"]) == pytest.approx(a["loss"], abs=2e-5)
     a, b = lora_of(tmp_path / "one"), lora_of(tmp_path / "many")
     assert rel(torch.cat([b[k].flatten() for k in a]), torch.cat([a[k].flatten() for k in a])) <= 1e-3
+
+def test_a_batch_is_at_least_one_sample_a_process_or_says_what_idles(small, tmp_path, start, monkeypatch):
+    flags = ["--max_steps", 1, "--out_dir"]
+    ranks = start_ranks(start, *small.flags, *flags, tmp_path / "one", "--batch_size", 1)
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
+    said = [rank.output().count("warning: --batch_size 1 for 2 processes") for rank in ranks]
+    assert said == [1, 0] and len(log_of(tmp_path / "one")[0]["samples"]) == 1
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    defaults = []
+    monkeypatch.setattr(common.Parser, "parse_args", lambda self: sys.exit(defaults.append(
+        self.get_default("batch_size"))))
+    run_script("train.py")
+    assert defaults == [8]
 
 def test_nan_stops_before_the_step_is_taken(tmp_path, data):
     """A poisoned sample: no step, its name on the last line, the earlier checkpoint intact."""
