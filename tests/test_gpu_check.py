@@ -220,8 +220,8 @@ def test_a_failed_claim_and_a_stopped_one(tmp_path, monkeypatch):
 
 def test_what_is_not_run_does_not_fit_or_breaks_says_so(tmp_path, monkeypatch, one_call):
     real = low_bit.quantize_linears
-    def quantize_linears(block, kind, device, multiply):
-        if kind == "int8":
+    def quantize_linears(block, kind, device, multiply=False):
+        if kind == "int8" and not isinstance(block, torch.nn.ModuleList): # --plan, which only counts, gives all blocks
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(block, kind, device)
     def broken(self, **options):

@@ -23,6 +23,7 @@ status is 1 if a claim is false or something broke; the line then says what is `
 result, not a failure.
 """
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -328,12 +329,17 @@ def plan_memory():
     for name, pack in packs.items():
         sizes = [([(1, *hw) for hw in pictures], text) for pictures, text in pack]
         tokens = sum(text + sum(h * w for h, w in pictures) for pictures, text in pack)
-        all_blocks, no_blocks = [plan.step_bytes(model, Item, losses, sizes, n) for n in (layers, 0)]
         kept = config["attention_head_dim"] * dtype.itemsize + 4 # per head and token: an output, and a scale in fp32
         attention = layers * tokens * config["num_attention_heads"] * kept
+        all_blocks, no_blocks = [plan.step_bytes(copy.deepcopy(model), Item, losses, sizes, n) for n in (layers, 0)]
         peaks = {"all": all_blocks, "all but attention": all_blocks + attention, "none": no_blocks}
+        # what products of few bits hold for a while shows in a model of the first blocks
+        few = copy.deepcopy(model)
+        few.transformer_blocks = few.transformer_blocks[:3]
+        count = functools.cache(lambda kind: plan.step_bytes(copy.deepcopy(few), Item, losses, sizes, 3, kind))
         for (checkpointed, peak), quantize in itertools.product(peaks.items(), base):
-            steps[name, checkpointed, quantize] = (peak + plan.product_bytes(model, quantize, tokens)) / 2**30
+            kind = "nf4" if "unpacked" in quantize else quantize # which --plan counts as unpacked
+            steps[name, checkpointed, quantize] = (peak + count(kind) - count("none")) / 2**30
     return base, lora, steps
 
 def cells():

@@ -7,10 +7,10 @@ A graphics card that does not exist: it has so many GiB, counts what a program d
         model.cuda()(x.cuda()).sum().backward()
     print(card.reading())
 
-Tensors of cuda are fake tensors: shape, dtype, strides and device, but no bytes. CPU tensors stay what they are, and are
-computed, so that a program's own arithmetic (seeds, shapes, schedules) is real. What comes back from the card is zeros,
-except integers and booleans that were made of known ones only: lengths and masks decide shapes.
-README.md says how it works and what it cannot see.
+Tensors of cuda are fake tensors: shape, dtype, strides and device, but no bytes. CPU tensors stay what they are, and
+are computed, so that a program's own arithmetic (seeds, shapes, schedules) is real. What comes back from the card is
+zeros, except integers and booleans that were made of known ones only: lengths and masks decide shapes. README.md says
+how it works and what it cannot see.
 """
 import collections
 import contextlib
@@ -103,6 +103,11 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
             return None
         if name in ("aten::index", "aten::index_put", "aten::index_put_") and not self.all_known(tensors):
             args = (args[0], self.whole_numbers(args[1]), *args[2:])
+            for index in args[1]:
+                if index is not None and index.device.type == "cpu" and args[0].device.type == "cuda":
+                    self.copies += 1
+                    self.bytes_in += index.nbytes
+                    self.wait("copy of indices from the host")
         if name == "aten::copy_" and not isinstance(args[0], FakeTensor):
             return self.copy_to_host(*args)
 
@@ -138,6 +143,9 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
             values = tree_leaves(self.on_known(func, args, kwargs))
             for t, value in zip(results, values):
                 t.value = value
+        elif func._schema.is_mutable:
+            for t in results: # what was known of them has been overwritten
+                t.__dict__.pop("value", None)
         source = args[1] if name == "aten::copy_" else args[0] if name == "aten::_to_copy" else None
         if source is not None and results[0].device.type != source.device.type:
             waits = not (kwargs.get("non_blocking") or name == "aten::copy_" and args[2:] and args[2])
@@ -197,7 +205,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
             self.wait("item")
         if hasattr(t, "value"):
             return t.value.item()
-        return torch.ones((), dtype=t.dtype).item() if t.dtype == torch.bool else torch.zeros((), dtype=t.dtype).item()
+        return self.on_host(t, None).item()
 
     def on_host(self, t, value):
         """What a program gets that copies this tensor from the card."""
@@ -336,7 +344,6 @@ def patch_torch(card):
         card.patches.callback(setattr, owner, name, before)
     current.append(card)
     card.patches.callback(current.pop)
-    place = torch.device("cuda", 0)
 
     # torch.cuda: a build without CUDA, or a machine without a driver, raises for each of these
     def set_device(device):

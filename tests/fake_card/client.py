@@ -23,7 +23,7 @@ def server():
     process = subprocess.Popen([sys.executable, "-m", "tests.fake_card.program", library], cwd=HERE, env=env, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
-    weakref.finalize(server, process.stdin.close) # at the end, upon which it ends too
+    weakref.finalize(server, process.communicate) # at the end of the session it reads no more lines, and ends too
     return process
 
 

@@ -1,9 +1,9 @@
 // Tells torch that there are CUDA cards, so that tensors of them may have gradients and streams. It computes nothing.
 //
-// FakeTensorMode makes tensors that say "cuda:0" and have no memory, with any build of torch. But two parts of torch ask
-// the device itself, in C++, where Python cannot answer: autograd (one thread for each card, and the stream on which a
-// kernel has run) and whatever calls torch's CUDA hooks. Both look their answer up in a table; this file writes
-// our answers into these tables. card.py compiles it, loads it and calls fake_card_install.
+// FakeTensorMode makes tensors that say "cuda:0" and have no memory, with any build of torch. But two parts of torch
+// ask the device itself, in C++, where Python cannot answer: autograd (one thread for each card, and the stream on
+// which a kernel has run) and whatever calls torch's CUDA hooks. Both look their answer up in a table, and this file
+// writes our answers into these tables. guard.py compiles it, loads it and calls fake_card_install.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>

@@ -22,17 +22,15 @@ if __name__ == "__main__":
 import runpy
 from types import SimpleNamespace
 
-import safetensors.torch
 import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLConfig
 
 import cache
 import common
 import predict
-import rope_patch
-from extras import fit, fsdp, offload, plan, quantize # noqa: F401 (imported here once, and not by each run)
+from extras import fit, fsdp, offload, plan, quantize # noqa: F401 (imported once, and not by each run)
 from tests.fake_card import card as fake
 
 HERE = Path(cache.__file__).parent
@@ -80,8 +78,8 @@ def write_model(folder, blocks, zero_cond_t):
 
 
 def write_samples(folder, samples, dtype=torch.bfloat16):
-    """An index of encoded samples, as cache.py would write it. samples: [dict(name, shapes: in tokens, the target first,
-    text: tokens, mask: True or False)] -> its path."""
+    """An index of encoded samples, as cache.py would write it -> its path. samples: [dict(name, shapes: in tokens, the
+    target first, text: tokens, mask: True or False)]."""
     folder, written = Path(folder), []
     for sample in samples:
         name, (target, *controls) = sample["name"], [h * w for _, h, w in sample["shapes"]]
@@ -129,7 +127,8 @@ def empty_part(card):
 
 def run(script, flags, folder, card, env={}, prelude=""):
     """Runs a script in this process, on an imitated card -> dict(status, out, readings, ...). folder: where it runs;
-    card: arguments of Card, or None for the CPU; env: variables of the environment; prelude: Python that comes first."""
+    card: arguments of Card, or None for the CPU; env: variables of the environment; prelude: Python that comes
+    first."""
     os.chdir(folder)
     os.environ.update(env)
     torch.set_num_threads(1)
