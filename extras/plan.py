@@ -7,6 +7,7 @@ weights. This is an estimate: on a CPU, with d = 512, it is 6 to 12 % below the 
 import os
 import weakref
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cache
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import rope_patch
+from common import find_extra
 from extras import fit
 
 GIB = 2**30
@@ -68,9 +70,10 @@ class FusedRmsNorm(torch.autograd.Function): # a class because autograd wants on
     def backward(ctx, grad):
         return torch.empty_like(grad), None, None, None
 
-def step_bytes(model, Item, flow_loss, pack, recomputed, **options):
+def step_bytes(model, Item, flow_loss, pack, recomputed, quantize="none", **options):
     """Peak bytes, beside the weights, of a forward and backward pass over `pack`, a list of (img_shapes, text tokens).
-    Item, flow_loss: train.py's; recomputed, options: of checkpoint_blocks.
+    Item, flow_loss: train.py's; recomputed, options: of checkpoint_blocks; quantize: --quantize's. Eight bits are
+    multiplied as such, as on cards of 8.x and 12.x; to unpack the weights, as other cards do, takes a little less.
     In bf16 it counts what CUDA's kernels keep: fake tensors of CUDA have no gradients where there is no CUDA.
     Afterwards the model is of no other use: its parameters are fake tensors."""
     with ExitStack() as stack:
@@ -84,6 +87,11 @@ def step_bytes(model, Item, flow_loss, pack, recomputed, **options):
                 if p is not None:
                     fake = torch.empty(p.shape, dtype=p.dtype)
                     module._parameters[name] = torch.nn.Parameter(fake, p.requires_grad)
+        if quantize != "none" and (low_bit := find_extra("quantize")):
+            # four bits are unpacked to what eight bits are, and count as such: bitsandbytes need not be here
+            multiplied = dict(has_product=lambda x, layer: quantize != "nf4" and x.numel() > 16 * x.shape[-1])
+            stack.enter_context(patch.dict(vars(low_bit), multiplied))
+            low_bit.quantize_linears(model.transformer_blocks, "fp8" if quantize == "fp8" else "int8", "cpu")
         rope_patch.checkpoint_blocks(model.train(), recomputed, **options)
         with LiveBytes(model) as live:
             items = fit.blank_items(Item, pack, model)
@@ -108,16 +116,7 @@ def transformer_bytes(transformer, quantize, offload, parts):
         offload, number)
     # the block that computes and the next one; with --fsdp also the buffer in which the next one arrives
     gathered = 3 * each if parts > 1 else min(2, away) * each
-    linears = [m for name, m in block.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" not in name]
-    unpacked = max(map(model_bytes, linears)) if quantize != "none" else 0
-    return rest + (number - away) * each // parts + gathered + unpacked, away * each // parts
-
-
-def product_bytes(transformer, quantize, tokens):
-    """What a product of eight bits holds for a while, beside its result."""
-    widest = max(m.in_features for m in transformer.transformer_blocks[0].modules() if hasattr(m, "in_features"))
-    # int8: its int32, and that in bf16; fp8: a gradient times the weight's scales, that divided by its own, and in fp8
-    return dict(int8=4 + 2, fp8=2 + 2 + 1).get(quantize, 0) * widest * tokens
+    return rest + (number - away) * each // parts + gathered, away * each // parts
 
 
 def encoder_bytes(folder, dtype, quantize):
@@ -189,23 +188,23 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
     shapes = list(map(fit.shape_of, largest))
 
     @cache
-    def step_of_few(number, kept, selective):
+    def step_of_few(number, kept, selective, quantize):
         """Bytes that the largest pack adds in a model of the first blocks alone."""
         contexts = dict(context_fn=fit.keep_attention) if selective else {}
         whole, transformer.transformer_blocks = transformer.transformer_blocks, transformer.transformer_blocks[:number]
-        step = step_bytes(transformer, Item, flow_loss, shapes, number - kept, **contexts)
-        transformer.transformer_blocks = whole
-        return step
+        few, transformer.transformer_blocks = deepcopy(transformer), whole
+        return step_bytes(few, Item, flow_loss, shapes, number - kept, quantize, **contexts)
 
     def added(kept, selective=False, quantize=args.quantize):
         """Bytes that it adds in the whole one: all blocks but the last are alike."""
-        products = product_bytes(transformer, quantize, sum(largest))
         if blocks <= 5:
-            return products + step_of_few(blocks, kept, selective)
-        few = step_of_few(4, min(kept, 2), selective)
-        recomputed_more = step_of_few(5, 2, selective) - step_of_few(4, 2, selective)
-        kept_more = step_of_few(4, 3, selective) - step_of_few(4, 2, selective)
-        return products + few + (blocks - 4) * recomputed_more + max(0, kept - 2) * kept_more
+            return step_of_few(blocks, kept, selective, quantize)
+        # what a block keeps for the backward pass does not depend on its weights' bits
+        few = step_of_few(4, 2, selective, "none")
+        recomputed_more = step_of_few(5, 2, selective, "none") - few
+        kept_more = step_of_few(4, 3, selective, "none") - few
+        more = (blocks - 4) * recomputed_more + max(0, kept - 2) * kept_more
+        return step_of_few(4, min(kept, 2), selective, quantize) + more
 
     def weights(quantize, offload):
         device, host = transformer_bytes(transformer, quantize, offload, processes if args.fsdp else 1)

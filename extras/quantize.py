@@ -155,8 +155,11 @@ def quantize_linears(module, kind, device, multiply=False):
     kind: int8, fp8 or nf4. multiply: multiply eight-bit numbers as such where has_product says so, which is less
     exact."""
     multiply = multiply and can_multiply(kind, device) # asked here, as nothing can be tried while torch.compile traces
-    for name, parent in list(module.named_modules()):
-        for child, linear in list(parent.named_children()):
+    # a list of all modules would hold the layers that have been replaced, and so their weights on the device
+    parents = [(name, m) for name, m in module.named_modules() if type(m) is not torch.nn.Linear]
+    for name, parent in parents:
+        for child in [child for child, _ in parent.named_children()]:
+            linear = getattr(parent, child)
             if type(linear) is torch.nn.Linear and ".lora_" not in f".{name}.{child}":
                 setattr(parent, child, LowBitLinear(linear.to(device), kind, multiply).train(linear.training))
     return module

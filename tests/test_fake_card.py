@@ -16,8 +16,8 @@ from tests.harness import FULL
 pytestmark = pytest.mark.skipif(bool(guard.why_not()), reason=f"{guard.why_not()}")
 BLOCKS = 60 if FULL else 6
 GIB = 2**30
-H100, RTX4090 = dict(gib=79.2, capability=(9, 0)), dict(gib=23.5, capability=(8, 9))
-BLOCK = 339.8e6 # weights of a block
+H100, H200 = [dict(gib=gib, capability=(9, 0)) for gib in (79.2, 140.4)]
+RTX4090 = dict(gib=23.5, capability=(8, 9))
 
 def sample(name, *pictures, text=200, mask=False):
     """Pictures by their sides in pixels, the target first."""
@@ -28,9 +28,9 @@ SMALL = [sample(f"small{n}", (512, 512), (512, 512)) for n in range(2)] # 2,248
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(script, *flags, samples=, val=, blocks=, zero_cond_t=, card=, **more of program.run) -> its answer, which has
+    """run(*flags, samples=, val=, blocks=, zero_cond_t=, card=, **more of program.run) -> its answer, which has
     succeeded."""
-    folders = {}
+    folders, answers = {}, {}
 
     def folder_of(blocks, zero_cond_t, *datasets):
         """A folder with a model and encoded samples; written once."""
@@ -44,15 +44,22 @@ def run(tmp_path_factory):
             folders[key] = folder
         return folders[key]
 
-    def run(*flags, script="train.py", samples=LARGE, val=(), blocks=BLOCKS, zero_cond_t=True, card=H100, fails=False,
-            out_dir="", **more):
+    def run(*flags, **options):
+        """The same run twice is one, unless it says where it writes."""
+        key = json.dumps([flags, options], default=str)
+        if key not in answers or "out_dir" in options:
+            answers[key] = run_once(*flags, **options)
+        return answers[key]
+
+    def run_once(*flags, script="train.py", samples=LARGE[:1], val=(), blocks=BLOCKS, zero_cond_t=True, card=H100,
+                 out_dir="", **more):
         folder = folder_of(blocks, zero_cond_t, samples, val)
         out_dir = folder / (out_dir or f"run{len(list(folder.iterdir()))}")
         given = ["--model", "model", "--data", "cache0/index.json", "--val_data", *(["cache1/index.json"] if val else []),
                  "--dtype", "bfloat16", "--device", "cuda", "--out_dir", out_dir, "--max_steps", 2, "--lora_targets",
                  "attention", "--batch_size", len(samples)] if script == "train.py" else []
         answer = client.ask(script=script, flags=[*map(str, [*given, *flags])], folder=folder, card=card, **more)
-        assert fails or answer.status == 0, answer.out
+        assert answer.status == 0, answer.out
         answer.folder, answer.out_dir = folder, out_dir
         return answer
     return run
@@ -71,16 +78,153 @@ def check(answer, packs, kernels, waits, copied, peak, blocks=BLOCKS):
     assert step.bytes_in <= copied
     assert FULL or step.peak <= peak * GIB, step.peak / GIB
 
-# ---- a training in bf16 ----------------------------------------------------------------------------------------------
-
 # bytes of a sample of LARGE as load_item makes it, and of the indices that tell a pack's order
 ITEM = 3 * 4 * 64 * 4096 + 4 * 4096 + 2 * 64 * 4096 + 2 * 3584 * 200 + 270_000
+WEIGHTS = 679.6e6 # bytes of a block in bf16
+
+# ---- one card --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("zero_cond_t, recomputed, kernels, peak", [
-    (True, 0, 254.5, 8.36), (True, 60, 349.1, 5.27), (False, 0, 236.5, 8.36), (False, 60, 321.3, 5.27)],
+    (True, 0, 248.3, 8.35), (True, 60, 343, 5.26), (False, 0, 230.3, 8.35), (False, 60, 315.1, 5.26)],
     ids=["2511 kept", "2511 recomputed", "v1 kept", "v1 recomputed"])
 def test_a_step_keeps_its_limits(run, zero_cond_t, recomputed, kernels, peak):
-    card = dict(gib=141) if FULL else H100
-    answer = run("--gradient_checkpointing", recomputed, zero_cond_t=zero_cond_t, card=card)
-    check(answer, packs=2, kernels=kernels, waits=7, copied=2 * ITEM, peak=peak)
+    other = {} if zero_cond_t else dict(zero_cond_t=False)
+    answer = run("--gradient_checkpointing", recomputed, card=H200, **other)
+    check(answer, packs=1, kernels=kernels, waits=7, copied=ITEM, peak=peak)
     assert "DONE" in [path.name for path in answer.out_dir.iterdir()]
+
+FEW_BITS = [("int8", RTX4090, 804.4, 3.65), ("fp8", RTX4090, 651.1, 3.55), ("nf4", RTX4090, 406.7, 2.55),
+            ("int8", H100, 443.7, 3.38)]
+
+@pytest.mark.parametrize("kind, card, kernels, peak", FEW_BITS, ids=["int8 4090", "fp8 4090", "nf4 4090", "int8 H100"])
+def test_few_bits_keep_their_limits(run, kind, card, kernels, peak):
+    """A 4090 multiplies eight bits as such, an H100 unpacks them. No card ever holds more than one block in full."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    answer = run("--quantize", kind, "--gradient_checkpointing", 60, card=card)
+    check(answer, packs=1, kernels=kernels, waits=7, copied=ITEM, peak=peak)
+    packed = WEIGHTS * (0.25 + 1 / 32 if kind == "nf4" else 0.5)
+    assert answer.readings[0]["peak"] < 0.15 * GIB + BLOCKS * packed + 1.1 * WEIGHTS
+
+@pytest.mark.parametrize("offload, peak", [("half", 4.62), ("all", 2.72)])
+def test_an_offloaded_block_is_copied_twice_a_pass(run, offload, peak):
+    """In the forward and in the backward pass, without a wait. Two are on the card: where the passes meet, these stay."""
+    offload = offload if offload == "all" else BLOCKS // 2
+    answer = run("--offload", str(offload), "--gradient_checkpointing", 60, card=H200)
+    step, number = answer.steps[-1], BLOCKS if offload == "all" else BLOCKS // 2
+    check(answer, packs=1, kernels=343, waits=7, copied=(2 * number - 4) * 1.001 * WEIGHTS + ITEM, peak=peak)
+    assert number * WEIGHTS <= step.pinned <= 1.001 * number * WEIGHTS
+    assert step.now <= 0.15 * GIB + (BLOCKS - number + 2) * WEIGHTS + BLOCKS * 13e6
+
+def test_preserve_asks_the_base_once(run):
+    """One pass more, without LoRA and gradient, which leaves nothing behind."""
+    answer = run("--preserve", 1, "--gradient_checkpointing", 60, blocks=3)
+    check(answer, packs=1, kernels=415.4, waits=7, copied=ITEM + 270_000, peak=3.18, blocks=3)
+
+def test_masks_and_mixed_sizes_in_one_pack(run):
+    masked = [dict(s, mask=True) for s in SMALL]
+    answer = run("--max_tokens", 30_000, "--gradient_checkpointing", 60, samples=[*LARGE, *masked], blocks=3)
+    check(answer, packs=1, kernels=533.1, waits=4 * 7, copied=3 * ITEM, peak=4.93, blocks=3)
+
+def test_a_resumed_run_is_on_the_card_again(run):
+    first = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=SMALL[:1], blocks=2, out_dir="resumed")
+    again = run("--gradient_checkpointing", 60, "--resume", samples=SMALL[:1], blocks=2, out_dir="resumed")
+    assert "continues after step 1" in again.out and len(again.steps) == len(first.steps) == 1
+    # the first step of a run makes the optimizer's moments; they have come back from the checkpoint
+    assert again.steps[0].kernels < first.steps[0].kernels and again.steps[0].now == first.steps[0].now
+
+def test_a_validation_generates_and_decodes(run):
+    """At the real sampler's settings but for the number of steps, at the VAE's real size."""
+    short = 'predict.SAMPLING["num_inference_steps"] = 2'
+    answer = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=SMALL[:1], val=SMALL, blocks=2, prelude=short)
+    assert "validation loss" in answer.out and "mean PSNR" in answer.out
+    pictures = {path.parent.parent.name for path in answer.out_dir.glob("samples/*/*/*.png")}
+    assert {"step_000001", "base", "target", "control"} <= pictures
+    last = answer.readings[-1]
+    print(f"peak {last['peak'] / GIB:.3f} GiB, {last['waits']} waits")
+    assert last["now"] < answer.steps[-1].now + 50e6 # the VAE has left again
+    assert last["peak"] < 2.47 * GIB or FULL
+
+# ---- eight cards -----------------------------------------------------------------------------------------------------
+
+EIGHT = [sample(f"eight{n}", (256 + 32 * n, 256), (256, 256)) for n in range(8)]
+NOTE = """
+read = cache.load_latents
+def load_latents(sample, *args):
+    seen.loaded.append(sample.name)
+    return read(sample, *args)
+cache.load_latents = load_latents
+"""
+
+def rank(n, cards=8):
+    env = dict(RANK=n, WORLD_SIZE=cards, LOCAL_RANK=n, LOCAL_WORLD_SIZE=cards)
+    return dict(card=dict(gib=79.2, cards=cards), env={key: str(value) for key, value in env.items()})
+
+def test_eight_cards_share_the_samples_of_a_step(run):
+    loaded = []
+    for n in range(8):
+        answer = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=EIGHT, blocks=1, prelude=NOTE, **rank(n))
+        step = answer.steps[0]
+        assert len(answer.loaded) == 1 and step.ops["c10d::allreduce_"] == 1
+        assert step.waits <= 7 + 3 + 2, step.where
+        loaded += answer.loaded
+    assert sorted(loaded) == [s["name"] for s in EIGHT] # each sample on one card
+
+@pytest.mark.parametrize("more", [(), ("--offload", "all"), ("--quantize", "int8")], ids=["", "offload", "int8"])
+def test_fsdp_holds_an_eighth_and_two_whole_blocks(run, more):
+    """On the card, or with --offload in pinned host memory; all else is whole."""
+    answer = run("--fsdp", "--gradient_checkpointing", 60, *more, samples=EIGHT, **rank(3))
+    step, block = answer.steps[-1], WEIGHTS / (2 if "int8" in more else 1)
+    part = BLOCKS * block / 8
+    print(f"{per_block(step, 1):.1f} kernels a block, {step.waits} waits, now {step.now / GIB:.3f} peak "
+          f"{step.peak / GIB:.3f} pinned {step.pinned / GIB:.3f} GiB, {step.bytes_in:,} bytes from the host")
+    assert per_block(step, 1) <= (450 if "int8" in more else 349.2), step.ops
+    rest = 0.1 * GIB + BLOCKS * 13e6 # layers outside of the blocks, LoRA and its moments
+    assert step.now < rest + (0 if "--offload" in more else part)
+    assert step.peak < step.now + 3.1 * block + 0.6 * GIB
+    assert step.waits <= 7 + 3, step.where
+    if "--offload" in more:
+        assert part <= step.pinned <= 1.02 * part
+
+# ---- memory: what fits, and what --plan expects ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("gib, quantize, leave, kept", [
+    (23.5, "nf4", 1.4, 0), (47.4, "none", 2.35, 1), (79.2, "none", 2.95, 2), (140.4, "none", 9, 3)])
+def test_what_fit_chooses_fits(run, gib, quantize, leave, kept):
+    """Cards of 24, 48, 80 and 141 GB. Without --full there are three blocks, and something else has so much of the
+    card's memory that `leave` GiB are left beside the weights, CUDA and the margin."""
+    if quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
+    blocks, margin = 60 if FULL else 3, max(0.05 * gib, 1)
+    card = dict(gib=gib, capability=(8, 9) if gib < 48 else (9, 0))
+    if not FULL:
+        card["taken"] = gib - margin - 0.6 - {"none": 1.98, "nf4": 0.62}[quantize] - leave
+    answer = run("--quantize", quantize, card=card, blocks=blocks)
+    recomputed = int(re.search(r"the backward pass computes (\d+) of", answer.out)[1])
+    peak = max(step.peak for step in answer.steps) / GIB
+    left = gib - margin - 0.6 - card.get("taken", 0) - peak
+    print(f"{gib}: {blocks - recomputed} kept, {left:.3f} GiB left; {answer.seconds:.1f} s")
+    assert left >= 0
+    assert FULL or blocks - recomputed >= kept
+    assert recomputed == 0 or left < 1.1 # there is no room for one more
+
+ROWS = [("60", "none", "0", H200), ("0", "none", "0", H200), ("60", "int8", "0", RTX4090), ("60", "nf4", "0", RTX4090),
+        ("60", "none", str(BLOCKS // 2), H200), ("60", "none", "all", H200)]
+
+def test_the_plan_expects_what_the_card_counts(run):
+    """Each row of its table, within 3 %."""
+    planned = run("--plan", "--device", "cpu", card=None)
+    rows = {flags: numbers.split() for numbers, flags in re.findall(
+        r"^ *([\d. ]+)  .*  (--gradient_checkpointing \d+ --quantize \w+ --offload \d+)", planned.out, re.M)}
+    wrong = []
+    for recomputed, quantize, offload, card in ROWS:
+        flags = f"--gradient_checkpointing {recomputed} --quantize {quantize} --offload {offload}"
+        row = rows[flags.replace("g 60", f"g {BLOCKS}").replace("all", f"{BLOCKS}")]
+        total, host = map(float, (row[3], row[4]))
+        more = ["--quantize", quantize] if quantize != "none" else ["--offload", offload] if offload != "0" else []
+        order = [*more, "--gradient_checkpointing", int(recomputed)] # as the tests above have it, whose runs these are
+        step = run(*order, card=card).steps[-1]
+        print(f"{flags}: planned {total} and {host}, counted {step.peak / GIB:.2f} and {step.pinned / GIB:.2f} GiB")
+        if total != pytest.approx(step.peak / GIB, rel=0.03) or host != pytest.approx(step.pinned / GIB, rel=0.01):
+            wrong.append(flags)
+    assert not wrong
