@@ -270,7 +270,7 @@ def start_processes(args):
     if world_size > 1:
         # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
         dist.init_process_group(backend, timeout=timedelta(hours=6))
-        if cards and "nccl" in backend:
+        if "nccl" in backend and cards:
             cards.start_nccl(args.device)
     return rank, world_size
 

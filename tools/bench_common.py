@@ -7,7 +7,10 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +24,7 @@ import predict
 import rope_patch
 from extras import cuda, fit, quantize
 
+HERE = Path(__file__).resolve().parents[1]
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
                axes_dims_rope=(8, 28, 28)),
@@ -68,12 +72,6 @@ def recompute(model, which):
     """Sets gradient checkpointing: "all" blocks, "all but attention" (where attention is one kernel), or "none"."""
     options = dict(context_fn=fit.keep_attention) if which == "all but attention" else {}
     rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
-
-def unpack(model):
-    """From now on the model unpacks its eight-bit weights, even where the GPU could multiply them directly."""
-    for module in model.modules():
-        if isinstance(module, quantize.LowBitLinear):
-            module.multiply = False
 
 def multiplies(model, dtype, device):
     """Whether this model multiplies its eight-bit weights directly, without unpacking them."""
@@ -200,6 +198,26 @@ def matmul_rate(dtype, device):
     n = 8192 if device.startswith("cuda") else 1024
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
+
+# ---- other programs --------------------------------------------------------------------------------------------------
+
+started = [] # all processes; the caller has to end those that are left: they would occupy the GPU
+
+def start(*command):
+    """Starts `python COMMAND` in the project's folder -> its process, whose output is a pipe."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, text=True,
+                               errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    started.append(process)
+    return process
+
+def output_of(*command):
+    """Starts it and waits for it -> what it wrote. RuntimeError with the last error in that if it fails."""
+    process = start(*command)
+    text = process.communicate()[0].strip()
+    if process.returncode:
+        errors = [line for line in text.splitlines() if "rror:" in line]
+        raise RuntimeError(errors[0] if errors else text[-90:])
+    return text
 
 def end(process):
     """Kills a process, and those that it has started."""

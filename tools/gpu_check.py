@@ -2,7 +2,6 @@
 One command to run when you have a GPU: are the numbers right there, how long does a step take, how much memory?
 
 $ python tools/gpu_check.py --minutes 7                  # the real 60 blocks, random weights
-$ python tools/gpu_check.py --stages claims --tests all --minutes 30
 $ python tools/gpu_check.py --device cpu                 # a small model: shows only that this script runs
 
     claims   runs pytest on the device, in fp32 and in bf16
@@ -12,16 +11,15 @@ $ python tools/gpu_check.py --device cpu                 # a small model: shows 
     speed    a step in several ways: its time, tokens/s, share of the matmul rate and memory, beside what --plan expects
     nccl     times an all-reduce on two GPUs
 
-What the tests prove on an imitated card (tests/fake_card) is not repeated here. It rewrites --out after every line, and
-ends with Markdown tables for README; after --minutes, Ctrl-C or SIGTERM it ends so at once. The exit status is 1 if a
-line has something `wrong` or `broken`. To run out of memory is a result, not a failure.
+What tests/fake_card proves without a GPU is not repeated here. It rewrites --out after every line, and ends with
+Markdown tables for README; after --minutes, Ctrl-C or SIGTERM it does so at once. The exit status is 1 if something is
+`wrong` or `broken`. To run out of memory is a result, not a failure.
 """
 import gc
 import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +48,7 @@ from extras.compile import compile_blocks
 from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools import gpu_numbers
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
-                                peak_gib, recompute, run_on, timed, unpack, used_gib, with_lora)
+                                peak_gib, recompute, run_on, start, started, timed, used_gib, with_lora)
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PACKS = dict(
@@ -60,11 +58,11 @@ PACKS = dict(
     small=[[([(6, 6), (6, 6)], 9)], [([(4, 4), (4, 4)], 6)] * 3,
            [([(4, 8), (4, 8)], 9), ([(4, 4), (2, 4), (4, 2)], 5)]])
 # {a way to compute a step: where it differs from train.py's, all blocks recomputed}; FA2, last, is for good
+INT8, FP8 = dict(quantize="int8"), dict(quantize="fp8")
 WAYS = {"packed": {}, "padded": dict(mode="padded"), "compiled": dict(compiled=True), "kept": dict(recomputed="none"),
-        "attention kept": dict(recomputed="all but attention"), "int8": dict(quantize="int8"),
-        "int8 unpacked": dict(quantize="int8", unpacked=True), "int8 compiled": dict(quantize="int8", compiled=True),
-        "fp8": dict(quantize="fp8"), "fp8 compiled": dict(quantize="fp8", compiled=True), "nf4": dict(quantize="nf4"),
-        "offloaded": dict(offload=60), "FA2": dict(flash=2)}
+        "attention kept": dict(recomputed="all but attention"), "int8": INT8, "fp8": FP8,
+        "nf4": dict(quantize="nf4"), "offloaded": dict(offload=60), "int8 compiled": INT8 | dict(compiled=True),
+        "fp8 compiled": FP8 | dict(compiled=True), "FA2": dict(flash=2)}
 TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/test_rope_patch.py",
                                                  "tests/test_cuda.py", "tests/test_extras.py"])
 STAGES = ["claims", "numbers", "fit", "speed", "nccl"]
@@ -92,11 +90,12 @@ matmul = matmul_rate(dtype, args.device) # FLOP/s of a large product
 def claims():
     """Both dtypes at the same time: the tests are small, and keep the host busier than the GPU."""
     flags = ["-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *TESTS[args.tests], "--device", args.device]
-    processes = {name: gpu_numbers.start(*flags, "--dtype", name) for name in ("float32", "bfloat16")}
+    processes = {name: start(*flags, "--dtype", name) for name in ("float32", "bfloat16")}
     for name, process in processes.items():
         try:
             text = process.communicate(timeout=max(1, BEGUN + 0.4 * 60 * args.minutes - time.monotonic()))[0]
         except subprocess.TimeoutExpired:
+            end(process)
             yield dict(what=name, note="stopped after two fifths of --minutes")
             continue
         row = dict(what=name, said=text.strip().rpartition("\n")[2]) # the number of tests, or that pytest is missing
@@ -156,14 +155,12 @@ def planned(pack, mode, recomputed, quantize, offload):
     lora = sum(p.nbytes for p in whole.lora.values())
     return (base + lora + two + (config["num_layers"] - 2) * (three - two)) / 2**30
 
-def speed(mode="packed", recomputed="all", compiled=False, quantize="none", unpacked=False, offload=0, flash=3):
+def speed(mode="packed", recomputed="all", compiled=False, quantize="none", offload=0, flash=3):
     if flash == 2:
         torch.nn.attention.restore_flash_attention_impl() # from now on
     before = used_gib(args.device)
     model = build(quantize, offload)
     recompute(model, recomputed)
-    if unpacked:
-        unpack(model)
     if compiled:
         compile_blocks(model.transformer_blocks)
     held = used_gib(args.device) - before
@@ -185,23 +182,19 @@ def nccl():
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
-def text_of(value):
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
 def table(rows):
     """-> the rows as a Markdown table."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, ["---"] * len(columns), *[[text_of(row.get(c, "")) for c in columns] for row in rows]]
+    lines = [columns, ["---"] * len(columns), *[[str(row.get(c, "")) for c in columns] for row in rows]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 def write(stage, row):
+    row = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
     found[stage].append(row)
-    print(f"{stage}: " + ", ".join(f"{key} {text_of(value)}" for key, value in row.items()), flush=True)
+    print(f"{stage}: " + ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
 
-driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                        text=True).stdout.strip() if shutil.which("nvidia-smi") else "none"
-about = dict(command=shlex.join(["python", *sys.argv]), device=device_name, driver=driver, cuda=torch.version.cuda,
+about = dict(command=shlex.join(["python", *sys.argv]), device=device_name, cuda=torch.version.cuda,
              **{m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
 print(*[f"{key}: {value}" for key, value in about.items()], sep="\n")
 setup = SimpleNamespace(config=config | dict(num_layers=gpu_numbers.BLOCKS), pack=packs[-1], dtype=dtype,
@@ -212,15 +205,14 @@ compared = dict(modes=gpu_numbers.modes(setup), few_bits=gpu_numbers.few_bits(se
 jobs = dict(claims=dict(claims=claims()), fit=dict(largest=largest_pass()), nccl=dict(nccl=nccl()),
             numbers={name: starmap(gpu_numbers.row, rows) for name, rows in compared.items()},
             speed={name: speed(**way) for name, way in WAYS.items()})
-if on_card and torch.cuda.device_count() < 2:
-    del jobs["nccl"]["nccl"], jobs["numbers"]["sharded"]
 if not on_card:
-    del jobs["fit"]["largest"], jobs["nccl"]["nccl"]
+    del jobs["fit"]["largest"]
+if not on_card or torch.cuda.device_count() < 2:
+    del jobs["nccl"]["nccl"], jobs["numbers"]["sharded"]
 if not torch.nn.attention.current_flash_attention_impl(): # extras/cuda.py has chosen it
     del jobs["speed"]["FA2"]
 if "nf4" not in gpu_numbers.KINDS:
     del jobs["speed"]["nf4"]
-
 found = {stage: [] for stage in STAGES if stage in args.stages}
 for number in (signal.SIGALRM, signal.SIGTERM):
     signal.signal(number, signal.default_int_handler) # a KeyboardInterrupt, as libraries catch all Exceptions
@@ -235,10 +227,9 @@ try:
                 write(stage, dict(what=name) | row)
         except (Exception, common.InputError) as e: # (an InputError is a SystemExit)
             traceback.print_exc()
-            if torch.OutOfMemoryError in (type(e), type(e.__context__)): # place_transformer makes an InputError of it
-                write(stage, dict(what=name, note="out of memory"))
-            else:
-                write(stage, dict(what=name, broken=f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"))
+            broken = dict(broken=f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
+            no_memory = torch.OutOfMemoryError in (type(e), type(e.__context__)) # place_transformer hides it in another
+            write(stage, dict(what=name) | (dict(note="out of memory") if no_memory else broken))
         gc.collect()
         torch.cuda.empty_cache()
 except KeyboardInterrupt:
@@ -246,7 +237,7 @@ except KeyboardInterrupt:
 finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
     torch.use_deterministic_algorithms(False)
-    for process in gpu_numbers.started:
+    for process in started:
         end(process)
 print(*[f"\n**{stage}**\n\n{table(rows)}" for stage, rows in found.items() if rows], args.out, sep="\n")
 sys.exit(int(any("wrong" in row or "broken" in row for rows in found.values() for row in rows)))

@@ -7,8 +7,6 @@ of the table of these: so tests/fake_card, where tensors have no numbers, can ru
 """
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +17,9 @@ import torch.distributed as dist
 import predict
 import rope_patch
 from extras.compile import compile_blocks
-from tools.bench_common import (heat, loss_of, make_model, make_samples, multiplies, recompute, run_on, seconds,
-                                with_lora)
+from tools.bench_common import (heat, loss_of, make_model, make_samples, multiplies, output_of, recompute, run_on,
+                                seconds, with_lora)
 
-HERE = Path(__file__).resolve().parents[1]
 BLOCKS = 4 # enough for --offload to fill each of its two buffers twice
 LINEAR = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "img_mod.1",
           "txt_mod.1", "net.0.proj", "net.2"]
@@ -109,24 +106,7 @@ def equal_bits(setup):
         recompute(model, which)
         yield f"offloaded, {which} recomputed, from on the device", step(setup, model), want, 0
 
-# ---- other programs --------------------------------------------------------------------------------------------------
-
-started = [] # all processes; gpu_check.py ends those that are left: they would occupy the GPU
-
-def start(*command):
-    """Starts `python COMMAND` in the project's folder -> its process, whose output is a pipe."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, text=True,
-                               errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    started.append(process)
-    return process
-
-def output_of(*command):
-    """Starts it and waits for it -> what it wrote. RuntimeError with the last error in that if it fails."""
-    process = start(*command)
-    text = process.communicate()[0].strip()
-    if process.returncode:
-        raise RuntimeError([line for line in text.splitlines() if "rror" in line][-1:] or text[-90:])
-    return text
+# ---- two GPUs --------------------------------------------------------------------------------------------------------
 
 def on_two(*script):
     return output_of("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *script)
@@ -148,13 +128,11 @@ def all_reduce():
     """One of torchrun's two processes, each with a GPU. The first prints a row; GB/s as nccl-tests counts them."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    x, times = torch.empty(2**29, dtype=torch.bfloat16, device="cuda"), []
-    for _ in range(6):
-        x.fill_(1)
-        times.append(seconds(lambda: dist.all_reduce(x), "cuda"))
-    row = {"what": "all-reduce of 1 GiB", "seconds": min(times), "GB/s": x.nbytes / min(times) / 1e9}
+    x = torch.ones(2**29, dtype=torch.bfloat16, device="cuda")
+    took = min(seconds(lambda: dist.all_reduce(x), "cuda") for _ in range(6))
+    row = {"GiB": 1, "s": took, "GB/s": x.nbytes / took / 1e9}
     if dist.get_rank() == 0:
-        print(json.dumps(row if x.min().item() == x.max().item() == 2 else row | dict(wrong="the sum of ones")))
+        print(json.dumps(row if x.min().item() == x.max().item() == 2**6 else row | dict(wrong="the sum of ones")))
     dist.destroy_process_group()
 
 if __name__ == "__main__":
