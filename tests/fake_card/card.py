@@ -416,7 +416,9 @@ def patch_torch(card):
     def fused_rms_norm(x, shape, weight=None, eps=None):
         return FusedRmsNorm.apply(x, weight) if x.is_cuda else rms_norm(x, shape, weight, eps)
 
-    def one_kernel_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def one_kernel_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                             enable_gqa=False):
+        q, k, v = query, key, value
         if not q.is_cuda:
             return attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:
