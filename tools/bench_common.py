@@ -7,7 +7,10 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,23 +18,18 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-import cache
 import common
 import predict
 import rope_patch
 from extras import cuda, fit, quantize
 
+HERE = Path(__file__).resolve().parents[1]
 MODELS = dict(
     small=dict(num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=256,
                axes_dims_rope=(8, 28, 28)),
     full=dict(num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584,
               axes_dims_rope=(16, 56, 56)))
-# Qwen2.5-VL with its 7 billion parameters: the fields that differ from tiny's config, without the depths
-TEXT = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
-            rope_parameters=dict(mrope_section=[16, 24, 24], rope_theta=1e6, rope_type="default"))
-VISION = dict(hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
 
 def open_device(device, dtype):
     """Sets up the device as train.py does, before it holds any tensor -> its name. Ends the script if the device cannot
@@ -75,12 +73,6 @@ def recompute(model, which):
     options = dict(context_fn=fit.keep_attention) if which == "all but attention" else {}
     rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
 
-def unpack(model):
-    """From now on the model unpacks its eight-bit weights, even where the GPU could multiply them directly."""
-    for module in model.modules():
-        if isinstance(module, quantize.LowBitLinear):
-            module.multiply = False
-
 def multiplies(model, dtype, device):
     """Whether this model multiplies its eight-bit weights directly, without unpacking them."""
     layer = next(module for module in model.modules() if isinstance(module, quantize.LowBitLinear))
@@ -106,20 +98,6 @@ def heat(model):
         elif name.endswith(("to_v.weight", "add_v_proj.weight")):
             weight.data.mul_(4)
     return model
-
-def make_text_encoder(folder, depths, dtype, device):
-    """-> a text encoder with random weights and the token ids of the model in `folder`. depths: the numbers of its text
-    and vision layers, of Qwen2.5-VL's width; None: the small encoder of that folder."""
-    config = Qwen2_5_VLConfig.from_pretrained(folder / "text_encoder")
-    if depths:
-        text, vision = depths
-        full = [i for i in range(vision) if i % 8 == 7] or [vision - 1] # these attend beyond their window
-        config.text_config.update(TEXT | dict(num_hidden_layers=text, layer_types=["full_attention"] * text))
-        config.vision_config.update(VISION | dict(depth=vision, fullatt_block_indexes=full))
-    with torch.device(device):
-        encoder = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype).eval()
-    cache.adapt_text_encoder(encoder)
-    return encoder
 
 def make_samples(config, preset, dtype, device):
     """-> samples of noise. preset: for each sample the (height, width) of its target and controls, and the length of
@@ -153,10 +131,16 @@ def flops(config, lens, checkpointed=0, tail=True):
             total -= (22 + 20 * (checkpointed == layers)) * d * d * txt + 3.5 * 4 * d * txt * (img + txt)
     return total
 
-def run_on(model, samples):
-    """Runs all samples in one packed forward pass -> their predictions."""
-    return rope_patch.run_packed(model, [s.latents for s in samples], [s.prompt for s in samples],
-                                 torch.stack([s.timestep for s in samples]), [s.shapes for s in samples])
+def run_on(model, samples, mode="packed"):
+    """Runs all samples in one forward pass, packed or padded, or one by one in diffusers' own code (stock) -> their
+    predictions."""
+    latents, prompts, shapes = [[getattr(s, name) for s in samples] for name in ("latents", "prompt", "shapes")]
+    times = torch.stack([s.timestep for s in samples])
+    if mode == "stock":
+        return [model(x[None], prompt[None], timestep=t[None].to(x.dtype), img_shapes=[shape], return_dict=False)[0][0]
+                for x, prompt, t, shape in zip(latents, prompts, times, shapes)]
+    run = rope_patch.run_padded if mode == "padded" else rope_patch.run_packed
+    return run(model, latents, prompts, times, shapes)
 
 def loss_of(samples, preds):
     return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
@@ -214,6 +198,26 @@ def matmul_rate(dtype, device):
     n = 8192 if device.startswith("cuda") else 1024
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / min(seconds(lambda: a @ a, device) for _ in range(10))
+
+# ---- other programs --------------------------------------------------------------------------------------------------
+
+started = [] # all processes; the caller has to end those that are left: they would occupy the GPU
+
+def start(*command):
+    """Starts `python COMMAND` in the project's folder -> its process, whose output is a pipe."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, text=True,
+                               errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    started.append(process)
+    return process
+
+def output_of(*command):
+    """Starts it and waits for it -> what it wrote. RuntimeError with the last error in that if it fails."""
+    process = start(*command)
+    text = process.communicate()[0].strip()
+    if process.returncode:
+        errors = [line for line in text.splitlines() if "rror:" in line]
+        raise RuntimeError(errors[0] if errors else text[-90:])
+    return text
 
 def end(process):
     """Kills a process, and those that it has started."""

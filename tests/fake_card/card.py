@@ -326,7 +326,7 @@ class Stream: # what torch.cuda.Stream and torch.cuda.Event would be; all work i
         active().wait("synchronize of a stream or an event")
 
     def elapsed_time(self, other):
-        return 0.0
+        return 1.0 # milliseconds: no time is known, but a program may divide by it
 
 
 current = []
@@ -432,7 +432,9 @@ def patch_torch(card):
     def fused_rms_norm(x, shape, weight=None, eps=None):
         return FusedRmsNorm.apply(x, weight) if x.is_cuda else rms_norm(x, shape, weight, eps)
 
-    def one_kernel_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def one_kernel_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                             enable_gqa=False):
+        q, k, v = query, key, value
         if not q.is_cuda:
             return attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:
