@@ -67,7 +67,7 @@ def test_nccl_waits_minutes_and_has_its_memory_before_anything_is_measured(card,
     group = SimpleNamespace(_get_backend=lambda device: calls.append(device) or backend)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append("set_device"))
     monkeypatch.setattr(cuda, "prepare", lambda *args: "a card")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: calls.append(kwargs["timeout"]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, timeout: calls.append(timeout))
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=group))
     monkeypatch.setattr(torch, "zeros", lambda *args, device: device)
     monkeypatch.setattr(torch.distributed, "all_reduce", calls.append)
