@@ -64,7 +64,7 @@ def test_every_stage_runs_on_an_imitated_card(tmp_path):
     for row in found["speed"]: # an H100 unpacks eight bits, which takes less than the products that --plan counts
         few = "int8" in row["what"] or "fp8" in row["what"]
         assert row["GiB"] == pytest.approx(row["planned GiB"], rel=0.15 if few else 0.03), row
-    assert answer.loaded.count("compiled") == 2 * (3 + 3) and answer.loaded.count("FA2") == 1
+    assert answer.loaded.count("compiled") == 2 * (4 + 3) and answer.loaded.count("FA2") == 1
     programs = [words for words in answer.loaded if isinstance(words, list)]
     assert ["--fsdp" in words for words in programs if "train.py" in words] == [False, True]
 
@@ -76,7 +76,7 @@ STAGES = dict(
              "offloaded, none recomputed, from on the device", "offloaded, all recomputed, from on the device",
              "train.py --fsdp on two GPUs, from one", "--quantize none, compiled, from fp32",
              "--quantize int8, multiplied as such, compiled, from fp32",
-             "--quantize fp8, multiplied as such, compiled, from fp32"],
+             "--quantize fp8, multiplied as such, compiled, from fp32", "--quantize nf4, compiled, from fp32"],
     fit=["largest"],
     speed=["packed", "padded", "compiled", "kept", "attention kept", "int8", "fp8", "nf4", "offloaded", "int8 compiled",
            "fp8 compiled", "FA2"],

@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import starmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,9 +144,10 @@ def without_weights(blocks):
         model = diffusers.QwenImageTransformer2DModel(**config | dict(num_layers=blocks)).requires_grad_(False)
     return with_lora(patch_qwen_model_for_multi_resolution(torch.nn.Module.to(model, dtype)))
 
-def planned(pack, mode, recomputed, quantize, offload):
-    """-> GiB that --plan expects. All blocks but the last are alike, so it counts two and three."""
-    shapes = [([(1, *hw) for hw in pictures], text) for pictures, text in pack]
+@cache
+def planned(place, mode, recomputed, quantize, offload):
+    """-> GiB that --plan expects for a pack. All blocks but the last are alike, so it counts two and three."""
+    shapes = [([(1, *hw) for hw in pictures], text) for pictures, text in packs[place]]
     options = dict(context_fn=fit.keep_attention) if recomputed == "all but attention" else {}
     two, three = [plan.step_bytes(without_weights(n), Item, partial(losses, mode=mode), shapes,
                                   0 if recomputed == "none" else n, quantize, **options) for n in (2, 3)]
@@ -165,7 +166,7 @@ def speed(mode="packed", recomputed="all", compiled=False, quantize="none", offl
         compile_blocks(model.transformer_blocks)
     held = used_gib(args.device) - before
     plain = recomputed == "all" and quantize == "none" and not offload
-    for pack in packs if plain else packs[:1]:
+    for place, pack in enumerate(packs if plain else packs[:1]):
         def step():
             model.zero_grad()
             losses(model, samples, mode)[0].backward()
@@ -175,7 +176,7 @@ def speed(mode="packed", recomputed="all", compiled=False, quantize="none", offl
         yield {"tokens": f"{tokens:,} of {len(lens)}", "s": took["seconds"], "tokens/s": tokens / took["seconds"],
                "of matmul": flops(config, lens, tail=False) / took["seconds"] / matmul,
                "first call, s": took["first call"], "GiB": held + took["added GiB"],
-               "planned GiB": planned(pack, mode, recomputed, quantize, offload)}
+               "planned GiB": planned(place, mode, recomputed, quantize, offload)}
 
 def nccl():
     yield json.loads(gpu_numbers.on_two("-m", "tools.gpu_numbers").splitlines()[-1])
@@ -217,7 +218,7 @@ found = {stage: [] for stage in STAGES if stage in args.stages}
 for number in (signal.SIGALRM, signal.SIGTERM):
     signal.signal(number, signal.default_int_handler) # a KeyboardInterrupt, as libraries catch all Exceptions
 # a bit early, as a running kernel cannot be interrupted; and again, as Python ignores what is raised in a destructor
-signal.setitimer(signal.ITIMER_REAL, max(0.001, BEGUN + 0.98 * 60 * args.minutes - time.monotonic()), 5)
+signal.setitimer(signal.ITIMER_REAL, max(0.1, BEGUN + 0.98 * 60 * args.minutes - time.monotonic()), 5)
 try:
     for stage, name in [(stage, name) for stage in found for name in jobs[stage]]:
         # kernels of the stage numbers add up in a fixed order, without which no two results would have equal bits
@@ -230,6 +231,7 @@ try:
             broken = dict(broken=f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
             no_memory = torch.OutOfMemoryError in (type(e), type(e.__context__)) # place_transformer hides it in another
             write(stage, dict(what=name) | (dict(note="out of memory") if no_memory else broken))
+        torch._dynamo.reset() # its graphs would keep the model
         gc.collect()
         torch.cuda.empty_cache()
 except KeyboardInterrupt:
