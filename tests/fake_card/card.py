@@ -458,6 +458,7 @@ def join_group(card):
     import torch.distributed as dist
     from torch.distributed._tools import fake_collectives # noqa: F401 (collectives on fake tensors)
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    torch._C._distributed_c10d.FakeProcessGroup._set_default_timeout = lambda group, timeout: None # as NCCL's has it
     init = dist.init_process_group
 
     def init_process_group(*args, **kwargs):
