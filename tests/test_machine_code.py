@@ -35,7 +35,7 @@ def passes(tmp_path_factory):
 def test_a_block_is_one_graph_of_so_many_launches(passes):
     """With LoRAs on the attention and on img_mod.1, two samples, lengths that may change, bfloat16."""
     forward, backward = passes
-    for name, found, limit in (("forward", forward, 74), ("backward", backward, 104)):
+    for name, found, limit in (("forward", forward, 74), ("backward", backward, 96)):
         print(f"{name}: {found['launches']} launches (limit {limit}), {len(found['kernels']['90'])} Triton kernels")
         assert found["launches"] <= limit
     assert {*forward["calls"], *backward["calls"]} == CALLS
