@@ -7,8 +7,8 @@ import torch
 
 def compile_blocks(blocks):
     # Where attention is not one kernel, a graph break splits a block into functions that are compiled one by one. torch
-    # gives up on such a function for good once a variant of it has nothing to compute, as one of the last block's has.
-    # The backward pass would then recompute other tensors than the forward pass has saved, which is an error.
+    # gives up on such a function for good once a variant of it has nothing to compute. The backward pass could then
+    # recompute other tensors than the forward pass has saved, which is an error.
     torch._dynamo.config.allow_empty_graphs = True
     for block in blocks:
         block.compile(dynamic=True)

@@ -151,6 +151,10 @@ def keep_attention():
     """For torch.utils.checkpoint: recomputed blocks keep what the attention kernel gives."""
     return create_selective_checkpoint_contexts([torch.ops.torch_attn._varlen_attn.default])
 
+def options_of(selective):
+    """-> checkpoint_blocks' options, so that recomputed blocks keep their attention (selective), or nothing."""
+    return dict(context_fn=keep_attention) if selective else {}
+
 def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, args, say):
     """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths,
     tables: lengths_of's and table_bytes'; Item, flow_loss, say: train.py's; recompute(number, **options):
@@ -168,7 +172,7 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
                 p.grad = None
 
     def added(kept, selective):
-        recompute(blocks - kept, **(dict(context_fn=keep_attention) if selective else {}))
+        recompute(blocks - kept, **options_of(selective))
         bytes_, seconds = measure(step, args.device)
         if args.fsdp and bytes_ == inf: # not gathered: the others are still in that pass
             raise too_little
@@ -186,4 +190,4 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     words = f"{kept} blocks are kept" + (f", and the attention of the other {blocks - kept}" if selective else "")
     say(f"gradient checkpointing: {words}; a pass of {sum(pack):,} tokens, the largest, takes about {adds / GIB:.1f} "
         f"of {free / GIB:.1f} GiB")
-    return recompute(blocks - kept, **(dict(context_fn=keep_attention) if selective else {}))
+    return recompute(blocks - kept, **options_of(selective))

@@ -30,8 +30,8 @@ CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
 # its memory; GB/s from the host)}. These rates are assumed: others have reported them for such kernels
 RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
          "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
-# milliseconds of the host for a block in a training pass: kept, computed again, that without its attention; measured
-# with tiny tensors on one core of a shared AMD EPYC, halved, as workstations have faster ones. tests/fake_card counts
+# milliseconds of the host for a block in a training pass: kept, computed again, that without its attention. Assumed:
+# with tiny tensors, one core of a shared AMD EPYC took two to four times as long, depending on what else it had to do
 HOST = dict(kept=1.3, recomputed=3.5, selective=6.5)
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
 
@@ -190,10 +190,9 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
     @cache
     def step_of_few(number, kept, selective, quantize):
         """Bytes that the largest pack adds in a model of the first blocks alone."""
-        contexts = dict(context_fn=fit.keep_attention) if selective else {}
         whole, transformer.transformer_blocks = transformer.transformer_blocks, transformer.transformer_blocks[:number]
         few, transformer.transformer_blocks = deepcopy(transformer), whole
-        return step_bytes(few, Item, flow_loss, shapes, number - kept, quantize, **contexts)
+        return step_bytes(few, Item, flow_loss, shapes, number - kept, quantize, **fit.options_of(selective))
 
     def added(kept, selective=False, quantize=args.quantize):
         """Bytes that it adds in the whole one: all blocks but the last are alike."""

@@ -70,7 +70,7 @@ def with_lora(model, ours=True, targets=("to_q", "to_k", "to_v", "to_out.0"), dr
 
 def recompute(model, which):
     """Sets gradient checkpointing: "all" blocks, "all but attention" (where attention is one kernel), or "none"."""
-    options = dict(context_fn=fit.keep_attention) if which == "all but attention" else {}
+    options = fit.options_of(selective=which == "all but attention")
     rope_patch.checkpoint_blocks(model, 0 if which == "none" else None, **options)
 
 def multiplies(model, dtype, device):

@@ -148,7 +148,7 @@ def without_weights(blocks):
 def planned(place, mode, recomputed, quantize, offload):
     """-> GiB that --plan expects for a pack. All blocks but the last are alike, so it counts two and three."""
     shapes = [([(1, *hw) for hw in pictures], text) for pictures, text in packs[place]]
-    options = dict(context_fn=fit.keep_attention) if recomputed == "all but attention" else {}
+    options = fit.options_of(selective=recomputed == "all but attention")
     two, three = [plan.step_bytes(without_weights(n), Item, partial(losses, mode=mode), shapes,
                                   0 if recomputed == "none" else n, quantize, **options) for n in (2, 3)]
     whole = without_weights(config["num_layers"])
