@@ -15,6 +15,7 @@ from itertools import product
 from math import inf, isqrt
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import rope_patch
@@ -40,17 +41,18 @@ def table_bytes(samples):
     pictures = {(n, h, w) for s in samples for e in s.encodings for n, (_, h, w) in enumerate(e["img_shapes"])}
     return 64 * 8 * sum(sorted([h * w for _, h, w in pictures])[-128:])
 
-def largest_pack(lengths, args):
+def largest_pack(lengths, args, processes):
     """-> lengths of one or more samples that take as much memory as any forward pass of samples of `lengths`; packed,
-    that is a question of their sum."""
+    that is a question of their sum. processes: each gets a sample of a step before one gets a second."""
+    most_samples = max(1, args.batch_size - processes + 1)
     if args.batching == "padded": # a row costs as much as the longest one
-        rows = {n: max(1, min(args.batch_size, args.max_tokens // n)) for n in lengths}
+        rows = {n: max(1, min(most_samples, args.max_tokens // n)) for n in lengths}
         heaviest = max(lengths, key=lambda n: n * rows[n])
         return [heaviest] * rows[heaviest]
     longest = max(lengths)
-    limit = min(args.max_tokens, args.batch_size * longest)
+    limit = min(args.max_tokens, most_samples * longest)
     sums = 1 # all sums that samples can have, as the bits of one integer: at first the sum 0 alone
-    for _ in range(args.batch_size):
+    for _ in range(most_samples):
         fewer = sums # the sums of one sample less
         for n in lengths:
             sums |= (fewer << n) & ((2 << limit) - 1)
@@ -159,7 +161,8 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths,
     tables: lengths_of's and table_bytes'; Item, flow_loss, say: train.py's; recompute(number, **options):
     checkpoint_blocks. InputError if the largest pack does not fit although all blocks are computed again."""
-    blocks, pack = len(transformer.transformer_blocks), largest_pack(lengths, args)
+    blocks, processes = len(transformer.transformer_blocks), dist.get_world_size() if dist.is_initialized() else 1
+    pack = largest_pack(lengths, args, processes)
     items = blank_items(Item, map(shape_of, pack), transformer, args.device)
     too_little = InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "
                             f"{sum(pack)} tokens; lower it, or give --quantize or --offload")

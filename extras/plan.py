@@ -172,7 +172,7 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
         lengths += tokens
         passes += len(packs)
         padded += sum(tokens[i - i % 4] for i in range(len(tokens))) # fours of neighbours in length
-    largest = fit.largest_pack(fit.lengths_of(epoch, Pick), args)
+    largest = fit.largest_pack(fit.lengths_of(epoch, Pick), args, processes)
     lora_bytes, ordered = 4 * sum(p.numel() for p in lora.values()), sorted(lengths)
     say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding fours of "
         f"neighbours in length would compute {padded / sum(lengths):.2f} times as many tokens")

@@ -22,6 +22,7 @@ def sample(name, *pictures, text=200, mask=False):
     """Pictures by their sides in pixels, the target first."""
     return dict(name=name, shapes=[(1, h // 16, w // 16) for h, w in pictures], text=text, mask=mask)
 
+EIGHT = [sample(f"eight{n}", (256 + 32 * n, 256), (256, 256)) for n in range(8)]
 LARGE = [sample(f"large{n}", (1024, 1024), (1024, 1024)) for n in range(2)] # 8,392 tokens each
 SMALL = [sample(f"small{n}", (512, 512), (512, 512)) for n in range(2)] # 2,248
 
@@ -66,14 +67,16 @@ def run(tmp_path_factory):
 def per_block(step, packs, blocks=BLOCKS):
     return step.kernels / packs / blocks
 
-def check(answer, packs, kernels, waits, copied, peak, blocks=BLOCKS):
-    """The last step keeps its limits: kernels of a block in a pack; times that the host waits for the card, in a pack
-    and besides; bytes copied from the host; GiB. `peak` is of six blocks, as the other limits are."""
+WAITS = 3 # of the host for the card, in a step: two clocks, and the sums over packs and processes
+
+def check(answer, packs, kernels, copied, peak, blocks=BLOCKS, waits=0):
+    """The last step keeps its limits: kernels of a block in a pack; times that the host waits for the card; bytes
+    copied from the host; GiB. `kernels` and `peak` are of six blocks, if `blocks` does not say otherwise."""
     step = answer.steps[-1]
     print(f"{per_block(step, packs, blocks):.2f} kernels a block and pack, {step.waits} waits, {step.bytes_in:,} bytes "
           f"from the host, peak {step.peak / GIB:.3f} GiB; {answer.seconds:.1f} s of CPU time")
     assert per_block(step, packs, blocks) <= kernels, step.ops
-    assert step.waits <= waits * packs + 3, step.where
+    assert step.waits <= WAITS + waits, step.where
     assert step.bytes_in <= copied
     assert FULL or step.peak <= peak * GIB, step.peak / GIB
 
@@ -84,16 +87,16 @@ WEIGHTS = 679.6e6 # bytes of a block in bf16
 # ---- one card --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("zero_cond_t, recomputed, kernels, peak", [
-    (True, 0, 207.5, 8.17), (True, 60, 279, 5.29), (False, 0, 191.5, 8.17), (False, 60, 255, 5.29)],
+    (True, 0, 200.5, 8.13), (True, 60, 271.7, 5.25), (False, 0, 184.5, 8.13), (False, 60, 247.9, 5.25)],
     ids=["2511 kept", "2511 recomputed", "v1 kept", "v1 recomputed"])
 def test_a_step_keeps_its_limits(run, zero_cond_t, recomputed, kernels, peak):
     other = {} if zero_cond_t else dict(zero_cond_t=False)
     answer = run("--gradient_checkpointing", recomputed, card=H200, **other)
-    check(answer, packs=1, kernels=kernels, waits=0, copied=ITEM, peak=peak)
+    check(answer, packs=1, kernels=kernels, copied=ITEM, peak=peak)
     assert "DONE" in [path.name for path in answer.out_dir.iterdir()]
 
-FEW_BITS = [("int8", RTX4090, 804.4, 3.65), ("fp8", RTX4090, 651.1, 3.55), ("nf4", RTX4090, 406.7, 2.55),
-            ("int8", H100, 443.7, 3.38)]
+FEW_BITS = [("int8", RTX4090, 733, 3.65), ("fp8", RTX4090, 579.7, 3.54), ("nf4", RTX4090, 335.4, 2.55),
+            ("int8", H100, 372.4, 3.38)]
 
 @pytest.mark.parametrize("kind, card, kernels, peak", FEW_BITS,
                          ids=["int8 4090", "fp8 4090", "nf4 4090", "int8 H100"])
@@ -102,7 +105,7 @@ def test_few_bits_keep_their_limits(run, kind, card, kernels, peak):
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
     answer = run("--quantize", kind, "--gradient_checkpointing", 60, card=card)
-    check(answer, packs=1, kernels=kernels, waits=7, copied=ITEM, peak=peak)
+    check(answer, packs=1, kernels=kernels, copied=ITEM, peak=peak)
     packed = WEIGHTS * (0.25 + 1 / 32 if kind == "nf4" else 0.5)
     assert answer.readings[0]["peak"] < 0.15 * GIB + BLOCKS * packed + 1.1 * WEIGHTS
 
@@ -112,19 +115,49 @@ def test_an_offloaded_block_is_copied_twice_a_pass(run, offload, peak):
     offload = offload if offload == "all" else BLOCKS // 2
     answer = run("--offload", str(offload), "--gradient_checkpointing", 60, card=H200)
     step, number = answer.steps[-1], BLOCKS if offload == "all" else BLOCKS // 2
-    check(answer, packs=1, kernels=343, waits=7, copied=(2 * number - 4) * 1.001 * WEIGHTS + ITEM, peak=peak)
+    check(answer, packs=1, kernels=271.7, copied=(2 * number - 4) * 1.001 * WEIGHTS + ITEM, peak=peak)
     assert number * WEIGHTS <= step.pinned <= 1.001 * number * WEIGHTS
     assert step.now <= 0.15 * GIB + (BLOCKS - number + 2) * WEIGHTS + BLOCKS * 13e6
 
 def test_preserve_asks_the_base_once(run):
     """One pass more, without LoRA and gradient, which leaves nothing behind."""
     answer = run("--preserve", 1, "--gradient_checkpointing", 60, blocks=3)
-    check(answer, packs=1, kernels=415.4, waits=7, copied=ITEM + 270_000, peak=3.18, blocks=3)
+    check(answer, packs=1, kernels=341.4, copied=ITEM + 270_000, peak=3.18, blocks=3)
 
 def test_masks_and_mixed_sizes_in_one_pack(run):
     masked = [dict(s, mask=True) for s in SMALL]
     answer = run("--max_tokens", 30_000, "--gradient_checkpointing", 60, samples=[*LARGE, *masked], blocks=3)
-    check(answer, packs=1, kernels=533.1, waits=4 * 7, copied=3 * ITEM, peak=4.93, blocks=3)
+    check(answer, packs=1, kernels=441.4, copied=3 * ITEM, peak=4.93, blocks=3)
+
+def test_padded_rows_wait_for_a_mask(run):
+    """Which is made of lengths: three copies from the host, and one of frequencies."""
+    answer = run("--batching", "padded", "--max_tokens", 30_000, "--gradient_checkpointing", 60,
+                 samples=[*LARGE[:1], *SMALL], blocks=3)
+    check(answer, packs=1, kernels=497.4, waits=4, copied=3 * ITEM, peak=6.08, blocks=3)
+
+CAPTURE = """
+import functools
+seen.graphs = []
+def as_captured(graph, inputs):
+    def run(*args):
+        seen.graphs.append(len(inputs))
+        return graph(*args)
+    return run
+torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=as_captured)
+"""
+
+@pytest.mark.parametrize("more", [("--quantize", "int8", "--offload", "all", "--preserve", 1), ("--fsdp",)],
+                         ids=["int8 offload preserve", "fsdp"])
+def test_a_compiled_block_is_one_graph(run, more):
+    """Captured as for a card, and run as it is: operation by operation, so its kernels say nothing (but those of
+    test_machine_code.py). In each pass, recomputed or not, a block is one graph, without a wait."""
+    options = dict(samples=EIGHT, **rank(0)) if "--fsdp" in more else dict(card=RTX4090)
+    answer = run("--compile", "--gradient_checkpointing", 2, *more, blocks=2, prelude=CAPTURE, **options)
+    steps, blocks, passes = 2, 2, 3 if "--preserve" in more else 2 # the base's, the forward pass, and once more
+    assert len(answer.graphs) == steps * blocks * passes
+    step = answer.steps[-1]
+    print(f"{step.waits} waits, peak {step.peak / GIB:.3f} GiB; {answer.seconds:.1f} s of CPU time")
+    assert step.waits <= WAITS, step.where
 
 def test_a_resumed_run_is_on_the_card_again(run):
     first = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=SMALL[:1], blocks=2, out_dir="resumed")
@@ -148,7 +181,6 @@ def test_a_validation_generates_and_decodes(run):
 
 # ---- eight cards -----------------------------------------------------------------------------------------------------
 
-EIGHT = [sample(f"eight{n}", (256 + 32 * n, 256), (256, 256)) for n in range(8)]
 NOTE = """
 read = cache.load_latents
 def load_latents(sample, *args):
@@ -167,7 +199,7 @@ def test_eight_cards_share_the_samples_of_a_step(run):
         answer = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=EIGHT, blocks=1, prelude=NOTE, **rank(n))
         step = answer.steps[0]
         assert len(answer.loaded) == 1 and step.ops["c10d::allreduce_"] == 1
-        assert step.waits <= 7 + 3 + 2, step.where
+        assert step.waits <= WAITS, step.where
         loaded += answer.loaded
     assert sorted(loaded) == [s["name"] for s in EIGHT] # each sample on one card
 
@@ -179,13 +211,27 @@ def test_fsdp_holds_an_eighth_and_two_whole_blocks(run, more):
     part = BLOCKS * block / 8
     print(f"{per_block(step, 1):.1f} kernels a block, {step.waits} waits, now {step.now / GIB:.3f} peak "
           f"{step.peak / GIB:.3f} pinned {step.pinned / GIB:.3f} GiB, {step.bytes_in:,} bytes from the host")
-    assert per_block(step, 1) <= (450 if "int8" in more else 349.2), step.ops
+    assert per_block(step, 1) <= (378.6 if "int8" in more else 278), step.ops
     rest = 0.1 * GIB + BLOCKS * 13e6 # layers outside of the blocks, LoRA and its moments
     assert step.now < rest + (0 if "--offload" in more else part)
     assert step.peak < step.now + 3.1 * block + 0.6 * GIB
-    assert step.waits <= 7 + 3, step.where
+    assert step.waits <= WAITS, step.where
     if "--offload" in more:
         assert part <= step.pinned <= 1.02 * part
+
+@pytest.mark.parametrize("left, kept", [(3.4, 0), (4.6, 6)])
+def test_what_fit_chooses_fits_under_fsdp(run, left, kept):
+    """`left`: GiB of the card that neither CUDA, the margin, weights nor anybody else has, without --full."""
+    card = dict(gib=79.2, cards=8)
+    if not FULL:
+        card["taken"] = 79.2 * 0.95 - 0.6 - 0.58 - left
+    answer = run("--fsdp", samples=EIGHT, **rank(0) | dict(card=card))
+    recomputed = int(re.search(r"the backward pass computes (\d+) of", answer.out)[1])
+    peak = max(step.peak for step in answer.steps) / GIB
+    room = 79.2 * 0.95 - 0.6 - card.get("taken", 0)
+    print(f"{BLOCKS - recomputed} kept, {room - peak:.3f} GiB left; {answer.seconds:.1f} s")
+    assert peak <= room
+    assert FULL or BLOCKS - recomputed == kept
 
 # ---- memory: what fits, and what --plan expects ----------------------------------------------------------------------
 

@@ -53,18 +53,31 @@ def test_no_pack_is_larger_than_the_largest(batch_size, max_tokens):
     packs = [pack for n in range(1, batch_size + 1) for pack in itertools.combinations_with_replacement(lengths, n)
              if n == 1 or sum(pack) <= max_tokens]
     most = max(map(sum, packs))
-    got = sum(fit.largest_pack(lengths, args))
+    got = sum(fit.largest_pack(lengths, args, 1))
     assert got == most
     args.batching = "padded"
-    assert len({*fit.largest_pack(lengths, args)}) == 1
-    assert sum(fit.largest_pack(lengths, args)) == max(len(pack) * max(pack) for pack in packs
+    assert len({*fit.largest_pack(lengths, args, 1)}) == 1
+    assert sum(fit.largest_pack(lengths, args, 1)) == max(len(pack) * max(pack) for pack in packs
                                                        if len(pack) == 1 or len(pack) * max(pack) <= max_tokens)
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 8])
+def test_with_several_processes_a_pack_has_fewer_samples(processes, flags, tmp_path, monkeypatch):
+    """What train.py deals out is never larger than the largest pack, which comes. Each process gets a sample before one
+    gets a second."""
+    deal_packs = run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--max_steps", 1).globals["deal_packs"]
+    monkeypatch.setitem(deal_packs.__globals__, "world_size", processes)
+    lengths, args = {17, 11, 30, 8}, deal_packs.__globals__["args"]
+    monkeypatch.setattr(args, "batch_size", 4), monkeypatch.setattr(args, "max_tokens", 60)
+    dealt = []
+    for batch in itertools.product(lengths, repeat=4):
+        dealt += [sum(batch[place] for place in pack) for packs in deal_packs(batch) for pack in packs]
+    assert max(dealt) == sum(fit.largest_pack(lengths, args, processes))
 
 def test_the_largest_pack_of_thousands_of_lengths_is_found_at_once():
     args, begin = SimpleNamespace(batch_size=64, max_tokens=100_000, batching="packed"), time.process_time()
-    assert sum(fit.largest_pack(set(range(501, 8000, 2)), args)) == 100_000
+    assert sum(fit.largest_pack(set(range(501, 8000, 2)), args, 1)) == 100_000
     args.max_tokens = 10**11
-    assert sum(fit.largest_pack({700, 900}, args)) == 64 * 900
+    assert sum(fit.largest_pack({700, 900}, args, 1)) == 64 * 900
     assert time.process_time() - begin < 5
 
 @pytest.mark.parametrize("tokens", [5, 6, 77, 500, 8450, 34_001])
@@ -430,7 +443,7 @@ def test_a_pack_that_never_fits_is_told_before_the_first_step(flags, card, tmp_p
 def test_train_py_measures_the_lengths_of_all_samples(flags, card, monkeypatch, tmp_path):
     seen = []
     card(10**12)
-    monkeypatch.setattr(fit, "largest_pack", lambda lengths, args: seen.append(lengths) or [max(lengths)])
+    monkeypatch.setattr(fit, "largest_pack", lambda lengths, args, processes: seen.append(lengths) or [max(lengths)])
     trained([*flags, "--batch_size", 1, "--max_steps", 10], tmp_path / "run")
     log = (tmp_path / "run/log.jsonl").read_text().splitlines()[1:]
     assert seen == [{json.loads(line)["tokens"] for line in log}] and len(seen[0]) == 2

@@ -20,6 +20,8 @@ import threading
 import weakref
 
 import torch
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -74,7 +76,11 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False # else each operation would pass through a wrapper that keeps dynamo away, at 20 us
+        return False # else each operation would pass through a wrapper that keeps dynamo away, at 20 us: see below
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True # torch.compile compiles although we are there
 
     # ---- one operation -----------------------------------------------------------------------------------------------
 
@@ -269,6 +275,9 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         return read
 
 
+# torch.compile captures what a program does, not what this file does in it
+set_code_exec_strategy(Card.__torch_dispatch__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
 WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
@@ -368,7 +377,8 @@ def patch_torch(card):
             max_memory_allocated=lambda device=None: card.peak, reset_peak_memory_stats=reset_peak,
             mem_get_info=lambda device=None: (card.total - card.unusable - card.now, card.total),
             empty_cache=lambda: None, synchronize=synchronize, manual_seed=lambda seed: None,
-            manual_seed_all=lambda seed: None, Stream=Stream, Event=Stream, stream=on_stream,
+            manual_seed_all=lambda seed: None, get_rng_state=lambda device=None: torch.zeros(0, dtype=torch.uint8),
+            set_rng_state=lambda state, device=None: None, Stream=Stream, Event=Stream, stream=on_stream,
             current_stream=lambda device=None: Stream(), default_stream=lambda device=None: Stream()).items():
         put(torch.cuda, name, answer)
     put(torch.Tensor, "record_stream", lambda tensor, stream: None) # it wants a real stream
@@ -430,7 +440,9 @@ def patch_torch(card):
     rms_norm, attention = torch.nn.functional.rms_norm, torch.nn.functional.scaled_dot_product_attention
 
     def fused_rms_norm(x, shape, weight=None, eps=None):
-        return FusedRmsNorm.apply(x, weight) if x.is_cuda else rms_norm(x, shape, weight, eps)
+        if not x.is_cuda or torch.compiler.is_compiling():
+            return rms_norm(x, shape, weight, eps)
+        return FusedRmsNorm.apply(x, weight)
 
     def one_kernel_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                              enable_gqa=False):
