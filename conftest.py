@@ -11,7 +11,7 @@ def pytest_addoption(parser):
     parser.addoption("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and inputs")
     parser.addoption("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.addoption("--full", action="store_true",
-                     help="8,192-token samples at full size, and four trainings of the demo (minutes)")
+                     help="8,192-token samples, 60 blocks on the imitated cards, four trainings of the demo (an hour)")
     parser.addoption("--model", default="tiny",
                      help="-k own_model: hub id or folder of the model to check, on --device")
     parser.addoption("--kills", type=int, default=4, help="kill -9 of cache.py, and of train.py (200: 3 minutes)")

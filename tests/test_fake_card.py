@@ -87,7 +87,7 @@ WEIGHTS = 679.6e6 # bytes of a block in bf16
 # ---- one card --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("zero_cond_t, recomputed, kernels, peak", [
-    (True, 0, 200.5, 8.13), (True, 60, 271.7, 5.25), (False, 0, 184.5, 8.13), (False, 60, 247.9, 5.25)],
+    (True, 0, 200.5, 8.13), (True, 60, 271.95, 5.25), (False, 0, 184.5, 8.13), (False, 60, 247.9, 5.25)],
     ids=["2511 kept", "2511 recomputed", "v1 kept", "v1 recomputed"])
 def test_a_step_keeps_its_limits(run, zero_cond_t, recomputed, kernels, peak):
     other = {} if zero_cond_t else dict(zero_cond_t=False)
@@ -115,7 +115,7 @@ def test_an_offloaded_block_is_copied_twice_a_pass(run, offload, peak):
     offload = offload if offload == "all" else BLOCKS // 2
     answer = run("--offload", str(offload), "--gradient_checkpointing", 60, card=H200)
     step, number = answer.steps[-1], BLOCKS if offload == "all" else BLOCKS // 2
-    check(answer, packs=1, kernels=271.7, copied=(2 * number - 4) * 1.001 * WEIGHTS + ITEM, peak=peak)
+    check(answer, packs=1, kernels=271.95, copied=(2 * number - 4) * 1.001 * WEIGHTS + ITEM, peak=peak)
     assert number * WEIGHTS <= step.pinned <= 1.001 * number * WEIGHTS
     assert step.now <= 0.15 * GIB + (BLOCKS - number + 2) * WEIGHTS + BLOCKS * 13e6
 
