@@ -905,7 +905,7 @@ while step < args.max_steps and not stop:
             sample_losses[place] = loss.detach()
 
     # One all-reduce carries all that the processes share: gradients, losses, and the number of signals that they saw.
-    signals_here = torch.tensor([float(len(signals_seen))], device=args.device)
+    signals_here = torch.full((1,), float(len(signals_seen)), device=args.device)
     *sample_losses, stop = sum_over_processes(lora.values(), torch.cat([sample_losses, signals_here]))
     loss = sum(sample_losses) / len(sample_losses)
 

@@ -167,6 +167,9 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     too_little = InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "
                             f"{sum(pack)} tokens; lower it, or give --quantize or --offload")
 
+    too_much = InputError(f"--fsdp: out of memory in a try; give --gradient_checkpointing {blocks}, with which the "
+                          "largest pass has fitted")
+
     def step():
         try:
             sum(flow_loss(transformer, items)).backward()
@@ -178,14 +181,14 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
         recompute(blocks - kept, **options_of(selective))
         bytes_, seconds = measure(step, args.device)
         if args.fsdp and bytes_ == inf: # not gathered: the others are still in that pass
-            raise too_little
+            raise too_much if kept or selective else too_little
         measured = gather_objects((bytes_, seconds))
         return tuple(map(max, zip(*measured))) # the process that needs most, and the slowest
 
     added(0, False) # the first pass loads kernels and libraries, which take memory that no later pass needs
     free = min(gather_objects(room(args.device) - learning_bytes(transformer) - tables))
     one_kernel = rope_patch.has_varlen(items[0].prompt) and args.batching == "packed"
-    selective = one_kernel and not args.compile # (with which it was not tried)
+    selective = one_kernel and not args.compile # (of compiled blocks it is untested)
     kept, selective, adds = find_fit(blocks, free, input_bytes(transformer, pack), added, selective,
                                      edge=EDGE if args.fsdp else 1)
     if adds == inf:

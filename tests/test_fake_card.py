@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(guard.why_not()), reason=f"{guard.why_not()
 BLOCKS = 60 if FULL else 6
 GIB = 2**30
 H100, H200 = [dict(gib=gib, capability=(9, 0)) for gib in (79.2, 140.4)]
-RTX4090 = dict(gib=23.5, capability=(8, 9))
+RTX4090 = dict(gib=47.4 if FULL else 23.5, capability=(8, 9)) # with --full an L40S, as eight bits take 23.8 GiB
 
 def sample(name, *pictures, text=200, mask=False):
     """Pictures by their sides in pixels, the target first."""
@@ -67,7 +67,8 @@ def run(tmp_path_factory):
 def per_block(step, packs, blocks=BLOCKS):
     return step.kernels / packs / blocks
 
-WAITS = 3 # of the host for the card, in a step: two clocks, and the sums over packs and processes
+ALLOWED = 1.03 if FULL else 1 # the last block computes less than the others, and counts less among 60
+WAITS = 2 # of the host for the card, in a step: for the losses, and for the gradient's length
 
 def check(answer, packs, kernels, copied, peak, blocks=BLOCKS, waits=0):
     """The last step keeps its limits: kernels of a block in a pack; times that the host waits for the card; bytes
@@ -75,7 +76,7 @@ def check(answer, packs, kernels, copied, peak, blocks=BLOCKS, waits=0):
     step = answer.steps[-1]
     print(f"{per_block(step, packs, blocks):.2f} kernels a block and pack, {step.waits} waits, {step.bytes_in:,} bytes "
           f"from the host, peak {step.peak / GIB:.3f} GiB; {answer.seconds:.1f} s of CPU time")
-    assert per_block(step, packs, blocks) <= kernels, step.ops
+    assert 0.97 * kernels <= per_block(step, packs, blocks) <= kernels * ALLOWED, step.ops
     assert step.waits <= WAITS + waits, step.where
     assert step.bytes_in <= copied
     assert FULL or step.peak <= peak * GIB, step.peak / GIB
@@ -87,7 +88,7 @@ WEIGHTS = 679.6e6 # bytes of a block in bf16
 # ---- one card --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("zero_cond_t, recomputed, kernels, peak", [
-    (True, 0, 200.5, 8.13), (True, 60, 271.95, 5.25), (False, 0, 184.5, 8.13), (False, 60, 247.9, 5.25)],
+    (True, 0, 200.5, 8.13), (True, 60, 271.95, 5.25), (False, 0, 184.5, 8.13), (False, 60, 247.95, 5.25)],
     ids=["2511 kept", "2511 recomputed", "v1 kept", "v1 recomputed"])
 def test_a_step_keeps_its_limits(run, zero_cond_t, recomputed, kernels, peak):
     other = {} if zero_cond_t else dict(zero_cond_t=False)
@@ -199,7 +200,7 @@ def test_eight_cards_share_the_samples_of_a_step(run):
         answer = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=EIGHT, blocks=1, prelude=NOTE, **rank(n))
         step = answer.steps[0]
         assert len(answer.loaded) == 1 and step.ops["c10d::allreduce_"] == 1
-        assert step.waits <= WAITS, step.where
+        assert step.waits <= WAITS + 2, step.where # in the first step diffusers makes the rotary tables of both pictures
         loaded += answer.loaded
     assert sorted(loaded) == [s["name"] for s in EIGHT] # each sample on one card
 
@@ -211,7 +212,7 @@ def test_fsdp_holds_an_eighth_and_two_whole_blocks(run, more):
     part = BLOCKS * block / 8
     print(f"{per_block(step, 1):.1f} kernels a block, {step.waits} waits, now {step.now / GIB:.3f} peak "
           f"{step.peak / GIB:.3f} pinned {step.pinned / GIB:.3f} GiB, {step.bytes_in:,} bytes from the host")
-    assert per_block(step, 1) <= (378.6 if "int8" in more else 278), step.ops
+    assert per_block(step, 1) <= (378.6 if "int8" in more else 278) * ALLOWED, step.ops
     rest = 0.1 * GIB + BLOCKS * 13e6 # layers outside of the blocks, LoRA and its moments
     assert step.now < rest + (0 if "--offload" in more else part)
     assert step.peak < step.now + 3.1 * block + 0.6 * GIB
@@ -221,7 +222,7 @@ def test_fsdp_holds_an_eighth_and_two_whole_blocks(run, more):
 
 @pytest.mark.parametrize("left, kept", [(3.4, 0), (4.6, 6)])
 def test_what_fit_chooses_fits_under_fsdp(run, left, kept):
-    """`left`: GiB of the card that neither CUDA, the margin, weights nor anybody else has, without --full."""
+    """`left`: GiB of the card for activations. With --full it is empty."""
     card = dict(gib=79.2, cards=8)
     if not FULL:
         card["taken"] = 79.2 * 0.95 - 0.6 - 0.58 - left
@@ -235,9 +236,18 @@ def test_what_fit_chooses_fits_under_fsdp(run, left, kept):
 
 # ---- memory: what fits, and what --plan expects ----------------------------------------------------------------------
 
-@pytest.mark.parametrize("gib, quantize, leave, kept", [
-    (23.5, "nf4", 1.4, 0), (47.4, "none", 2.35, 1), (79.2, "none", 2.37, 2), (140.4, "none", 9, 3)])
-def test_what_fit_chooses_fits(run, gib, quantize, leave, kept):
+# Which pass is faster is not to be known here, so it is laid down.
+FASTER = """
+real = fit.find_fit
+def find_fit(blocks, free, inputs, added, selective, edge=1):
+    return real(blocks, free, inputs, lambda kept, keeps: (added(kept, keeps)[0], keeps != {}), selective, edge)
+fit.find_fit = find_fit
+"""
+
+@pytest.mark.parametrize("gib, quantize, leave, selective, kept", [
+    (23.5, "nf4", 1.4, True, 0), (47.4, "none", 2.35, False, 2), (79.2, "none", 2.37, True, 2),
+    (140.4, "none", 9, False, 3)])
+def test_what_fit_chooses_fits(run, gib, quantize, leave, selective, kept):
     """Cards of 24, 48, 80 and 141 GB. Without --full there are three blocks, and something else has so much of the
     card's memory that `leave` GiB are left beside the weights, CUDA and the margin."""
     if quantize == "nf4":
@@ -246,14 +256,15 @@ def test_what_fit_chooses_fits(run, gib, quantize, leave, kept):
     card = dict(gib=gib, capability=(8, 9) if gib < 48 else (9, 0))
     if not FULL:
         card["taken"] = gib - margin - 0.6 - {"none": 1.98, "nf4": 0.62}[quantize] - leave
-    answer = run("--quantize", quantize, card=card, blocks=blocks)
+    answer = run("--quantize", quantize, card=card, blocks=blocks, prelude=FASTER.format(selective))
+    assert ("the attention of the other" in answer.out) == (selective and kept < blocks)
     recomputed = int(re.search(r"the backward pass computes (\d+) of", answer.out)[1])
     peak = max(step.peak for step in answer.steps) / GIB
     left = gib - margin - 0.6 - card.get("taken", 0) - peak
     print(f"{gib}: {blocks - recomputed} kept, {left:.3f} GiB left; {answer.seconds:.1f} s")
     assert left >= 0
-    assert FULL or blocks - recomputed >= kept
-    assert recomputed == 0 or left < 1.1 # there is no room for one more
+    assert FULL or blocks - recomputed == kept
+    assert recomputed == 0 or left < 1.1 # a block takes half a GiB; the estimate is on the safe side
 
 ROWS = [("60", "none", "0", H200), ("0", "none", "0", H200), ("60", "int8", "0", RTX4090), ("60", "nf4", "0", RTX4090),
         ("60", "none", str(BLOCKS // 2), H200), ("60", "none", "all", H200)]

@@ -109,8 +109,14 @@ class Item: # of train.py's items, what a step needs; make_samples has the same 
     prompt: "base T J"
     timestep: "float32"
     img_shapes: list
-    shapes = property(lambda self: self.img_shapes)
-    latents = property(lambda self: torch.cat([self.target.to(dtype), self.controls]))
+
+    @property
+    def shapes(self):
+        return self.img_shapes
+
+    @property
+    def latents(self):
+        return torch.cat([self.target.to(dtype), self.controls])
 
 def losses(model, items, mode="packed"):
     """Stands in for train.py's flow_loss."""
@@ -215,6 +221,7 @@ if not torch.nn.attention.current_flash_attention_impl(): # extras/cuda.py has c
 if "nf4" not in gpu_numbers.KINDS:
     del jobs["speed"]["nf4"]
 found = {stage: [] for stage in STAGES if stage in args.stages}
+stage, name = args.stages[0], "nothing" # until the loop below
 for number in (signal.SIGALRM, signal.SIGTERM):
     signal.signal(number, signal.default_int_handler) # a KeyboardInterrupt, as libraries catch all Exceptions
 # a bit early, as a running kernel cannot be interrupted; and again, as Python ignores what is raised in a destructor

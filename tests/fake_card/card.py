@@ -39,15 +39,19 @@ NO_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::ne
              "aten::_unsafe_view", "aten::_reshape_alias", "aten::set_", "aten::resize_", "aten::record_stream",
              "aten::is_pinned", "aten::lift_fresh", "aten::_local_scalar_dense"}
 # Tensors on the CPU and on a card may meet here: to be copied, or as indices, which CUDA's kernels copy for themselves.
-MIXING = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::index", "aten::index_put", "aten::index_put_",
-          "aten::_index_put_impl_"}
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+MIXING = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", *INDEXING}
+# Where not even a number on the CPU may be among tensors of a card.
+STRICT = {"aten::cat", "aten::stack"}
+UNWRITTEN = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 
 
 class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatch__ for every operation
-    """One card, of which this process sees `cards`; it uses the one of torch.cuda.set_device."""
+    """The cards that this process sees. They share one counter, so a program uses the one of torch.cuda.set_device."""
 
-    def __init__(self, gib, capability=(9, 0), cards=1, taken=0.0):
-        """gib: what nvidia-smi would call its memory; taken: GiB of it that something else has."""
+    def __init__(self, gib, capability=(9, 0), cards=1, taken=0.0, clock="clock"):
+        """gib: what torch would call its memory; taken: GiB of it that something else has; clock: the function whose
+        calls of torch.cuda.synchronize begin a new reading. Any other waits."""
         super().__init__()
         self.gib, self.capability, self.cards, self.index = gib, tuple(capability), cards, 0
         self.total, self.unusable = int(gib * GIB), int((CONTEXT + taken) * GIB)
@@ -58,11 +62,12 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         self.kernels = self.copies = self.bytes_in = 0 # since the last reading
         self.waits = collections.Counter() # {what waits for the card, and where: times}
         self.ops = collections.Counter() # {operation: kernels}
-        self.readings = []
-        self.sizes = WeakIdKeyDictionary() # {storage: [bytes]}
+        self.readings, self.clock = [], clock
+        self.sizes = WeakIdKeyDictionary() # {storage: [bytes, whether it is pinned]}
+        self.overwritten = WeakIdKeyDictionary() # {storage of which something was known: True}
         self.lock = threading.RLock() # autograd's threads and Python's garbage collector come at any time
         self.fake = FakeTensorMode()
-        # it would remember tensors, by weak references, with which torch refuses to move a parameter
+        # it would keep weak references to what it has converted, and torch moves no parameter that has one
         self.fake.fake_tensor_converter.set_tensor_memo = lambda real, fake: None
         self.patches = contextlib.ExitStack()
 
@@ -76,7 +81,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False # else each operation would pass through a wrapper that keeps dynamo away, at 20 us: see below
+        return False # else each operation would pass through a wrapper that keeps dynamo away, at 20 us
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -107,6 +112,8 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
             return args[0].untyped_storage() in self.sizes and args[0].device.type == "cpu"
         if name == "aten::record_stream":
             return None
+        if name in INDEXING and args[0].device.type == "cpu" and any(t.is_cuda for t in tensors):
+            raise RuntimeError(f"{name}: indices on the card into a tensor on the CPU")
         if name in ("aten::index", "aten::index_put", "aten::index_put_") and not self.all_known(tensors):
             args = (args[0], self.whole_numbers(args[1]), *args[2:])
             for index in args[1]:
@@ -134,7 +141,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
 
     def refuse_mixed_devices(self, name, tensors):
         """As CUDA does: of several devices only a CPU tensor without dimensions is taken, as a number."""
-        devices = {t.device for t in tensors if t.dim() or t.device.type != "cpu"}
+        devices = {t.device for t in tensors if t.dim() or t.device.type != "cpu" or name in STRICT}
         if len(devices) > 1:
             shapes = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in tensors)
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {shapes}")
@@ -145,24 +152,26 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
         for t in results:
             if t.device.type == "cuda":
                 self.account(t)
-        if self.all_known(tensors) and all(is_small_and_whole(t) for t in results):
+        if name not in UNWRITTEN and self.all_known(tensors) and all(is_small_and_whole(t) for t in results):
             values = tree_leaves(self.on_known(func, args, kwargs))
             for t, value in zip(results, values):
                 t.value = value
-        elif func._schema.is_mutable:
-            for t in results: # what was known of them has been overwritten
-                t.__dict__.pop("value", None)
+        elif func._schema.is_mutable: # what was known of these, and of all their views, has been overwritten
+            for arg, way in zip(args, func._schema.arguments):
+                for t in tree_leaves(arg) if way.alias_info and way.alias_info.is_write else []:
+                    self.overwritten[t.untyped_storage()] = True
         source = args[1] if name == "aten::copy_" else args[0] if name == "aten::_to_copy" else None
         if source is not None and results[0].device.type != source.device.type:
-            waits = not (kwargs.get("non_blocking") or name == "aten::copy_" and args[2:] and args[2])
             if results[0].device.type == "cuda":
                 self.copies += 1
                 self.bytes_in += source.numel() * source.element_size()
-                if waits and not getattr(elsewhere, "stream", None): # (on another stream it is behind no kernel)
+                # (on another stream it is behind no kernel, unless that stream has waited for one)
+                stream = getattr(chosen, "stream", None)
+                if not is_non_blocking(name, args, kwargs) and (stream is None or stream.behind):
                     self.wait("copy from the host")
                 return out
             self.wait("copy to the host")
-            return self.on_host(results[0], getattr(source, "value", None))
+            return self.on_host(results[0], self.value_of(source))
         if any(t.device.type == "cuda" for t in results or tensors) and launches(func):
             self.launch(name)
         return out
@@ -184,7 +193,10 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
 
     def all_known(self, tensors):
         """Whether these are integers or booleans of which the host has known all since they were made."""
-        return all(is_small_and_whole(t) and (not isinstance(t, FakeTensor) or hasattr(t, "value")) for t in tensors)
+        return all(is_small_and_whole(t) and (not isinstance(t, FakeTensor) or self.knows(t)) for t in tensors)
+
+    def knows(self, t):
+        return hasattr(t, "value") and t.untyped_storage() not in self.overwritten
 
     def on_known(self, func, args, kwargs):
         """The result of an operation on such tensors, computed on the CPU."""
@@ -202,14 +214,18 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
                 out.append(mask)
                 continue
             self.wait("shape of a selection by a mask")
-            for places in getattr(mask, "value", torch.ones(mask.shape, dtype=torch.bool)).nonzero().unbind(1):
+            known = mask.value if self.knows(mask) else torch.ones(mask.shape, dtype=torch.bool)
+            for places in known.nonzero().unbind(1):
                 out.append(self.stand_in_on_card(places))
         return out
+
+    def value_of(self, t):
+        return t.value if self.knows(t) else None
 
     def item(self, t):
         if t.device.type == "cuda":
             self.wait("item")
-        if hasattr(t, "value"):
+        if self.knows(t):
             return t.value.item()
         return self.on_host(t, None).item()
 
@@ -223,7 +239,7 @@ class Card(TorchDispatchMode): # a class because torch calls its __torch_dispatc
     def copy_to_host(self, to, source, non_blocking=False):
         if not non_blocking:
             self.wait("copy to the host")
-        return to.copy_(self.on_host(source, getattr(source, "value", None)))
+        return to.copy_(self.on_host(source, self.value_of(source)))
 
     # ---- counters ----------------------------------------------------------------------------------------------------
 
@@ -281,6 +297,11 @@ set_code_exec_strategy(Card.__torch_dispatch__.__code__, FrameExecStrategy(Frame
 WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
+def is_non_blocking(name, args, kwargs):
+    """Of aten::_to_copy and aten::copy_(to, source, non_blocking)."""
+    return bool(kwargs.get("non_blocking") or name == "aten::copy_" and args[2:] and args[2])
+
+
 def is_small_and_whole(t):
     return t.dtype in WHOLE and t.numel() <= SMALL
 
@@ -309,21 +330,28 @@ def launches(func):
 
 # ---- torch's questions to a card -------------------------------------------------------------------------------------
 
-elsewhere = threading.local() # its `stream`: the one that a thread has chosen by torch.cuda.stream
+chosen = threading.local() # its `stream`: the one that a thread has chosen by torch.cuda.stream
 
 @contextlib.contextmanager
 def on_stream(stream):
-    before, elsewhere.stream = getattr(elsewhere, "stream", None), stream
-    yield
-    elsewhere.stream = before
+    before, chosen.stream = getattr(chosen, "stream", None), stream
+    try:
+        yield
+    finally:
+        chosen.stream = before
 
 class Stream: # what torch.cuda.Stream and torch.cuda.Event would be; all work is done at once, in one order
     def __init__(self, *args, **kwargs):
         self.device, self.device_index, self.device_type, self.stream_id, self.cuda_stream = "cuda", 0, 1, 0, 0
+        self.behind = False # whether it has ever waited for another stream
+
+    def wait_stream(self, stream):
+        self.behind = True
+    wait_event = wait_stream
 
     def nothing(self, *args, **kwargs):
         return None
-    wait_stream = wait_event = record = wait = nothing
+    record = wait = nothing
 
     def record_event(self, event=None):
         return event or Stream()
@@ -356,14 +384,16 @@ def patch_torch(card):
 
     # torch.cuda: a build without CUDA, or a machine without a driver, raises for each of these
     def set_device(device):
-        card.index = torch.device(device).index or 0 if not isinstance(device, int) else device
+        card.index = device if isinstance(device, int) else torch.device(device).index or 0
 
     def reset_peak(device=None):
         card.peak = card.now
 
     def synchronize(device=None):
-        # train.py's clock calls it where a step begins and where it ends
-        card.readings.append(dict(card.reading(), by=sys._getframe(1).f_code.co_name))
+        if sys._getframe(1).f_code.co_name == card.clock: # train.py's, where a step begins and where it ends
+            card.readings.append(dict(card.reading(), by=card.clock))
+        else:
+            card.wait("synchronize")
 
     properties = collections.namedtuple("Properties", "name major minor total_memory multi_processor_count gcnArchName")
     for name, answer in dict(
@@ -488,6 +518,7 @@ class FusedRmsNorm(torch.autograd.Function): # a class because autograd wants on
 
     @staticmethod
     def forward(ctx, x, weight):
+        assert not weight.requires_grad, "a gradient of its weight is not imitated"
         active().refuse_mixed_devices("aten::rms_norm", [x, weight])
         ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
         active().launch("aten::_fused_rms_norm")

@@ -33,7 +33,9 @@ def ask(**request):
     process = server()
     process.stdin.write(json.dumps(request, default=str) + "\n")
     process.stdin.flush()
-    answer = SimpleNamespace(**json.loads(process.stdout.readline()))
+    line = process.stdout.readline()
+    assert line, "the server of imitated cards has died; what it said stands above"
+    answer = SimpleNamespace(**json.loads(line))
     clocks = [n for n, reading in enumerate(getattr(answer, "readings", [])) if reading.get("by") == "clock"]
     answer.steps = [SimpleNamespace(**answer.readings[n]) for n in clocks[1::2]] # what began at the clock before it
     return answer

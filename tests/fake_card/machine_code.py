@@ -43,8 +43,9 @@ import predict
 import rope_patch
 
 CARD, H100 = "cuda:0", 90
-# {compute capability: multiprocessors, and threads that each of them can have}: what decides a kernel's configurations
-CARDS = {80: (108, 2048), 89: (128, 1536), 90: (132, 2048), 100: (148, 2048), 120: (170, 1536)}
+# {compute capability: multiprocessors, threads that each of them can have, KiB of its memory that a kernel can have}:
+# what decides a kernel's configurations
+CARDS = {80: (108, 2048, 163), 89: (128, 1536, 99), 90: (132, 2048, 227), 100: (148, 2048, 227), 120: (170, 1536, 99)}
 SAMPLES = [([(1, 64, 64), (1, 64, 64)], 258), ([(1, 32, 32), (1, 32, 32)], 250)] # pictures in tokens, text tokens
 LORA = "to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out img_mod.1".split()
 
@@ -56,11 +57,11 @@ class Generated(Exception):
 # ---- an H100, as far as inductor and Triton ask ----------------------------------------------------------------------
 
 def properties_of(capability):
-    processors, threads = CARDS[capability]
+    processors, threads, kib = CARDS[capability]
     return dict(name="imitated", major=capability // 10, minor=capability % 10, multi_processor_count=processors,
                 warp_size=32, max_threads_per_multi_processor=threads, max_threads_per_block=1024,
                 regs_per_multiprocessor=2**16, shared_memory_per_block=48 * 2**10, total_memory=80 * 2**30,
-                shared_memory_per_block_optin=227 * 2**10, L2_cache_size=50 * 2**20, gcnArchName="")
+                shared_memory_per_block_optin=kib * 2**10, L2_cache_size=50 * 2**20, gcnArchName="")
 
 
 def pretend(capability):
@@ -157,17 +158,21 @@ def kernels_of(code, capability):
 
 def compile_kernel(kernel, most=None):
     """-> for each of its first `most` configurations, of which inductor takes the fastest: dict(card, registers,
-    spilled: bytes, atomics: instructions)."""
+    spilled, shared: bytes, atomics: instructions)."""
     compiled, found = triton.compile, []
     for config in kernel.configs[:most]:
         binaries, log = [], StringIO()
-        triton.compile = lambda *args, **kwargs: binaries.append(compiled(*args, **kwargs)) or binaries[-1]
+
+        def compile_and_keep(*args, **kwargs):
+            binaries.append(compiled(*args, **kwargs))
+            return binaries[-1]
+        triton.compile = compile_and_keep
         with redirect_stdout(log): # ptxas's words, which Triton prints
             kernel._precompile_config(config)
         triton.compile, log = compiled, log.getvalue()
         spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
         found.append(dict(card=re.search(r"for '(sm_\w+)'", log)[1], spilled=sum(map(int, spilled)),
-                          registers=int(re.search(r"Used (\d+) registers", log)[1]),
+                          shared=binaries[0].metadata.shared, registers=int(re.search(r"Used (\d+) registers", log)[1]),
                           atomics=re.findall(r"\b(?:atom|red)\.[\w.:]+", binaries[0].asm["ptx"])))
     return found
 
