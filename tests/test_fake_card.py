@@ -264,7 +264,7 @@ def test_what_fit_chooses_fits(run, gib, quantize, leave, selective, kept):
     print(f"{gib}: {blocks - recomputed} kept, {left:.3f} GiB left; {answer.seconds:.1f} s")
     assert left >= 0
     assert FULL or blocks - recomputed == kept
-    assert recomputed == 0 or left < 1.1 # a block takes half a GiB; the estimate is on the safe side
+    assert recomputed == 0 or left < 1.2 # a block takes half a GiB; the estimate is on the safe side
 
 ROWS = [("60", "none", "0", H200), ("0", "none", "0", H200), ("60", "int8", "0", RTX4090), ("60", "nf4", "0", RTX4090),
         ("60", "none", str(BLOCKS // 2), H200), ("60", "none", "all", H200)]
