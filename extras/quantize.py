@@ -124,7 +124,9 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.kind, self.multiply, weight = kind, multiply, linear.weight.detach()
-        if kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 gets other rows wrong
+        if weight.dtype == torch.float8_e4m3fn: # of --transformer FILE, with its scales (extras/transformer.py)
+            weight, scale = weight.view(torch.int8), linear.scale
+        elif kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 gets other rows wrong
             weight, state = bitsandbytes().quantize_4bit(weight.float().reshape(-1, 64), quant_type=kind,
                                                          compress_statistics=False)
             scale, self.code = state.absmax, state.code
