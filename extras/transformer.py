@@ -106,7 +106,7 @@ def read_layout(path):
                 dtypes[TAKEN[part.get_dtype()]] += 1
     for name, key in layout.scales.items():
         shape, rows = f.get_slice(key).get_shape(), layout.shapes.get(name, [0])[0]
-        if shape not in ([], [1], [1, 1], [rows], [rows, 1]):
+        if not rows or shape not in ([], [1], [1, 1], [rows], [rows, 1]):
             raise refuse(path, f"{key} is {shape}: neither one scale of a weight nor one for each of its {rows} rows",
                          REMEDY)
     layout.form = " and ".join(f"{n} matrices in {dtype}" for dtype, n in dtypes.most_common())
@@ -186,7 +186,7 @@ def attach(transformer, path):
                     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
                     layer.register_buffer("scale", scale.expand(len(weight), 1).contiguous())
                 elif name in layout.scales:
-                    p.data = (weight.float() * scale).to(p.dtype)
+                    p.data = weight.to(torch.float32, copy=True).mul_(scale).to(p.dtype)
                 else:
                     p.data = weight.to(p.dtype) # a mapping still, if that is the file's dtype
 
