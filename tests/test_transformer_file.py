@@ -305,7 +305,7 @@ def test_scripts_stop_at_second_zero(tmp_path, home, script, monkeypatch):
     assert files_of(tmp_path) == before
 
 def test_a_file_as_the_model_names_the_flag(tmp_path):
-    with refused("--model", "give it as --transformer"):
+    with refused("--model", "take the file as --transformer"):
         cache.find_model(str(write(OURS, tmp_path / "x.safetensors")), ["transformer"])
 
 def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
