@@ -117,13 +117,18 @@ def read_layout(path):
 
 def refuse_format(path, f, names):
     """InputError names the format if it is not taken. f: the open file; names: {in the model: in the file}."""
-    notes = [bytes(f.get_tensor(key).tolist()) for name, key in names.items() if name.endswith(".comfy_quant")]
-    notes.append((f.metadata() or {}).get("_quantization_metadata", "").encode())
-    for note in notes: # ComfyUI's, for each layer or for all: {"format": "nvfp4"}
-        for said in re.findall(rb'"format":\s*"(\w+)"', note):
-            if not said.startswith(b"float8_e"):
-                convrot = ", ConvRot" if b"convrot" in note else ""
-                raise refuse(path, f"in ComfyUI's format {said.decode()}{convrot}, which is not taken", REMEDY)
+    try: # ComfyUI's notes: {"format": "nvfp4"}, in a tensor of each layer, or together in the header
+        notes = [json.loads(bytes(f.get_tensor(key).tolist())) for name, key in names.items()
+                 if name.endswith(".comfy_quant")]
+        header = json.loads((f.metadata() or {}).get("_quantization_metadata", "{}"))
+        notes += [note for layer, note in header.get("layers", {}).items() if f"{layer}.weight" in names.values()]
+        formats = {(note["format"], note.get("convrot", False)) for note in notes}
+    except Exception as e: # a foreign file can fail in any way
+        raise refuse(path, f"its notes of ComfyUI cannot be read ({type(e).__name__}: {first_words(e)})", REMEDY)
+    for said, rotated in formats:
+        if rotated or said not in ("float8_e4m3fn", "float8_e5m2"):
+            words = f"{said}, ConvRot" if rotated else said
+            raise refuse(path, f"in ComfyUI's format {words}, which is not taken", REMEDY)
     text = "\n".join(names)
     for pattern, what in FORMATS.items():
         if found := re.search(f".*(?:{pattern}).*", text, re.M):

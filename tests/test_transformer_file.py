@@ -145,6 +145,7 @@ def test_fp8_stays_fp8_under_quantize_fp8(tmp_path, form):
     transformer = predict.load_transformer(TINY, "float32", file=str(file))
     predict.add_lora(transformer, r=2, target_modules=["to_q"]) # whose base layers are elsewhere
     predict.place_transformer(transformer, "cpu", "fp8")
+    assert not transformer.training
     names = {name.replace(".base_layer", ""): m for name, m in transformer.named_modules()
              if isinstance(m, quantize.LowBitLinear)}
     assert {f"{name}.weight" for name in names} == set(MATRICES)
@@ -223,6 +224,11 @@ FOREIGN = [
     ("int8_tensorwise, ConvRot", lambda: {COMFY + k: v for k, v in OURS.items()} | {
         f"{COMFY}{LAYER}.comfy_quant": noted(format="int8_tensorwise", convrot=True)}),
     ("convrot_w4a4", lambda: OURS | {f"{LAYER}.comfy_quant": noted(format="convrot_w4a4", group_size=256)}),
+    ("float8_e4m3fn, ConvRot", lambda: OURS | {f"{LAYER}.comfy_quant": noted(format="float8_e4m3fn", convrot=True)}),
+    ("notes", lambda: OURS | {f"{LAYER}.comfy_quant": torch.tensor([1, 2], dtype=torch.uint8)}),
+    ("notes", lambda: OURS | {f"{LAYER}.comfy_quant": noted(group_size=3)}),
+    ("nvfp4", lambda: safetensors.torch.save(OURS, dict(_quantization_metadata=json.dumps(
+        dict(layers={LAYER: dict(format="nvfp4"), "text_encoder.x": dict(format="mxfp8")}))))),
     ("int8", lambda: OURS | {f"{LAYER}.weight": I8, f"{LAYER}.weight_scale": torch.ones(4)}),
     ("4 bits", lambda: OURS | {f"{LAYER}.weight": U8}),
     ("SVDQuant", lambda: without(f"{LAYER}.") | {f"{LAYER}.qweight": I8, f"{LAYER}.wscales": torch.ones(4)}),
