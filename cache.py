@@ -137,8 +137,8 @@ def find_model(model, parts, weights=True, flag="--model"):
     checked before any is loaded, without weights all but the weights."""
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
     if folder.is_file():
-        raise InputError(f"{flag} {model}: one file; give a diffusers folder, or Qwen/Qwen-Image-Edit-2509 (train.py and "
-                         "predict.py take the file as --transformer beside it)")
+        raise InputError(f"{flag} {model}: one file; give a diffusers folder, or Qwen/Qwen-Image-Edit-2509 (train.py "
+                         "and predict.py take the file as --transformer beside it)")
     # no folder: an id of the hub, of which only these parts are downloaded
     if not folder.is_dir():
         repo, _, revision = model.partition("@")
