@@ -2,16 +2,16 @@
 --transformer FILE.safetensors: a transformer in one file, as ComfyUI, Civitai and diffusers have it.
 
 The names of its tensors are diffusers', maybe behind a prefix (model.diffusion_model. in ComfyUI's); what stands beside
-that prefix, such as the VAE of an all-in-one checkpoint, is not used. Weights are bf16, fp16, fp32 or fp8. An fp8 weight
-may have a scale (X.scale_weight or X.weight_scale, of the whole weight or of each row), by which it is multiplied.
-config.json comes from --model.
+that prefix, such as the VAE of an all-in-one checkpoint, is not used. Weights are bf16, fp16, fp32 or fp8. An fp8
+weight may have a scale (X.scale_weight or X.weight_scale, of the whole weight or of each row), by which it is
+multiplied. config.json comes from --model.
 
 The file is mapped into memory, and a block's weights are unpacked when predict.place_transformer comes to that block:
 20 billion weights in bf16 beside a file of 20 GB would take 60 GB of host memory, and do so elsewhere. With --quantize
 fp8 a linear layer keeps the file's own bytes and scale (extras/quantize.py), so that nothing is rounded a second time.
 
-Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot) and gives back less
-than --quantize makes of a bf16 file.
+Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot) and gives back
+less than --quantize makes of a bf16 file.
 """
 import json
 import os
@@ -32,6 +32,8 @@ REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is sho
 MARK_2511 = "__index_timestep_zero__" # ComfyUI's: controls are at timestep 0, which is zero_cond_t in diffusers' config
 SCALES = ("scale_weight", "weight_scale")
 NOT_USED = ("scale_input", "input_scale", "comfy_quant") # of activations; a note that read_layout looks at
+SIGNS = {b"GGUF": "a gguf", b"PK": "a pickle, which may run code", b"\x80": "a pickle, which may run code",
+         b"version https://git-lfs": "a pointer of git lfs", b"<": "a web page"} # how other files begin
 # a tensor's name -> what such a file is, by the first that fits
 LORAS = r"lora_|\.lora\.|lokr_|hada_|dora_scale"
 FORMATS = {r"\.(qzeros|g_idx)$": "int4 of GPTQ or AWQ", r"\.(qweight|wscales|smooth_factor)$": "Nunchaku's SVDQuant, "
@@ -67,16 +69,15 @@ def open_file(path):
     except Exception as e: # a foreign file can fail in any way
         with open(path, "rb") as f:
             start = f.read(200)
-        for sign, what in ((b"GGUF", "a gguf"), (b"PK", "a pickle, which may run code"), (b"\x80", "a pickle, which may "
-                           "run code"), (b"version https://git-lfs", "a pointer of git lfs"), (b"<", "a web page")):
+        for sign, what in SIGNS.items():
             if start.startswith(sign):
-                raise refuse(path, what, REMEDY if b"GGUF" in sign else "download the .safetensors file itself")
+                raise refuse(path, what, REMEDY if what == "a gguf" else "download the .safetensors file itself")
         what = first_words(e) if start else "an empty file"
         raise refuse(path, f"is no whole .safetensors file ({what})", "download it again")
 
 
 def read_layout(path):
-    """-> Layout, from the header. InputError if it is no transformer of Qwen-Image, or in a format that is not taken."""
+    """-> Layout, from the header. InputError if it is no transformer of Qwen-Image, or of a format that is refused."""
     f = open_file(path)
     keys = list(f.keys())
     text = "\n".join(keys)
@@ -146,8 +147,9 @@ def check_fit(path, folder):
     layout, config = read_layout(path), folder / "transformer" / "config.json"
     fields = json.loads(config.read_text())
     if layout.marked != bool(fields.get("zero_cond_t")):
-        raise refuse(path, f"{'has' if layout.marked else 'lacks'} {MARK_2511}, the mark of a 2511, and --model's "
-                     f"{config} has zero_cond_t {fields.get('zero_cond_t', False)}", "give the --model it was made from")
+        has = "has" if layout.marked else "lacks"
+        raise refuse(path, f"{has} {MARK_2511}, the mark of a 2511, and --model's {config} has zero_cond_t "
+                     f"{fields.get('zero_cond_t', False)}", "give the --model it was made from")
     with init_empty_weights():
         model = QwenImageTransformer2DModel.from_config(fields)
     wanted = {name: list(p.shape) for name, p in model.state_dict().items()}
@@ -166,9 +168,9 @@ def check_fit(path, folder):
 
 
 def attach(transformer, path):
-    """Prepares a transformer on the meta device. It adds transformer.fill_from_file(module, quantize), which reads the weights
-    under one module; the blocks' are left to predict.place_transformer, all others are read now. Until then a weight
-    has its dtype and shape (peft looks at them), and the memory of one number."""
+    """Prepares a transformer on the meta device. It adds transformer.fill_from_file(module, quantize), which reads the
+    weights under one module; the blocks' are left to predict.place_transformer, all others are read now. Until then a
+    weight has its dtype and shape (peft looks at them), and the memory of one number."""
     layout, f = read_layout(path), safetensors.safe_open(path, "pt")
     waiting = {} # {parameter: its name}
     for layer_name, layer in transformer.named_modules():

@@ -159,8 +159,8 @@ def test_fp8_stays_fp8_under_quantize_fp8(tmp_path, form):
             assert torch.equal(p, weights[name].float()), name
 
 class Held(TorchDispatchMode):
-    """Inside `with`: the greatest number of bytes, beside mappings of a file, that were alive at once. (extras/plan.py's
-    LiveBytes counts a mapping, too, once an operation returns a view of it.)"""
+    """Inside `with`: the greatest number of bytes, beside mappings of a file, that were alive at once. (LiveBytes of
+    extras/plan.py counts a mapping, too, once an operation returns a view of it.)"""
     def __init__(self):
         super().__init__()
         self.alive, self.peak = {}, 0
@@ -178,8 +178,8 @@ class Held(TorchDispatchMode):
 
 @pytest.mark.parametrize("how", ["none", "int8", "fp8"])
 def test_host_memory_holds_one_block(tmp_path, how):
-    """Eight blocks of an fp8 file go to a device, bf16 or in few bits; the host never has more than one in bf16, and the
-    fp32 copy of one matrix."""
+    """Eight blocks of an fp8 file go to a device, bf16 or in few bits; the host never has more than one in bf16, and
+    the fp32 copy of one matrix."""
     config = json.loads((TINY / "transformer/config.json").read_text()) | dict(num_layers=8)
     folder = tmp_path / "model"
     (folder / "transformer").mkdir(parents=True)
@@ -212,7 +212,8 @@ def without(names, state=OURS):
 
 FOREIGN = [
     ("gguf", lambda: b"GGUF" + bytes(200)), ("empty", lambda: b""), ("pickle", lambda: b"PK\3\4" + bytes(200)),
-    ("git lfs", lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"), ("web page", lambda: b"<!doctype"),
+    ("git lfs", lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"),
+    ("web page", lambda: b"<!doctype"),
     ("no whole", lambda: safetensors.torch.save(OURS)[:-5]), ("no whole", lambda: safetensors.torch.save(OURS)[:300]),
     ("no whole", lambda: bytes(range(256))), ("none", lambda: {}),
     ("a LoRA", lambda: lora_tensors()),
@@ -283,7 +284,8 @@ def test_the_mark_of_a_2511_must_be_the_models(tmp_path, prefix):
     file = write(state, tmp_path / "2509.safetensors")
     marked = write(state | {prefix + MARK_2511: torch.tensor([])}, tmp_path / "2511.safetensors")
     for path, folder in ((marked, model), (file, TINY)):
-        assert predict.find_transformer(SimpleNamespace(model=str(folder), transformer=str(path))) == (folder, str(path))
+        found = predict.find_transformer(SimpleNamespace(model=str(folder), transformer=str(path)))
+        assert found == (folder, str(path))
     transformer = predict.load_transformer(model, "float32", file=str(marked))
     predict.place_transformer(transformer, "cpu")
     assert transformer.zero_cond_t
@@ -348,9 +350,10 @@ def test_shards_of_a_file_train_as_one_process(tmp_path, home, start):
     flags = ["--transformer", file, "--quantize", "fp8"]
     one = train_three(home, tmp_path / "one", *flags)
     assert one.status == 0, one.err
-    ranks = start_ranks(start, "--data", home / "data", "--val_data", "--cache_dir", home / "cache-float32", "--out_dir",
-                        tmp_path / "two", "--max_steps", 3, "--batch_size", 2, *NATIVE, "--device", "cpu", "--dtype",
-                        "float32", "--lora_rank", 2, "--lora_targets", "to_q", "net.2", *flags, "--fsdp", "--offload", 1)
+    flags += ["--data", home / "data", "--val_data", "--cache_dir", home / "cache-float32", "--max_steps", 3,
+              "--batch_size", 2, *NATIVE, "--device", "cpu", "--dtype", "float32", "--lora_rank", 2, "--lora_targets",
+              "to_q", "net.2"]
+    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two", "--fsdp", "--offload", 1)
     assert not any([r.wait() for r in ranks]), [r.output() for r in ranks]
     assert sum("the transformer" in r.output() for r in ranks) == 1 # the first process says it
     assert [loss for _, loss, *_ in curve(log_of(tmp_path / "two"))] == pytest.approx(
