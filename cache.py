@@ -137,7 +137,8 @@ def find_model(model, parts, weights=True, flag="--model"):
     checked before any is loaded, without weights all but the weights."""
     folder = TINY_DATA.parent if model == "tiny" else Path(model)
     if folder.is_file():
-        raise InputError(f"{flag} {model}: one file; give a diffusers folder, or Qwen/Qwen-Image-Edit-2509")
+        raise InputError(f"{flag} {model}: one file; give a diffusers folder, or Qwen/Qwen-Image-Edit-2509 (train.py "
+                         "and predict.py take the file as --transformer beside it)")
     # no folder: an id of the hub, of which only these parts are downloaded
     if not folder.is_dir():
         repo, _, revision = model.partition("@")
@@ -254,14 +255,14 @@ def drop_encoders(pipe):
 def is_plus(pipe):
     return type(pipe).__name__ == "QwenImageEditPlusPipeline"
 
-def fingerprint(folder):
-    """Identifies a model's folder: every small file whole, of each large one the size and three 1 MiB windows. (Hashing
-    all 16 GB of a text encoder would cost a minute at every start; two different checkpoints are very unlikely to agree
-    in all windows.)"""
-    h = hashlib.sha256()
-    for path in sorted(filter(Path.is_file, folder.glob("[!.]*"))):
+def fingerprint(model):
+    """Identifies a model's folder, or its one file, which may be renamed: every small file whole, of each large one the
+    size and three 1 MiB windows. (Hashing all 16 GB of a text encoder would cost a minute at every start; two different
+    checkpoints are very unlikely to agree in all windows.)"""
+    h, model = hashlib.sha256(), Path(model)
+    for path in [model] if model.is_file() else sorted(filter(Path.is_file, model.glob("[!.]*"))):
         size = path.stat().st_size
-        h.update(f"{path.name} {size}\n".encode())
+        h.update(f"{path.relative_to(model)} {size}\n".encode())
         with open(path, "rb") as f:
             if size <= 2**24:
                 h.update(f.read())

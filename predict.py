@@ -99,26 +99,40 @@ JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=number(int, 0, 2**64 - 
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
-def load_transformer(folder, dtype, weights=True):
+def load_transformer(folder, dtype, weights=True, file=None):
     """The frozen transformer, patched so that a batch may hold any sizes. Its weights are memory-mapped from the files
-    until they are copied to the device (if the dtypes match). Without weights: on the meta device, for its shapes."""
-    if weights:
+    until they are copied to the device (if the dtypes match). Without weights: on the meta device, for its shapes.
+    file: --transformer's, if it is one file; place_transformer reads the blocks' weights from it."""
+    if weights and not file:
         transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", dtype)
     else:
         with init_empty_weights():
             transformer = QwenImageTransformer2DModel.from_config(QwenImageTransformer2DModel.load_config(
                 folder / "transformer")).requires_grad_(False)
         torch.nn.Module.to(transformer, getattr(torch, dtype)) # not diffusers' own, which warns
+        if weights:
+            load_extra("transformer").attach(transformer, file)
     return patch_qwen_model_for_multi_resolution(transformer)
 
 def number_of_blocks(text):
     return 10**9 if text == "all" else natural(text)
 
+def is_one_file(name):
+    return Path(name or "").is_file() or str(name).endswith((".safetensors", ".gguf"))
+
+def transformer_name(text):
+    """For argparse's type=: a file is looked at before anything slow."""
+    if is_one_file(text):
+        load_extra("transformer").read_layout(text)
+    return text
+
 def add_transformer_flags(parser):
     """Which transformer train.py and predict.py use, and what they can do if it is too large for its device -> the
     add_argument of the flags' group."""
     flag = parser.group("transformer, memory")
-    flag("--transformer", None, "hub id or folder whose transformer/ replaces --model's")
+    flag("--transformer", None, "hub id or folder whose transformer/ replaces --model's; or one .safetensors file of "
+         "ComfyUI, Civitai or diffusers, in bf16 or fp8: of --model only its other parts are needed",
+         type=transformer_name)
     common.add_quantize_flag(flag, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
     flag("--offload", 0,
          "blocks (a number, or all) that wait in host memory and are copied to the device for each forward and "
@@ -127,14 +141,21 @@ def add_transformer_flags(parser):
     return flag
 
 def find_transformer(args, weights=True):
-    """-> the folder whose transformer/ is used: --transformer's, or else --model's."""
+    """-> (the folder whose transformer/ is used: --transformer's, or else --model's; None). If --transformer is one
+    file: (--model's folder, for its config.json; this file, for its weights)."""
+    if is_one_file(args.transformer):
+        folder = cache.find_model(args.model, ["transformer"], weights=False)
+        load_extra("transformer").check_fit(args.transformer, folder)
+        return folder, args.transformer
     flag = "--transformer" if args.transformer else "--model"
-    return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag)
+    return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag), None
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
     by block, so that the device never holds more than one block in full precision."""
     def quantize_block(block):
+        if hasattr(transformer, "fill_from_file"): # one file's weights are unpacked block by block
+            transformer.fill_from_file(block, quantize)
         if quantize == "none":
             return block
         return load_extra("quantize").quantize_linears(block, quantize, device, multiply=True)
@@ -660,10 +681,10 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, folder, transformer_folder, scheduler_config, pictures, quiet):
+def generate(args, folder, transformer_folder, transformer_file, scheduler_config, pictures, quiet):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
     others."""
-    transformer, problems = load_transformer(transformer_folder, args.dtype), []
+    transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
     names = load_loras(transformer, args.lora, args.lora_scale)
     if not quiet:
         print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
@@ -711,7 +732,8 @@ def main():
     # what is to be generated
     samples, problems = read_samples(args)
     folder = cache.find_model(args.model, cache.ENCODERS)
-    transformer_folder = find_transformer(args)
+    transformer_folder, transformer_file = find_transformer(args)
+    model_fingerprint = cache.fingerprint(transformer_file or transformer_folder / "transformer")
     pipe = cache.load_pipeline(folder)
 
     def complete(sample): # its settings, and so the prompts that it needs; plan_samples notes an InputError
@@ -721,7 +743,7 @@ def main():
     # which files: one for each sample, seed and scale; those that are there already stay
     inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
     good, wrong = cache.plan_samples(pipe, samples, complete, geometry, args, rank > 0)
-    pictures = plan_pictures(good, inputs, args, sheet, cache.fingerprint(transformer_folder / "transformer"))
+    pictures = plan_pictures(good, inputs, args, sheet, model_fingerprint)
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
         common.prepare_folder(args.out_dir)
@@ -739,7 +761,8 @@ def main():
     my_pictures = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)]
     try:
         if my_pictures:
-            problems += generate(args, folder, transformer_folder, pipe.scheduler.config, my_pictures, quiet=rank > 0)
+            problems += generate(args, folder, transformer_folder, transformer_file, pipe.scheduler.config, my_pictures,
+                                 quiet=rank > 0)
     except torch.OutOfMemoryError:
         raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
                          "where it decodes, --vae_device cpu. the same command continues with what is missing")

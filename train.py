@@ -507,9 +507,9 @@ def find_layers(transformer, names):
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
     return dict(target_modules=targets, exclude_modules=dead)
 
-def make_model(folder):
+def make_model(folder, file):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns)."""
-    transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan)
+    transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan, file=file)
     if pretrained_file:
         lora_config = predict.lora_config(pretrained_file)
     else:
@@ -803,7 +803,7 @@ if not args.plan:
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
 # memory together with the transformer. pipe is None if all was encoded before (--data INDEX.json).
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
-transformer_folder = predict.find_transformer(args, weights=not args.plan)
+transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, rank, world_size,
                                                   encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times
@@ -818,7 +818,7 @@ if encoders:
 # Model: the frozen base in --dtype, and on it a LoRA in fp32, whose weights are all that learns. The scheduler's config
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
-transformer, lora = make_model(transformer_folder)
+transformer, lora = make_model(transformer_folder, transformer_file)
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers
     load_extra("plan").print_plan(args, transformer, lora, model_folder, epoch, plan_step, Pick, Item, flow_loss, say)
@@ -835,16 +835,18 @@ recomputed = recompute_blocks(transformer, samples)
 say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks "
     "again")
 optimizer = make_optimizer(lora.values())
-say(f"{args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} base on {args.device}, "
-    f"{world_size} process(es)")
+say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
+    f"base on {args.device}, {world_size} process(es)")
 
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
-model_hash = cache.fingerprint(transformer_folder / "transformer")
+model_hash = cache.fingerprint(transformer_file or transformer_folder / "transformer")
 config.update(geometry=geometry, data_hash=data_hash(epoch), model_hash=model_hash)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
+if args.transformer:
+    meta["transformer"] = args.transformer
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
 # learning rate follow from the step alone.

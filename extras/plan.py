@@ -91,6 +91,8 @@ def step_bytes(model, Item, flow_loss, pack, recomputed, quantize="none", **opti
             # four bits are unpacked to what eight bits are, and count as such: bitsandbytes need not be here
             multiplied = dict(has_product=lambda x, layer: quantize != "nf4" and x.numel() > 16 * x.shape[-1])
             stack.enter_context(patch.dict(vars(low_bit), multiplied))
+            # they are on their device, and Module.to fails on a fake tensor that is the first of its shape
+            stack.enter_context(patch.object(torch.nn.Linear, "to", lambda linear, device: linear))
             low_bit.quantize_linears(model.transformer_blocks, "fp8" if quantize == "fp8" else "int8", "cpu")
         rope_patch.checkpoint_blocks(model.train(), recomputed, **options)
         with LiveBytes(model) as live:

@@ -9,7 +9,8 @@ unpacks its weights.
 Why not a library's layers: fully_shard fails on int8 and fp8 tensors of torchao 0.18, and autograd keeps bf16 copies of
 their weights; bitsandbytes' own CPU layer (0.50) is wrong where a row is no multiple of 64, and FSDP2 loses the scales
 of its 4-bit weights; diffusers' layerwise casting has no scales, and cannot load a LoRA. So we refuse a model that is
-stored in few bits: quantize the bf16 one. GUIDE.md has the errors that were measured.
+stored in few bits: quantize the bf16 one. (fp8 in one file is taken: extras/transformer.py.) GUIDE.md has the errors
+that were measured.
 """
 import functools
 import math
@@ -124,7 +125,9 @@ class LowBitLinear(torch.nn.Linear): # a Linear, because peft puts LoRAs on such
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.kind, self.multiply, weight = kind, multiply, linear.weight.detach()
-        if kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 gets other rows wrong
+        if weight.dtype == torch.float8_e4m3fn: # of --transformer FILE, with its scales (extras/transformer.py)
+            weight, scale = weight.view(torch.int8), linear.scale
+        elif kind == "nf4": # in rows of 64: on CPUs bitsandbytes 0.50 gets other rows wrong
             weight, state = bitsandbytes().quantize_4bit(weight.float().reshape(-1, 64), quant_type=kind,
                                                          compress_statistics=False)
             scale, self.code = state.absmax, state.code

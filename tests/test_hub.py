@@ -162,6 +162,22 @@ def test_a_model_of_the_hub_at_a_revision_in_parts(hub, tmp_path):
         hub.stop()
     assert pictures[0] == pictures[1]
 
+def test_with_a_transformer_in_one_file_only_the_other_parts_are_fetched(hub, tmp_path):
+    """And config.json; of the real model 17 GB instead of 58. A file of another kind ends the script before that."""
+    add_item(tmp_path / "data", "a", [(64, 32), (64, 64)])
+    file, lora = tmp_path / "x.safetensors", tmp_path / "lora.safetensors"
+    file.write_bytes((TINY / "transformer" / WEIGHTS).read_bytes())
+    lora.write_bytes(safetensors.torch.save(lora_tensors()))
+    training = ["--model", "someone/tiny@v1", "--cache_dir", tmp_path / "cache", "--device", "cpu", *EXACT, *NATIVE,
+                "--data", tmp_path / "data", "--val_data", "--max_steps", 1, "--out_dir", tmp_path / "a"]
+    refusal = run_script("train.py", *training, "--transformer", lora)
+    assert refusal.status == 1 and "a LoRA" in refusal.errors[0] and not hub.asked
+    result = run_script("train.py", *training, "--transformer", file)
+    assert result.status == 0, result.err
+    text, = [p.relative_to(TINY).as_posix() for p in (TINY / "text_encoder").glob("*.safetensors")]
+    assert sorted(name for name, _ in hub.ranges) == [text, f"vae/{WEIGHTS}"]
+    assert {name for _, name in files_asked(hub) if name.startswith("transformer/")} == {"transformer/config.json"}
+
 def test_a_download_that_is_cut_goes_on_where_it_was(hub):
     name = f"transformer/{WEIGHTS}"
     hub.cuts = [name]

@@ -1,0 +1,360 @@
+"""
+--transformer FILE.safetensors: each form that ComfyUI, Civitai and diffusers write trains and draws what the folder of
+the same weights does, bit for bit; fp8 stays fp8 under --quantize fp8; memory holds one block at a time; each other
+file is one line.
+"""
+import json
+import shlex
+import shutil
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import cache
+import common
+import predict
+from extras import quantize
+from extras.transformer import MARK_2511
+from tests.harness import (NATIVE, TINY, add_item, assert_bitwise, copy_model, curve, is_one_line, log_of, lora_file,
+                           lora_of, lora_tensors, refused, run_script, start_ranks)
+
+OURS = safetensors.torch.load_file(TINY / "transformer/diffusion_pytorch_model.safetensors")
+COMFY, E4M3 = "model.diffusion_model.", torch.float8_e4m3fn
+MATRICES = [k for k, v in OURS.items() if v.dim() == 2 and k.startswith("transformer_blocks.")]
+VARIANTS = ["bf16", "ComfyUI's bf16", "all in one", "cast", "scale_weight", "weight_scale", "rows"]
+
+def with_scale(rows):
+    """-> (all of tiny's tensors, its blocks' matrices in fp8; {matrix: its scale, (N, 1) or ()})."""
+    state, scales = dict(OURS), {}
+    for k in MATRICES:
+        weight = OURS[k].float()
+        # a scale that is no power of two: to forget it, or to round it to bf16, shows in the last bit
+        scales[k] = (weight.abs().amax(1, keepdim=True) if rows else weight.abs().max()).clamp_min(1e-6) / 400
+        state[k] = (weight / scales[k]).to(E4M3)
+    return state, scales
+
+def file_of(form):
+    """-> (tensors of a file in this form, {name: weight} as dequantized by hand)."""
+    if form == "cast": # as ComfyUI's ModelSave: everything, norms and biases too
+        state = {k: v.to(E4M3) for k, v in OURS.items()}
+        return {COMFY + k: v for k, v in state.items()}, {k: v.float() for k, v in state.items()}
+    if form in ("scale_weight", "weight_scale", "rows"):
+        state, scales = with_scale(rows=form == "rows")
+        want = {k: v.float() * scales.get(k, 1) for k, v in state.items()}
+        notes = {} # for ComfyUI alone
+        for k, scale in scales.items():
+            layer = k.removesuffix(".weight")
+            if form == "scale_weight":
+                notes |= {f"{layer}.scale_weight": scale, f"{layer}.scale_input": torch.tensor(3.0)}
+            else:
+                said = dict(format="float8_e4m3fn", full_precision_matrix_mult=True)
+                notes |= {f"{layer}.weight_scale": scale, f"{layer}.input_scale": torch.tensor(3.0),
+                          f"{layer}.comfy_quant": torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)}
+        if form == "scale_weight":
+            notes["scaled_fp8"] = torch.zeros(2, dtype=E4M3)
+        return {(COMFY if form == "scale_weight" else "") + k: v for k, v in (state | notes).items()}, want
+    state = OURS if form == "bf16" else {COMFY + k: v for k, v in OURS.items()}
+    if form == "all in one":
+        state |= {"vae.decoder.conv1.weight": torch.ones(2), "text_encoders.qwen.layers.0.self_attn.q.weight":
+                  torch.ones(2, dtype=torch.int8)}
+    return state, OURS
+
+def write(state, path, **meta):
+    save_file({k: v.clone() for k, v in state.items()}, path, metadata=meta or None)
+    return path
+
+def folder_of(weights, folder):
+    """A diffusers folder with these weights, those in fp32 as fp64: weights that are mapped lie at other addresses than
+    converted ones, and a product on a CPU may differ by that in its last bit."""
+    weights = {k: v.double() if v.dtype == torch.float32 else v for k, v in weights.items()}
+    (folder / "transformer").mkdir(parents=True)
+    shutil.copy(TINY / "transformer/config.json", folder / "transformer")
+    write(weights, folder / "transformer/diffusion_pytorch_model.safetensors", format="pt")
+    return folder
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """There are a dataset of two pairs, and the flags of a training on it."""
+    folder = tmp_path_factory.mktemp("home")
+    for name in ("cat", "dog"):
+        add_item(folder / "data", name, [(32, 64), (64, 32)])
+    return folder
+
+def train_three(home, out, *flags, dtype="float32"):
+    """-> the result of a training of three steps, with its curve and LoRA."""
+    layers = [] if "--pretrained_lora" in flags else ["--lora_rank", 2, "--lora_targets", "to_q", "net.2"]
+    result = run_script("train.py", "--data", home / "data", "--val_data", "--cache_dir", home / f"cache-{dtype}",
+                        "--out_dir", out, "--max_steps", 3, "--batch_size", 2, *NATIVE, "--device", "cpu",
+                        "--dtype", dtype, *layers, *flags)
+    if result.status == 0 and "--plan" not in flags:
+        result.curve, result.lora = curve(log_of(out)), lora_of(out)
+    return result
+
+def draw(home, out, *flags):
+    result = run_script("predict.py", "--image", home / "data/control/cat.png", "--prompt", "add a red border",
+                        "--cache_dir", home / "cache-float32", "--out", out, "--num_inference_steps", 2, *NATIVE,
+                        "--device", "cpu", "--dtype", "float32", "--lora", *flags)
+    assert result.status == 0, result.err
+    return common.read_image(out).tobytes()
+
+@pytest.mark.parametrize("form", VARIANTS)
+def test_a_file_trains_and_draws_as_the_folder_of_its_weights(tmp_path, home, form):
+    """Losses, LoRA and pictures, bit for bit. An fp8 file's folder is dequantized by hand."""
+    state, weights = file_of(form)
+    file, folder = write(state, tmp_path / "x.safetensors"), folder_of(weights, tmp_path / "folder")
+    got = train_three(home, tmp_path / "file", "--transformer", file)
+    assert got.status == 0, got.err
+    want = train_three(home, tmp_path / "by hand", "--transformer", folder)
+    assert got.curve == want.curve
+    assert_bitwise(got.lora, want.lora)
+    ask = ["", "--true_cfg_scale", 1]
+    assert draw(home, tmp_path / "a.png", *ask, "--transformer", file) == draw(
+        home, tmp_path / "b.png", *ask, "--transformer", folder)
+    if form == "cast": # and not as --model's own
+        assert got.curve != train_three(home, tmp_path / "own").curve
+
+@pytest.mark.parametrize("dtype, flags", [
+    ("bfloat16", ["--pretrained_lora", "LORA", "--offload", 2]), ("bfloat16", ["--quantize", "int8"]),
+    ("float32", ["--quantize", "nf4", "--offload", "all"])])
+def test_other_ways_to_place_its_blocks_are_those_of_the_folder(tmp_path, home, dtype, flags):
+    """Offloaded, in few bits, from another LoRA, in bf16."""
+    if "nf4" in flags:
+        pytest.importorskip("bitsandbytes")
+    state, weights = file_of("rows")
+    flags = [lora_file(tmp_path, {k: 0.05 * v for k, v in lora_tensors().items()}) if flag == "LORA" else flag
+             for flag in flags]
+    runs = [train_three(home, tmp_path / f"run-{path.stem}", "--transformer", path, *flags, dtype=dtype)
+            for path in (write(state, tmp_path / "x.safetensors"), folder_of(weights, tmp_path / "folder"))]
+    assert [run.status for run in runs] == [0, 0], runs[0].err
+    assert runs[0].curve == runs[1].curve
+    assert_bitwise(runs[0].lora, runs[1].lora)
+
+@pytest.mark.parametrize("form", ["cast", "weight_scale", "rows"])
+def test_fp8_stays_fp8_under_quantize_fp8(tmp_path, form):
+    """Bytes and scales are the file's: nothing is rounded a second time. Other layers are unpacked."""
+    state, weights = file_of(form)
+    file = write(state, tmp_path / "x.safetensors")
+    transformer = predict.load_transformer(TINY, "float32", file=str(file))
+    predict.add_lora(transformer, r=2, target_modules=["to_q"]) # whose base layers are elsewhere
+    predict.place_transformer(transformer, "cpu", "fp8")
+    assert not transformer.training
+    names = {name.replace(".base_layer", ""): m for name, m in transformer.named_modules()
+             if isinstance(m, quantize.LowBitLinear)}
+    assert {f"{name}.weight" for name in names} == set(MATRICES)
+    for name, layer in names.items():
+        stored = next(v for k, v in state.items() if k.endswith(f"{name}.weight"))
+        assert torch.equal(layer.weight, stored.view(torch.int8)) and layer.scale.shape == (len(stored), 1)
+        assert torch.equal(layer.unpacked(torch.float32), weights[f"{name}.weight"]), name
+        assert torch.equal(layer.bias, weights[f"{name}.bias"].float()), name
+    for name, p in transformer.named_parameters():
+        if "transformer_blocks" not in name:
+            assert torch.equal(p, weights[name].float()), name
+
+class Held(TorchDispatchMode):
+    """Inside `with`: the greatest number of bytes, beside mappings of a file, that were alive at once. (LiveBytes of
+    extras/plan.py counts a mapping, too, once an operation returns a view of it.)"""
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        for t in tree_leaves(out):
+            if torch.is_tensor(t) and t.device.type == "cpu" and t.untyped_storage()._cdata not in known:
+                storage = t.untyped_storage()
+                self.alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return out
+
+@pytest.mark.parametrize("how", ["none", "int8", "fp8"])
+def test_host_memory_holds_one_block(tmp_path, how):
+    """Eight blocks of an fp8 file go to a device, bf16 or in few bits; the host never has more than one in bf16, and
+    the fp32 copy of one matrix."""
+    config = json.loads((TINY / "transformer/config.json").read_text()) | dict(num_layers=8)
+    folder = tmp_path / "model"
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "transformer/config.json").write_text(json.dumps(config))
+    state, scales = with_scale(rows=True)
+    state |= {f"{k.removesuffix('.weight')}.weight_scale": v for k, v in scales.items()}
+    for n in range(1, 8):
+        state |= {k.replace(".0.", f".{n}.", 1): v for k, v in state.items() if k.startswith("transformer_blocks.0.")}
+    file = write(state, tmp_path / "x.safetensors")
+    block = 2 * sum(v.numel() for k, v in OURS.items() if k.startswith("transformer_blocks.0."))
+    largest = 4 * max(v.numel() for v in OURS.values())
+    rest = 2 * sum(v.numel() for k, v in OURS.items() if "transformer_blocks" not in k)
+    with Held() as held:
+        transformer = predict.load_transformer(folder, "bfloat16", file=str(file))
+        predict.place_transformer(transformer, "meta", how)
+    print(f"{how}: {held.peak / block:.2f} blocks")
+    assert block / 2 < held.peak < 1.1 * block + 2 * largest + rest < 4 * block
+
+def files_of(folder):
+    return {path: common.file_hash(path) for path in folder.rglob("*") if path.is_file()}
+
+LAYER = "transformer_blocks.0.attn.to_q"
+U8, I8 = torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(4, 4, dtype=torch.int8)
+
+def noted(**said):
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+def without(names, state=OURS):
+    return {k: v for k, v in state.items() if names not in k}
+
+FOREIGN = [
+    ("gguf", lambda: b"GGUF" + bytes(200)), ("empty", lambda: b""), ("pickle", lambda: b"PK\3\4" + bytes(200)),
+    ("git lfs", lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"),
+    ("web page", lambda: b"<!doctype"),
+    ("no whole", lambda: safetensors.torch.save(OURS)[:-5]), ("no whole", lambda: safetensors.torch.save(OURS)[:300]),
+    ("no whole", lambda: bytes(range(256))), ("none", lambda: {}),
+    ("a LoRA", lambda: lora_tensors()),
+    ("a LoRA", lambda: {"lora_unet_transformer_blocks_0_attn_to_q.lora_down.weight": torch.ones(2, 2)}),
+    ("nvfp4", lambda: OURS | {f"{LAYER}.weight": U8, f"{LAYER}.comfy_quant": noted(format="nvfp4"),
+                              f"{LAYER}.weight_scale_2": torch.ones(())}),
+    ("nvfp4", lambda: OURS | {f"{LAYER}.weight": U8, f"{LAYER}.weight_scale_2": torch.ones(())}),
+    ("mxfp8", lambda: OURS | {f"{LAYER}.comfy_quant": noted(format="mxfp8")}),
+    ("int8_tensorwise, ConvRot", lambda: {COMFY + k: v for k, v in OURS.items()} | {
+        f"{COMFY}{LAYER}.comfy_quant": noted(format="int8_tensorwise", convrot=True)}),
+    ("convrot_w4a4", lambda: OURS | {f"{LAYER}.comfy_quant": noted(format="convrot_w4a4", group_size=256)}),
+    ("float8_e4m3fn, ConvRot", lambda: OURS | {f"{LAYER}.comfy_quant": noted(format="float8_e4m3fn", convrot=True)}),
+    ("notes", lambda: OURS | {f"{LAYER}.comfy_quant": torch.tensor([1, 2], dtype=torch.uint8)}),
+    ("notes", lambda: OURS | {f"{LAYER}.comfy_quant": noted(group_size=3)}),
+    ("nvfp4", lambda: safetensors.torch.save(OURS, dict(_quantization_metadata=json.dumps(
+        dict(layers={LAYER: dict(format="nvfp4"), "text_encoder.x": dict(format="mxfp8")}))))),
+    ("int8", lambda: OURS | {f"{LAYER}.weight": I8, f"{LAYER}.weight_scale": torch.ones(4)}),
+    ("4 bits", lambda: OURS | {f"{LAYER}.weight": U8}),
+    ("SVDQuant", lambda: without(f"{LAYER}.") | {f"{LAYER}.qweight": I8, f"{LAYER}.wscales": torch.ones(4)}),
+    ("GPTQ", lambda: without(f"{LAYER}.") | {f"{LAYER}.qweight": I8, f"{LAYER}.qzeros": I8}),
+    ("bitsandbytes", lambda: OURS | {f"{LAYER}.weight.absmax": torch.ones(4)}),
+    ("neither one scale", lambda: OURS | {f"{LAYER}.weight_scale": torch.ones(160, 4)}),
+    ("neither one scale", lambda: OURS | {"transformer_blocks.9.weight_scale": torch.ones(1)}),
+    ("Flux", lambda: {"double_blocks.0.img_attn.qkv.weight": torch.ones(2)}),
+    ("Flux", lambda: {"transformer_blocks.0.attn.to_q.weight": torch.ones(2),
+                      "single_transformer_blocks.0.attn.to_q.weight": torch.ones(2)}),
+    ("SDXL", lambda: {f"{COMFY}input_blocks.0.0.weight": torch.ones(2), "conditioner.x": torch.ones(2),
+                      f"{COMFY}input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight": torch.ones(2)}),
+    ("SD 3", lambda: {f"{COMFY}joint_blocks.0.x_block.attn.qkv.weight": torch.ones(2)}),
+    ("Wan", lambda: {"blocks.0.self_attn.q.weight": torch.ones(2)}),
+    ("text encoder", lambda: {"model.layers.0.self_attn.q_proj.weight": torch.ones(2)}),
+    ("a VAE", lambda: {"decoder.conv_in.weight": torch.ones(2)}),
+    ("is no transformer of Qwen-Image (a tensor of it: x)", lambda: {"x": torch.ones(2)})]
+
+def bytes_of(content):
+    return content if isinstance(content, bytes) else safetensors.torch.save({k: v.clone() for k, v in content.items()})
+
+@pytest.mark.parametrize("what, make", FOREIGN, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_file_of_another_kind_is_one_line_that_names_it(tmp_path, what, make):
+    """By the flag's type, so before anything is downloaded or written."""
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(bytes_of(make()))
+    before = files_of(tmp_path)
+    with refused(f"--transformer {file}", what):
+        predict.transformer_name(str(file))
+    assert files_of(tmp_path) == before
+
+MISFITS = [
+    ("lacks 1 of 109 tensors, for instance img_in.bias", lambda: without("img_in.bias")),
+    ("lacks", lambda: without("transformer_blocks.2.")),
+    ("has 1 tensors that", lambda: OURS | {"transformer_blocks.3.attn.to_q.weight": torch.ones(2)}),
+    ("img_in.bias is [3]", lambda: OURS | {"img_in.bias": torch.ones(3)}),
+    (MARK_2511, lambda: OURS | {MARK_2511: torch.tensor([])})]
+
+@pytest.mark.parametrize("what, make", MISFITS, ids=[what for what, _ in MISFITS])
+def test_a_file_that_does_not_fit_the_model_is_one_line(tmp_path, what, make):
+    file = write(make(), tmp_path / "x.safetensors")
+    args = SimpleNamespace(model="tiny", transformer=str(file))
+    with refused(f"--transformer {file}", what, TINY / "transformer/config.json" if "lacks" not in what else ""):
+        predict.find_transformer(args)
+
+@pytest.mark.parametrize("prefix", ["", COMFY])
+def test_the_mark_of_a_2511_must_be_the_models(tmp_path, prefix):
+    model = copy_model(tmp_path / "tiny-2511")
+    config = json.loads((model / "transformer/config.json").read_text()) | dict(zero_cond_t=True)
+    (model / "transformer/config.json").write_text(json.dumps(config))
+    state = {prefix + k: v for k, v in OURS.items()}
+    file = write(state, tmp_path / "2509.safetensors")
+    marked = write(state | {prefix + MARK_2511: torch.tensor([])}, tmp_path / "2511.safetensors")
+    for path, folder in ((marked, model), (file, TINY)):
+        found = predict.find_transformer(SimpleNamespace(model=str(folder), transformer=str(path)))
+        assert found == (folder, str(path))
+    transformer = predict.load_transformer(model, "float32", file=str(marked))
+    predict.place_transformer(transformer, "cpu")
+    assert transformer.zero_cond_t
+    for path, folder, word in ((marked, TINY, "has"), (file, model, "lacks")):
+        with refused(path, f"{word} {MARK_2511}", folder / "transformer/config.json", "zero_cond_t"):
+            predict.find_transformer(SimpleNamespace(model=str(folder), transformer=str(path)))
+
+@pytest.mark.parametrize("script", ["train.py", "predict.py"])
+def test_scripts_stop_at_second_zero(tmp_path, home, script, monkeypatch):
+    """With a file of another kind, one that is not there, one shard of several, and without the extra's file."""
+    shard = write(without("img_in"), tmp_path / "m-00001-of-00005.safetensors")
+    bad = tmp_path / "Qwen.gguf"
+    bad.write_bytes(b"GGUF" + bytes(99))
+    ask = ["--data", home / "data"] if script == "train.py" else ["--image", home / "data/control/cat.png", "--prompt",
+                                                                  "go", "--lora", ""]
+    ask += ["--cache_dir", tmp_path / "c", *NATIVE, "--transformer"]
+    before = files_of(tmp_path)
+    for file, what in ((bad, "gguf"), (tmp_path / "no.safetensors", "no file"), (shard, "one of several")):
+        result = run_script(script, *ask, file)
+        assert result.status == 1 and len(result.err.splitlines()) == 1, result.err
+        assert is_one_line(result.errors[0], f"--transformer {file}", what)
+    monkeypatch.setitem(sys.modules, "extras.transformer", None)
+    result = run_script(script, *ask, shard)
+    assert result.status == 1 and is_one_line(result.errors[0], "--transformer", "extras/transformer.py"), result.err
+    assert files_of(tmp_path) == before
+
+def test_a_file_as_the_model_names_the_flag(tmp_path):
+    with refused("--model", "take the file as --transformer"):
+        cache.find_model(str(write(OURS, tmp_path / "x.safetensors")), ["transformer"])
+
+def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
+    """In its log, its LoRA, its last command, which works; --resume takes the same file under another name, and no
+    other one; --plan takes it."""
+    state, _ = file_of("scale_weight")
+    file = write(state, tmp_path / "my model.safetensors")
+    flags = ["--transformer", file, "--quantize", "fp8"]
+    FakeTensorMode.cache_clear() # what earlier tests have planned would hide that the first plan fails
+    plan = train_three(home, tmp_path / "run", *flags, "--plan")
+    assert plan.status == 0 and "expected memory" in plan.out and not (tmp_path / "run").exists(), plan.err
+    result = train_three(home, tmp_path / "run", *flags, "--lr_scheduler", "constant")
+    assert result.status == 0, result.err
+    assert "my model.safetensors: the transformer, 42 matrices in fp8 (e4m3) and" in result.out, result.out
+    assert json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[0])["flags"]["transformer"] == str(file)
+    assert predict.read_lora(tmp_path / "run")[1]["train.transformer"] == str(file)
+    [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
+    words = shlex.split(line.replace("CONTROL.png", str(home / "data/control/cat.png")))[2:]
+    assert shlex.join(map(str, flags)) in line
+    drawn = run_script("predict.py", *words, "--out", tmp_path / "cat.png", "--num_inference_steps", 2, "--cache_dir",
+                       home / "cache-float32", "--device", "cpu", *NATIVE)
+    assert drawn.status == 0 and (tmp_path / "cat.png").exists(), drawn.err
+
+    renamed = file.rename(tmp_path / "renamed.safetensors")
+    more = ["--quantize", "fp8", "--lr_scheduler", "constant", "--max_steps", 4, "--resume", "--transformer"]
+    other = write(file_of("cast")[0], tmp_path / "other.safetensors")
+    changed = train_three(home, tmp_path / "run", *more, other)
+    assert is_one_line(changed.errors[0], "--resume", "model_hash"), changed.err
+    assert train_three(home, tmp_path / "run", *more, renamed).status == 0
+    assert cache.fingerprint(renamed) == cache.fingerprint(str(renamed)) != cache.fingerprint(other)
+
+def test_shards_of_a_file_train_as_one_process(tmp_path, home, start):
+    file = write(file_of("rows")[0], tmp_path / "x.safetensors")
+    flags = ["--transformer", file, "--quantize", "fp8"]
+    one = train_three(home, tmp_path / "one", *flags)
+    assert one.status == 0, one.err
+    flags += ["--data", home / "data", "--val_data", "--cache_dir", home / "cache-float32", "--max_steps", 3,
+              "--batch_size", 2, *NATIVE, "--device", "cpu", "--dtype", "float32", "--lora_rank", 2, "--lora_targets",
+              "to_q", "net.2"]
+    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "two", "--fsdp", "--offload", 1)
+    assert not any([r.wait() for r in ranks]), [r.output() for r in ranks]
+    assert sum("the transformer" in r.output() for r in ranks) == 1 # the first process says it
+    assert [loss for _, loss, *_ in curve(log_of(tmp_path / "two"))] == pytest.approx(
+        [loss for _, loss, *_ in one.curve], rel=1e-5)
