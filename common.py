@@ -23,15 +23,11 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
-import diffusers
 import numpy as np
-import psutil
-import safetensors.torch
-import torch
-import torch.distributed as dist
-import transformers
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 from PIL import Image
+
+# torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
+# print their -h, or find a typo, without.
 
 VERSION = "2.0" # of the cache files
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
@@ -223,6 +219,7 @@ def is_tiny(model):
 def parse_args(parser, tiny):
     """parser.parse_args(), twice, as --model tiny brings the defaults in `tiny`. Fills in devices and dtype, and
     refuses what cannot work: a device, a flag whose package or file in extras/ is missing."""
+    import torch
     parser.epilog = f"With --model tiny these defaults apply: {tiny}"
     args = parser.parse_args()
     if is_tiny(args.model):
@@ -256,6 +253,9 @@ def parse_args(parser, tiny):
 
 def start_processes(args):
     """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
+    import diffusers
+    import torch
+    import transformers
     for library in (diffusers, transformers): # a bar for each small model would hide ours
         library.utils.logging.disable_progress_bar()
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -269,13 +269,14 @@ def start_processes(args):
             print(card)
     if world_size > 1:
         # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
-        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
         if "nccl" in backend and cards:
             cards.start_nccl(args.device)
     return rank, world_size
 
 def gather_objects(value):
     """-> [value of each process]. Waits for all of them."""
+    import torch.distributed as dist
     values = [value]
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
@@ -297,6 +298,8 @@ def on_first_process(make, rank):
 def memory_of(device):
     """GiB: on a GPU the most that torch has held since the encoders left or a
     validation ended, on a CPU what the process has now."""
+    import psutil
+    import torch
     used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
     return used / 2**30
 
@@ -384,6 +387,7 @@ def write_tensors(path, tensors, meta, meta_key="json"):
     """A safetensors file that carries the sha256 of all its bytes: it is made with zeros where the digest will stand,
     the first in the file, and hashed; the digest takes their place. Metadata is one JSON string, because safetensors
     orders several metadata keys at random. Tensors go to the CPU."""
+    import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
     text = json.dumps({"digest": NO_DIGEST, **meta}, default=sorted) # sets become lists
     data = safetensors.torch.save(tensors, {meta_key: text})
@@ -393,6 +397,7 @@ def write_tensors(path, tensors, meta, meta_key="json"):
 def read_tensors(path, meta_key="json", key=None):
     """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of it has changed since
     write_tensors, or if it holds other content than `key`. Never unpickles."""
+    import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
         data = Path(path).read_bytes()
@@ -671,6 +676,7 @@ def read_image(path):
 def fit_size(size, area, upscale=True):
     """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;
     with area = 'native', or where upscale is off and the picture is smaller, its own sides rounded to 32."""
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
     w, h = size
     if area == "native" or (not upscale and w * h < area):
         w, h = round(w / 32) * 32, round(h / 32) * 32

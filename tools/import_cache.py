@@ -16,8 +16,6 @@ import common
 from common import InputError, Sample
 from rope_patch import get_image_shapes_multi_resolution
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
-
 def as_safetensors(path):
     """-> a command that converts a pickled dictionary of tensors and numbers without running the pickle's code."""
     code = ("import sys, torch, safetensors.torch as s; "

@@ -42,7 +42,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import common
 from common import InputError, error_line
-from tools import import_cache
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
@@ -59,6 +58,7 @@ COLUMNS = dict(
     mask=("mask", "mask_image", "mask_img", "edit_mask", "control_mask"),
     prompt=("prompt", "caption", "text", "instruction", "edit_prompt", "edit_instruction"))
 TABLES, CONFIGS = (".jsonl", ".json", ".csv", ".tsv"), (".toml", ".yaml", ".yml")
+CACHES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
 
 def role_of(name, names_of):
@@ -455,10 +455,11 @@ def find_parts(source, columns, alone):
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems)."""
     source = args.target or args.source
-    old = [path for path in [source, *sorted(source.glob("*"))] if path.suffix in import_cache.SUFFIXES]
+    old = [path for path in [source, *sorted(source.glob("*"))] if path.suffix in CACHES]
     if old and not args.target and not args.alone and not find_folders(source):
         if args.prompt:
             raise InputError(f"--prompt: {source} is a cache of version 1.0, with encoded prompts; leave --prompt out")
+        from tools import import_cache # takes seconds; other sources do not need it
         return import_cache.convert_cache(old, tmp / "out")
     if args.target:
         parts = [dict(target=args.target, controls=args.control, mask=args.mask)]

@@ -22,7 +22,6 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
-import cache
 import common
 from common import InputError, Parser, natural
 from tools.page_common import card, link, node, save_page, section, size_of, table, thumbnail, tile
@@ -278,6 +277,7 @@ def pictures(runs, page):
 
 def find_samples(roots):
     """-> {"root/name": Sample} of those datasets that are on this machine."""
+    import cache # takes seconds; -h does not need it
     by_name = {}
     for root in roots:
         with contextlib.suppress(InputError):
