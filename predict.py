@@ -248,7 +248,7 @@ def read_lora(path):
             raise ValueError(f"NaN or Inf in {diverged[0]}: its training diverged")
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{file}: cannot be used as a LoRA: {first_words(e)}; take another file "
-                         "(tools/convert_lora.py reads peft's folders)")
+                         "(tools/convert_lora.py reads peft's folders, LoKr and LoHa)")
     return state, meta
 
 def lora_config(path):
