@@ -170,7 +170,9 @@ def examine(samples, pipe, args):
             problems.append(str(e))
             continue
         if pipe: # outside of the threads, as a tokenizer serves one thread at a time
-            area, upscale = (cache.CONDITION_IMAGE_SIZE, True) if cache.is_plus(pipe) else (args.control_pixels, args.upscale)
+            area, upscale = (args.control_pixels, args.upscale)
+            if cache.is_plus(pipe):
+                area, upscale = cache.CONDITION_IMAGE_SIZE, True
             prompt_sizes = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
             row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
         for kind, words in of_sample.items():
