@@ -208,8 +208,8 @@ def from_hub(name, fetch):
     try:
         return Path(fetch())
     except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-        raise InputError(f"{name}: neither here nor on the hub ({type(e).__name__}: {first_words(e)}); check the "
-                         "name and the network, or log in: hf auth login")
+        raise InputError(f"{name}: not here, and the hub does not give it; check the name and the network, or log in: "
+                         f"hf auth login ({type(e).__name__}: {first_words(e)})")
 
 def is_tiny(model):
     """Whether this is tiny/ or a model of its size: a copy, a merged one."""
@@ -229,7 +229,7 @@ def parse_args(parser, tiny):
         parser.error("argument --cache_dir: empty; give a folder")
     cards = find_extra("cuda") # without it a card works as torch sets it up
     if cards:
-        cards.refuse_cpu(args)
+        cards.refuse_cpu(parser, args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name in [name for name in vars(args) if name.endswith("device")]:
         device = getattr(args, name) or default
@@ -381,6 +381,13 @@ def prepare_folder(path):
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
 
+def remove_unused(folder):
+    """Removes a folder in which a lock is all there is."""
+    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(folder / ".lock")
+            os.rmdir(folder)
+
 NO_DIGEST = "0" * 64
 
 def write_tensors(path, tensors, meta, meta_key="json"):
@@ -436,6 +443,8 @@ def read_dataset(root, job_types=None):
     """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
     InputError if there is no dataset at all. job_types: as for read_manifest."""
     root = Path(root)
+    if not root.exists():
+        raise InputError(f"{root}: does not exist; check the name")
     folders = find_folders(root) if root.is_dir() else {}
     manifest = root if root.is_file() else root / "metadata.jsonl"
     if folders and folders["target"].is_dir():
@@ -445,8 +454,7 @@ def read_dataset(root, job_types=None):
     else:
         names, hints = sorted(path.name for path in root.glob("*")), find_extra("hints")
         remedy = hints and hints.explain_folder(names, FOLDERS) or LAYOUT
-        raise InputError(f"{root}: does not exist, or is no dataset, and holds {', '.join(names[:5]) or 'nothing'}; "
-                         f"{remedy}")
+        raise InputError(f"{root}: is no dataset; it holds {', '.join(names[:5]) or 'nothing'}; {remedy}")
     if not samples and not problems:
         raise InputError(f"{root}: nothing in it; {LAYOUT}")
     return samples, problems
@@ -554,6 +562,8 @@ def read_row(manifest, n, line, job_types):
     is_job = job_types is not None
     try:
         row = json.loads(line)
+        if not isinstance(row, dict):
+            raise TypeError(f"no object: {row}")
         controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
         prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
         if not target and not is_job:
