@@ -90,6 +90,8 @@ def explain_word(word, known):
 def warnings(args, samples, val_samples=()):
     """What a person may not expect of these flags and planned samples -> lines; InputError for what cannot be meant.
     args: of cache.py, train.py or predict.py."""
+    if not samples: # all have errors, which are listed
+        return []
     lines = [bend_of(samples), size_for_tiny(args, samples)]
     if hasattr(args, "max_steps"):
         if args.lora_rank > 3072:
