@@ -443,6 +443,7 @@ NAMES = { # targets; controls; the caption; the sample's name, or what is named
     "German": ("x/a-Bearbeitet.jpg", "x/a.jpg", "x/a", "x/a"), "both": ("a_after.png", "a_before.png", "a_after", "a"),
     "two controls": ("a_edited.png", "a_0.png a_1.png", "a_edited", "a"),
     "only some": ("a_after.png b.png", "a.png b.png", "b", ["a_after.png: no control", "a.png: not used"]),
+    "not in all": ("a_after.png c.png", "a.png d.png", "c", ["target a_after.png, control a.png"]),
     "capitals": ("img_1.jpg", "IMG_1.JPG", "img_1", ["target img_1.jpg, control IMG_1.JPG: but for", "rename one"]),
     "an ending alone": ("-Edit.png", "b.png", "-Edit", ["target -Edit.png, control b.png"]),
     "raw": ("a.png", "", "a", ["before has no picture that is read, only .cr2, .tif: export"])}
