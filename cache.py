@@ -700,25 +700,17 @@ def plan_training(pipe, folder, args):
         if learned := {prompt.strip() for prompt in preserve_prompts} & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
     print_problems(problems) # now, as the encoding may take hours
+    if hints := common.find_extra("hints"):
+        print_problems(hints.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
 
 def describe(samples):
-    """What will be trained, and a warning of what rounding to 32 pixels does to a shape."""
+    """What will be trained."""
     words = f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"
     if alone := sum(not s.controls for s in samples):
         words += f", {alone} of them without a control: text-to-image"
-    # how much the aspect of each target changes, at each of its sizes
-    distortions = []
-    for s in samples:
-        width, height = s.sizes[0]
-        for encoding in s.encodings:
-            _, h, w = encoding["img_shapes"][0]
-            distortions.append((abs(w / h * height / width - 1), s.name))
-    distortion, name = max(distortions)
-    if distortion > 0.1:
-        words += (f"\nwarning: {name}: sides rounded to 32 change its aspect by {distortion:.1%}; a larger "
-                  "area bends it less")
-    return words
+    masks = common.find_extra("mask")
+    return words + masks.count(samples) if masks else words
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 

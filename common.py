@@ -23,15 +23,11 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
-import diffusers
 import numpy as np
-import psutil
-import safetensors.torch
-import torch
-import torch.distributed as dist
-import transformers
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 from PIL import Image
+
+# torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
+# print their -h, or find a typo, without.
 
 VERSION = "2.0" # of the cache files
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
@@ -212,8 +208,8 @@ def from_hub(name, fetch):
     try:
         return Path(fetch())
     except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-        raise InputError(f"{name}: neither here nor on the hub ({type(e).__name__}: {first_words(e)}); check the "
-                         "name and the network, or log in: hf auth login")
+        raise InputError(f"{name}: not here, and the hub does not give it; check the name and the network, or log in: "
+                         f"hf auth login ({type(e).__name__}: {first_words(e)})")
 
 def is_tiny(model):
     """Whether this is tiny/ or a model of its size: a copy, a merged one."""
@@ -223,6 +219,7 @@ def is_tiny(model):
 def parse_args(parser, tiny):
     """parser.parse_args(), twice, as --model tiny brings the defaults in `tiny`. Fills in devices and dtype, and
     refuses what cannot work: a device, a flag whose package or file in extras/ is missing."""
+    import torch
     parser.epilog = f"With --model tiny these defaults apply: {tiny}"
     args = parser.parse_args()
     if is_tiny(args.model):
@@ -232,7 +229,7 @@ def parse_args(parser, tiny):
         parser.error("argument --cache_dir: empty; give a folder")
     cards = find_extra("cuda") # without it a card works as torch sets it up
     if cards:
-        cards.refuse_cpu(args)
+        cards.refuse_cpu(parser, args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name in [name for name in vars(args) if name.endswith("device")]:
         device = getattr(args, name) or default
@@ -256,6 +253,9 @@ def parse_args(parser, tiny):
 
 def start_processes(args):
     """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
+    import diffusers
+    import torch
+    import transformers
     for library in (diffusers, transformers): # a bar for each small model would hide ours
         library.utils.logging.disable_progress_bar()
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -269,13 +269,14 @@ def start_processes(args):
             print(card)
     if world_size > 1:
         # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
-        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
         if "nccl" in backend and cards:
             cards.start_nccl(args.device)
     return rank, world_size
 
 def gather_objects(value):
     """-> [value of each process]. Waits for all of them."""
+    import torch.distributed as dist
     values = [value]
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
@@ -297,6 +298,8 @@ def on_first_process(make, rank):
 def memory_of(device):
     """GiB: on a GPU the most that torch has held since the encoders left or a
     validation ended, on a CPU what the process has now."""
+    import psutil
+    import torch
     used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
     return used / 2**30
 
@@ -378,12 +381,20 @@ def prepare_folder(path):
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
 
+def remove_unused(folder):
+    """Removes a folder in which a lock is all there is."""
+    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(folder / ".lock")
+            os.rmdir(folder)
+
 NO_DIGEST = "0" * 64
 
 def write_tensors(path, tensors, meta, meta_key="json"):
     """A safetensors file that carries the sha256 of all its bytes: it is made with zeros where the digest will stand,
     the first in the file, and hashed; the digest takes their place. Metadata is one JSON string, because safetensors
     orders several metadata keys at random. Tensors go to the CPU."""
+    import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
     text = json.dumps({"digest": NO_DIGEST, **meta}, default=sorted) # sets become lists
     data = safetensors.torch.save(tensors, {meta_key: text})
@@ -393,6 +404,7 @@ def write_tensors(path, tensors, meta, meta_key="json"):
 def read_tensors(path, meta_key="json", key=None):
     """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of it has changed since
     write_tensors, or if it holds other content than `key`. Never unpickles."""
+    import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
         data = Path(path).read_bytes()
@@ -431,6 +443,8 @@ def read_dataset(root, job_types=None):
     """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
     InputError if there is no dataset at all. job_types: as for read_manifest."""
     root = Path(root)
+    if not root.exists():
+        raise InputError(f"{root}: does not exist; check the name")
     folders = find_folders(root) if root.is_dir() else {}
     manifest = root if root.is_file() else root / "metadata.jsonl"
     if folders and folders["target"].is_dir():
@@ -440,8 +454,7 @@ def read_dataset(root, job_types=None):
     else:
         names, hints = sorted(path.name for path in root.glob("*")), find_extra("hints")
         remedy = hints and hints.explain_folder(names, FOLDERS) or LAYOUT
-        raise InputError(f"{root}: does not exist, or is no dataset, and holds {', '.join(names[:5]) or 'nothing'}; "
-                         f"{remedy}")
+        raise InputError(f"{root}: is no dataset; it holds {', '.join(names[:5]) or 'nothing'}; {remedy}")
     if not samples and not problems:
         raise InputError(f"{root}: nothing in it; {LAYOUT}")
     return samples, problems
@@ -549,6 +562,8 @@ def read_row(manifest, n, line, job_types):
     is_job = job_types is not None
     try:
         row = json.loads(line)
+        if not isinstance(row, dict):
+            raise TypeError(f"no object: {row}")
         controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
         prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
         if not target and not is_job:
@@ -671,6 +686,7 @@ def read_image(path):
 def fit_size(size, area, upscale=True):
     """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;
     with area = 'native', or where upscale is off and the picture is smaller, its own sides rounded to 32."""
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
     w, h = size
     if area == "native" or (not upscale and w * h < area):
         w, h = round(w / 32) * 32, round(h / 32) * 32

@@ -86,7 +86,7 @@ def noise_levels(values):
 SAMPLE_FLAGS = dict(
     negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
     num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
-    true_cfg_scale=(number(float, -1e6, 1e6), "CFG scale; at 1 or below no unconditional pass is run: half the time"),
+    true_cfg_scale=(number(float, 0, 1e6), "CFG scale; at 1 or below no unconditional pass is run: half the time"),
     shift=(number(float, 1e-6, 1e6), "one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the "
            "model's own, by size)"),
     height=(number(int, 32, 16384), "of the result, in pixels, rounded down to 16 (default: from the area)"),
@@ -269,7 +269,7 @@ def read_lora(path):
             raise ValueError(f"NaN or Inf in {diverged[0]}: its training diverged")
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{file}: cannot be used as a LoRA: {first_words(e)}; take another file "
-                         "(tools/convert_lora.py reads peft's folders)")
+                         "(tools/convert_lora.py reads peft's folders, LoKr and LoHa)")
     return state, meta
 
 def lora_config(path):
@@ -743,6 +743,8 @@ def main():
     # which files: one for each sample, seed and scale; those that are there already stay
     inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
     good, wrong = cache.plan_samples(pipe, samples, complete, geometry, args, rank > 0)
+    if rank == 0 and (hints := common.find_extra("hints")):
+        common.print_problems(hints.warnings(args, good))
     pictures = plan_pictures(good, inputs, args, sheet, model_fingerprint)
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:

@@ -45,6 +45,8 @@ def apply_rotary_emb_qwen_batched(x, freqs_cis):
     sample; or real_freqs of these. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen,
     which knows the shared form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes
     differ."""
+    if not torch.is_tensor(freqs_cis):
+        raise ValueError(f"rotary frequencies: got {type(freqs_cis)}, want a complex tensor: torch.complex(cos, sin)")
     freqs = real_freqs(freqs_cis) if freqs_cis.is_complex() else freqs_cis
     B, S, _, D = x.shape
     want = (S, D) if freqs.ndim == 2 else (B, S, D)

@@ -488,7 +488,7 @@ def test_decoded_picture_is_the_stock_pipelines(photos):
     pipe, latents = stock_pipeline(TINY), torch.randn(24, 64)
     with pytest.MonkeyPatch.context() as patch: # let the stock pipeline decode our latents: its last lines only
         patch.setattr(type(pipe.scheduler), "step", lambda self, pred, t, x, return_dict: (latents[None],))
-        with stock_area(64 * 64):
+        with stock_area(64 * 64), np.errstate(invalid="ignore"): # stock stretches a schedule of one step by 0 / 0
             stock = pipe(image=[Image.open(photos[0])], prompt="x", num_inference_steps=1, height=64, width=96,
                          true_cfg_scale=1.0).images[0]
     assert np.array_equal(np.asarray(predict.decode(pipe.vae, latents, [(1, 4, 6)])), np.asarray(stock))

@@ -31,6 +31,7 @@ import shutil
 import sys
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -356,6 +357,7 @@ def lock_folder(folder, name):
     lock = filelock.FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
+        weakref.finalize(lock, common.remove_unused, folder) # if the run fails before its log begins
         return folder, lock
     except filelock.Timeout:
         if args.out_dir or args.resume:
@@ -615,7 +617,7 @@ def step_line(record, left):
     line = ("step {step}/{max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
             "{batch_size} img | {tokens:,} tok | {speed:.1f}k tok/s | {memory:.1f} GiB").format(
                 **vars(args) | record, speed=record["tokens"] / record["seconds"] / 1000)
-    if record["step"] % 10 == 0:
+    if record["step"] > 1: # the first step also warms up
         line += f" | {timedelta(seconds=round(left))} left"
     if record["loss"] > 10:
         line += "\nexploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr"

@@ -3,6 +3,7 @@
 """
 import contextlib
 import os
+import re
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,10 +31,16 @@ def check(parser, flag, device, dtype):
                      "Ampere card (A100, RTX 30xx) or a newer one, or --dtype float32")
 
 
-def refuse_cpu(args):
-    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used."""
+def refuse_cpu(parser, args):
+    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used; parser.error for a
+    device that was given as a transformer."""
+    transformer = getattr(args, "transformer", None) or ""
+    if re.fullmatch(r"cuda(:\d+)?|cpu|mps", transformer):
+        flag = "--transformer_device" if hasattr(args, "transformer_device") else "--device"
+        parser.error(f"argument --transformer: {transformer} is a device; here {flag} {transformer}")
     weights = [file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")]
     small = args.model == "tiny" or (Path(args.model).exists() and sum(weights) < 4e9)
+    small |= not Path(args.model).exists() and not re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) # a slip of the pen
     if small or args.device or getattr(args, "plan", False) or torch.cuda.is_available():
         return
     raise InputError(f"--device: no usable GPU (torch {torch.__version__} is built for CUDA "

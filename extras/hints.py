@@ -1,37 +1,59 @@
 """
 What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
-folder.
+folder. And what may surprise in flags and pictures that the scripts take.
 """
 import difflib
+import re
+import sys
+
+import common
+from common import InputError
 
 OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
-    lr="learning_rate", lora_rank="rank network_dim linear", lora_alpha="linear_alpha network_alpha",
-    max_steps="steps", offload="blocks_to_swap layer_offloading enable_model_cpu_offload musubi_blocks_to_swap",
-    num_inference_steps="steps", true_cfg_scale="cfg guidance_scale",
-    target_pixels="resolution image_size max_pixels", vae_device="vae_encoder_device", lora="adapter lora_path",
-    image="control_image_path",
-    pretrained_lora="network_weights init_lora lora_path lora_checkpoint",
-    batch_size="gradient_accumulation_steps",
+    lr="learning_rate", lora_rank="r rank network_dim linear", lora_alpha="alpha linear_alpha network_alpha",
+    lora_dropout="dropout network_dropout",
+    max_steps="steps max_train_steps", offload="blocks_to_swap layer_offloading enable_model_cpu_offload "
+    "musubi_blocks_to_swap",
+    num_inference_steps="steps", true_cfg_scale="cfg cfg_scale guidance_scale",
+    target_pixels="resolution image_size max_pixels multi_resolutions", vae_device="vae_encoder_device",
+    lora="adapter lora_path load_lora",
+    image="control_image_path prompt_image",
+    pretrained_lora="network_weights init_lora lora_path lora_checkpoint load_lora pretrained_weight",
+    batch_size="gradient_accumulation_steps train_batch_size",
     lora_scale="lora_weight lora_multiplier",
-    data="dataset_config train_data_dir dataset_base_path folder_path image_dir reg_data",
-    model="pretrained_model_name_or_path dit", out="output output_path save_path", save_every="checkpointing_steps",
-    dtype="mixed_precision", tracker="report_to log_with",
+    data="dataset_config dataset_path train_data_dir dataset_base_path folder_path image_dir reg_data",
+    model="pretrained_model_name_or_path dit", out="output output_path save_path",
+    save_every="checkpointing_steps save_every_n_steps", keep="checkpoints_total_limit",
+    dtype="mixed_precision", tracker="report_to log_with", warmup_steps="lr_warmup_steps",
     quantize="fp8_base fp8_scaled quant_options base_model_precision", out_dir="save_dir output_name",
     jobs="from_file", resume="resume_from_checkpoint", repeats="dataset_repeat num_repeats",
     val_data="validation_prompts", sample_every="validation_step_interval sample_every_n_steps",
-    lora_targets="network_args network_kwargs lora_target_modules flux_lora_target",
+    lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
     timestep_sampling="flow_schedule_auto_shift timestep_type")
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     enable_bucket="no buckets are needed: any sizes share a batch", bucket_no_upscale="give --no-upscale",
     loss_norm="each sample's loss is the mean over its own tokens; README, 'How do I change', has the mean over all",
+    betas="--optimizer_args betas=[0.9,0.99]", init_lora_weights="--lora_args init_lora_weights=...",
+    vae="it is --model's, in vae/; --vae_device says where it runs",
+    logging="--out_dir says where the log is, --tracker where else",
+    save_lora="a run's LoRA is OUT_DIR/pytorch_lora_weights.safetensors, and --save_every writes checkpoints",
     **dict.fromkeys("merge_lora base_lora base_weights assistant_lora_path preset_lora_path".split(),
                     "python tools/convert_lora.py LORA --to model --model MODEL --out DIR, then --transformer DIR"))
+OPTIMIZERS = dict(adamw="torch.optim.AdamW", adam="torch.optim.Adam", adamw8bit="bitsandbytes.optim.AdamW8bit",
+                  prodigy="prodigyopt.Prodigy", lion8bit="bitsandbytes.optim.Lion8bit")
+VALUES = [ # argparse's message, and what it means
+    ("--gradient_checkpointing: invalid int value", "0 is off; leave it out, and what does not fit is recomputed"),
+    ("--offload: invalid number_of_blocks value", "give a number of blocks, or all")]
 
 
 def explain(message, known):
-    """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag; another message stays as it is.
-    known: the script's own flags."""
+    """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag; "--c: invalid int value" with what
+    it takes; another message stays as it is. known: the script's own flags, {flag: argparse's action}."""
     begin = "unrecognized arguments: "
+    if m := re.match(r"--optimizer: found no '(\w+)'", message):
+        message = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}" if m[1].lower() in OPTIMIZERS else message
+    for start, remedy in VALUES:
+        message += f"; {remedy}" if message.startswith(start) else ""
     if not message.startswith(begin):
         return message
     words = message.removeprefix(begin).split()
@@ -48,6 +70,10 @@ def explain_folder(names, wanted):
 
 def explain_word(word, known):
     if not word.startswith("-"):
+        before = sys.argv[sys.argv.index(word) - 1] if word in sys.argv else ""
+        if before in known and getattr(known[before], "nargs", None) == 0: # of --use_cache true
+            other = f"; or give --no-{before[2:]}" if f"--no-{before[2:]}" in known else ""
+            return f"{before} {word}: this flag takes no value; leave {word} out{other}"
         places = "--data takes datasets, --out_dir runs; " if "--data" in known else ""
         return f"{word}: belongs to no flag; {places}put a text in quotes"
     name = word.split("=")[0].strip("-").replace("-", "_")
@@ -56,5 +82,71 @@ def explain_word(word, known):
     if name in NOT_FLAGS:
         return f"{word}: unknown; {NOT_FLAGS[name]}"
     meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
-    meant += difflib.get_close_matches(f"--{name}", known, 1, 0.8)
+    if len(name) > 3: # a shorter one is like too many
+        meant += difflib.get_close_matches(f"--{name}", known, 1, 0.8)
     return f"{word}: unknown" + (f"; here {meant[0]}" if meant else "")
+
+
+def warnings(args, samples, val_samples=()):
+    """What a person may not expect of these flags and planned samples -> lines; InputError for what cannot be meant.
+    args: of cache.py, train.py or predict.py."""
+    if not samples: # all have errors, which are listed
+        return []
+    lines = [bend_of(samples), size_for_tiny(args, samples)]
+    if hasattr(args, "max_steps"):
+        if args.lora_rank > 3072:
+            raise InputError(f"--lora_rank {args.lora_rank}: more than the layers are wide; give 3072 at most, or 16")
+        lines += [longest_of(args, samples), *of_masks(args, samples)]
+        if args.sample_every and not val_samples:
+            lines.append("--sample_every: nothing will be generated; give pairs that are not trained as --val_data")
+    return [f"warning: {line}" for line in lines if line]
+
+
+def bend_of(samples):
+    """How much the aspect of a target changes at most, at each of its sizes: sides are rounded to 32."""
+    worst = 0.1, None
+    for sample in samples:
+        width, height = sample.sizes[0]
+        own = {"height", "width"} & {key for key, value in sample.settings.items() if value}
+        for encoding in sample.encodings if len(own) < 2 else ():
+            _, h, w = encoding["img_shapes"][0]
+            worst = max(worst, (abs(w / h * height / width - 1), f"{sample.name}: " + (
+                f"{own.pop()} alone" if own else "sides rounded to 32")), key=lambda bend: bend[0])
+    bend, what = worst
+    if what and "alone" in what:
+        return f"{what} changes its aspect by {bend:.1%}; give --height and --width"
+    return what and f"{what} change its aspect by {bend:.1%}; a larger area bends it less"
+
+
+def size_for_tiny(args, samples):
+    """tiny was made for pictures of 160x160: a photograph of 12 megapixels would take it hours a step."""
+    if not common.is_tiny(args.model):
+        return None
+    sizes = [(w * h, 16 * w, 16 * h, sample.name) for sample in samples for encoding in sample.encodings
+             for _, h, w in encoding["img_shapes"]]
+    tokens, width, height, name = max(sizes)
+    if tokens > 400:
+        return (f"{name}: {width}x{height} is slow with the model tiny, which knows small pictures; give "
+                "--target_pixels 160x160 --control_pixels 160x160")
+
+
+def longest_of(args, samples):
+    """--max_tokens cannot hold for a sample that is longer by itself."""
+    lengths = []
+    for sample in samples:
+        text = max(text["tokens"] for text in sample.texts.values())
+        for encoding in sample.encodings:
+            lengths.append((sum(h * w for _, h, w in encoding["img_shapes"]) + text, sample.name))
+    length, name = max(lengths)
+    if length > args.max_tokens:
+        return f"--max_tokens {args.max_tokens}: {name} has {length} by itself, and is computed all the same"
+
+
+def of_masks(args, samples):
+    """What is wrong with the weights of masks."""
+    weights = args.mask_foreground_weight, args.mask_background_weight
+    if not any(weights):
+        raise InputError("--mask_foreground_weight: both mask weights are 0, so nothing would be learned; give one")
+    masked = any(sample.mask or "mask" in encoding for sample in samples for encoding in sample.encodings)
+    if weights != (2, 1) and not masked:
+        yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"

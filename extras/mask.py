@@ -7,6 +7,7 @@ Shapes: H, W height and width of a small copy in pixels, N pixels, K pixels that
 import math
 
 import numpy as np
+import safetensors
 from PIL import Image, ImageFilter
 
 # A motion is sought in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
@@ -240,6 +241,22 @@ def difference(target, control):
     target, control = [image.filter(ImageFilter.BoxBlur(1)) for image in (target, control)]
     low, high = [np.asarray(control.filter(rank(3)), float) for rank in (ImageFilter.MinFilter, ImageFilter.MaxFilter)]
     return np.maximum(np.asarray(target) - high, low - np.asarray(target)).max(-1)
+
+def count(samples):
+    """-> the end of a line about these planned samples: how many have a mask, by hand or of --mask auto, as far as they
+    are encoded; "" if none should have one."""
+    by_hand = sum(bool(sample.mask) for sample in samples)
+    files = [sample.encodings[0]["file"] for sample in samples if "mask" in sample.encodings[0]]
+    if not by_hand and not files:
+        return ""
+    if not all(file.is_file() for file in files): # --plan, --no-use_cache
+        return f"\nmasks: {by_hand} of {len(samples)} pairs by hand; --mask auto makes others when it encodes them"
+    made = sum("edit_mask" in safetensors.safe_open(file, "pt").keys() for file in files)
+    line = f"\nmasks: {by_hand + made} of {len(samples)} pairs"
+    if made < len(files):
+        line += (f" ({len(files) - made} differ nowhere or nearly everywhere, are recoloured, or have two shapes; "
+                 "tools/doctor.py DATA --mask auto shows them)")
+    return line
 
 def auto_mask(target, control, size):
     """Where the target differs from the control once their motion is taken out -> PIL image "L", a pixel for each token

@@ -1,15 +1,18 @@
 """tools/convert_lora.py: a LoRA in another form is the same LoRA, and a merged model is base + LoRAs."""
 import json
 import math
+import re
 
+import peft
 import pytest
 import torch
 from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
+from peft.tuners.lora.conversion import convert_to_lora
 from safetensors.torch import load_file, save_file
 
 import predict
-from tests.harness import (TINY, assert_effect, copy_model, is_one_line, layers_of, lora_file, lora_tensors, rel,
-                           renamed, run_script, show, stock_pipeline)
+from tests.harness import (TINY, assert_effect, copy_model, is_one_line, layers_of, lora_file, lora_tensors, refused,
+                           rel, renamed, run_script, show, stock_pipeline)
 
 def convert(*flags):
     result = run_script("tools/convert_lora.py", *flags)
@@ -102,3 +105,97 @@ def test_nonsense_is_one_line_and_leaves_nothing(tmp_path, flags, out, status, n
     result = run_script("tools/convert_lora.py", *flags, "--out", tmp_path / out)
     assert result.status == status and (status == 2 or is_one_line(result.errors[-1])), result.err
     assert named in result.errors[-1] and sorted(p.name for p in tmp_path.iterdir()) == ["p", "q", "r"]
+
+def trained(method, **config):
+    """tiny with random factors of peft's in some layers -> the model, the layers' changes of the weights."""
+    transformer = predict.load_transformer(TINY, "float32")
+    torch.manual_seed(0)
+    config = method(target_modules=["attn.to_q", "net.2"], init_weights=False, **config)
+    model = peft.get_peft_model(transformer, config)
+    layers = {name: m for name, m in transformer.named_modules() if hasattr(m, "get_delta_weight")}
+    return model, {name: m.get_delta_weight("default").detach() for name, m in layers.items()}
+
+def changes_of(file):
+    """A LoRA file -> the layers' changes of the weights."""
+    predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), [file], [1.0])
+    layers = {name: m for name, m in transformer.named_modules() if "lora0" in getattr(m, "lora_A", {})}
+    return {name: m.get_delta_weight("lora0").detach() for name, m in layers.items()}
+
+def off(got, want):
+    """-> how far two sets of changes are apart, of all layers together and of the worst; as the tool prints it."""
+    assert got.keys() == want.keys() and want
+    errors = [rel(got[name], want[name]) for name in want]
+    return rel(*[torch.cat([x[name].flatten() for name in want]) for x in (got, want)]), max(errors)
+
+def as_lycoris(folder, file, alpha):
+    """peft's folder -> a file as LyCORIS writes it: _ for points, and each layer's alpha."""
+    tensors = {}
+    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+        layer, name = key.removeprefix("base_model.model.").rsplit(".", 1)
+        layer = "lycoris_" + layer.replace(".", "_")
+        tensors |= {f"{layer}.{name}": tensor, f"{layer}.alpha": torch.tensor(float(alpha))}
+    save_file(tensors, file)
+    return file
+
+LOW_RANK = {
+    "LoKr": (peft.LoKrConfig, dict(r=4, alpha=6)),
+    "LoKr of two whole matrices": (peft.LoKrConfig, dict(r=999, alpha=999, decompose_factor=8)),
+    "LoKr, both narrow": (peft.LoKrConfig, dict(r=2, alpha=6, decompose_both=True, decompose_factor=8)),
+    "LoKr with patterns": (peft.LoKrConfig, dict(r=4, alpha=6, rank_pattern={"net.2": 2}, alpha_pattern={"to_q": 3})),
+    "LoHa": (peft.LoHaConfig, dict(r=3, alpha=6))}
+
+@pytest.mark.parametrize("kind", LOW_RANK)
+def test_a_lokr_or_loha_becomes_the_nearest_lora_and_the_error_is_said(tmp_path, kind):
+    """peft tells the change of the weights, and how near a LoRA of a rank can come; a file of LyCORIS is the same."""
+    method, config = LOW_RANK[kind]
+    model, want = trained(method, **config)
+    model.save_pretrained(folder := tmp_path / "peft")
+    sources = [folder]
+    if "patterns" not in kind:
+        alpha = 5 if "whole" in kind else config["alpha"] # which LyCORIS then does not read
+        sources.append(as_lycoris(folder, tmp_path / "lycoris.safetensors", alpha))
+    for source in sources:
+        for rank in (3, 999):
+            out = tmp_path / f"{source.stem}-{rank}.safetensors"
+            said = convert(source, "--rank", rank, "--to", "diffusers", "--out", out).out
+            mean, worst = off(changes_of(out), want)
+            show(f"{kind}, rank {rank}, of all layers and the worst", mean, 1)
+            printed = [float(share) / 100 for share in re.findall(r"([\d.]+)%", said)]
+            assert printed == pytest.approx([mean, worst], abs=6e-5), said
+            _, best = convert_to_lora(model, rank=min(rank, 64))
+            best = {k.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): best[k.replace("_A", "_B")] @ a
+                    for k, a in best.items() if ".lora_A." in k}
+            assert mean <= off(best, want)[0] + 1e-5 and (mean > 0.1 if rank == 3 else mean < 1e-5)
+
+def test_a_lokr_is_converted_for_comfyui_and_merged_and_elsewhere_the_tool_is_named(tmp_path):
+    model, want = trained(peft.LoKrConfig, r=4, alpha=6)
+    model.save_pretrained(folder := tmp_path / "peft")
+    file = as_lycoris(folder, tmp_path / "lokr.safetensors", 6)
+    said = convert(file, "--to", "comfyui", "--out", tmp_path / "c.safetensors").out
+    assert f"at most rank 64 for its {len(want)} layers" in said
+    assert off(changes_of(tmp_path / "c.safetensors"), want)[0] < 1e-5
+    convert(folder, "--rank", 200, "--to", "model", "--dtype", "float32", "--out", tmp_path / "merged")
+    base, merged = [load_file(path / "transformer/diffusion_pytorch_model.safetensors")
+                    for path in (TINY, tmp_path / "merged")]
+    assert off({k: merged[f"{k}.weight"] - base[f"{k}.weight"].float() for k in want}, want)[0] < 1e-5
+    with refused(file, "LoKr", "tools/convert_lora.py"):
+        predict.read_lora(file)
+
+@pytest.mark.parametrize("spoil, named", [
+    (lambda t: {k.replace("to_q", "to_z"): v for k, v in t.items()}, "to_z"),
+    (lambda t: {k: v * (math.nan if "lokr_w1" in k else 1) for k, v in t.items()}, "NaN"),
+    (lambda t: t | {"a.lora_A.weight": torch.zeros(1, 1)}, "lora_A"),
+    (lambda t: t | {"b.dora_scale": torch.zeros(1)}, "dora"),
+    (lambda t: dict([*t.items()][1:]), "lokr_w1"), (lambda t: t | {"x.lokr_t2": torch.zeros(1, 1, 1, 1)}, "lokr_t2")])
+def test_a_strange_lokr_is_one_line_and_leaves_nothing(tmp_path, spoil, named):
+    tensors = {f"diffusion_model.transformer_blocks.0.attn.to_q.{k}": torch.ones(4, 4) for k in ("lokr_w1", "lokr_w2")}
+    save_file(spoil(tensors), file := tmp_path / "lokr.safetensors")
+    result = run_script("tools/convert_lora.py", file, "--to", "diffusers", "--out", tmp_path / "out.safetensors")
+    assert result.status == 1 and is_one_line(result.errors[-1], file, named), result.err
+    assert [*tmp_path.iterdir()] == [file]
+
+def test_a_rank_for_what_is_a_lora_is_refused(tmp_path):
+    lora = lora_file(tmp_path, lora_tensors())
+    flags = ["--rank", 3, "--to", "diffusers", "--out", tmp_path / "b.safetensors"]
+    result = run_script("tools/convert_lora.py", lora, *flags)
+    assert result.status == 1 and is_one_line(result.errors[-1], "--rank") and [*tmp_path.iterdir()] == [lora]

@@ -100,6 +100,8 @@ def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
         with refused("--device", torch.__version__, "driver", "580", "--device cpu"):
             parse(monkeypatch, "--model", model)
         assert parse(monkeypatch, "--model", model, "--device", "cpu").dtype == "float32"
+    for slip in ("nosuch", "./models/qwen", "/nosuch/model"): # the model's name is what is wrong, not the device
+        assert parse(monkeypatch, "--model", slip).device == "cpu"
     os.truncate(tmp_path / "transformer/model.safetensors", 10**6)
     assert parse(monkeypatch, "--model", tmp_path).device == "cpu"
 

@@ -109,8 +109,8 @@ def test_no_file_is_passed_over_in_silence(data, plus, kind):
     assert is_one_line(problems[0], data / name, *words), problems
 
 NO_DATASET = { # what is there instead of a dataset, and what else the one line must name
-    "nothing": (lambda d: None,),
-    "empty folder": (Path.mkdir, "target/NAME.png"),
+    "nothing": (lambda d: None, "photos: does not exist; check the name"),
+    "empty folder": (Path.mkdir, "is no dataset; it holds nothing", "target/NAME.png"),
     "empty folders": (lambda d: [(d / name).mkdir(parents=True) for name in ("target", "control")],),
     "unknown folders": (lambda d: (d / "after").mkdir(parents=True), "after", "target/NAME.png", "import_data.py"),
     "folders almost of the right names": (lambda d: [(d / x).mkdir(parents=True) for x in ("Targets", "controls")],
@@ -206,8 +206,8 @@ def test_hidden_files_and_folders_are_passed_over(data):
 def test_an_aspect_that_rounding_bends_by_a_tenth_is_a_warning(tmp_path, width, warned):
     add_item(tmp_path / "data", "cat", [(width, 64), (64, 64)])
     result = make_cache(tmp_path / "data", tmp_path / "c", *NATIVE)
-    assert (f"warning: cat: sides rounded to 32 change its aspect by {1 - 64 / width:.1%}" in result.out) == warned
-    assert ("warning" in result.out) == warned and result.status == 0, result.out
+    assert (f"warning: cat: sides rounded to 32 change its aspect by {1 - 64 / width:.1%}" in result.err) == warned
+    assert ("warning" in result.err) == warned and result.status == 0, result.err
 
 # ---- manifests -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ ROW = '{"target": "target/cat.png", "control": ["control/cat.png"], "prompt": "g
 BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line number
     "no JSON": ('{"target": "target/cat.png", ',),
     "no object": ('["target/cat.png"]',),
-    "numbers": ("[1, 2]",),
+    "numbers": ("[1, 2]", "no object: [1, 2]"),
     "deep": ("[" * 100_000,),
     "no target": (ROW % '"target": null', "target"),
     "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),

@@ -15,7 +15,7 @@ import pytest
 
 import common
 from extras import hints
-from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, run_script
+from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 VALUES = dict(quantize=["int8"], offload=["1"], mask=["auto"], tracker=["tensorboard"]) # of flags that want one
@@ -125,6 +125,17 @@ def test_help_prints_commands_and_defaults(script):
     ("predict.py", "--steps 3", "here --num_inference_steps"), ("predict.py", "--images x", "here --image"),
     ("predict.py", "--prompt make it sepia", "quotes"), ("cache.py", "--zzz", "see cache.py -h"),
     ("train.py", "--lr fast", "see train.py -h"), ("tools/doctor.py", "photos --output x", "here --out"),
+    ("train.py", "--r 16", "--r: unknown; here --lora_rank"), ("train.py", "--l 1", "--l: unknown; see train.py -h"),
+    ("train.py", "--save_lora x", "OUT_DIR/pytorch_lora_weights"), ("train.py", "--load_lora x", "--pretrained_lora"),
+    ("predict.py", "--load_lora x --prompt_image y", "here --lora; --prompt_image: unknown; here --image"),
+    ("train.py", "--alpha 3 --max_train_steps 5", "here --lora_alpha; --max_train_steps: unknown; here --max_steps"),
+    ("train.py", "--betas 0.9 0.99", "--optimizer_args betas"), ("predict.py", "--vae x", "--vae_device"),
+    ("train.py", "--use_cache true", "leave true out; or give --no-use_cache"),
+    ("train.py", "--resume yes", "leave yes out"), ("train.py", "--gradient_checkpointing true", "0 is off"),
+    ("train.py", "--optimizer AdamW8bit", "here bitsandbytes.optim.AdamW8bit"),
+    ("train.py", "--optimizer adamw", "here torch.optim.AdamW"),
+    ("predict.py", "--image a.png --prompt x --transformer cuda:7", "here --transformer_device cuda:7"),
+    ("train.py", "--transformer cpu", "here --device cpu"), ("predict.py", "--true_cfg_scale -1", "give 0 to"),
     ("tools/import_data.py", "", "see import_data.py -h"), ("tools/page.py", "x --hardset 3", "here --hardest")])
 def test_a_flag_that_is_unknown_or_wrong_is_one_line_with_the_name_that_is_meant(script, flags, meant):
     result = run_script(script, *shlex.split(flags))
@@ -149,6 +160,27 @@ def test_the_names_in_the_guides_table_are_answered_with_ours():
                 assert hints.explain_word(f"--{name}", known) == f"--{name}: unknown; here {ours}"
                 answered += 1
     assert answered > 20
+
+@pytest.mark.parametrize("tool", ["convert_lora", "doctor", "import_data", "page", "prune"])
+def test_help_and_typos_import_nothing_slow(tool):
+    """torch, diffusers and transformers take five seconds."""
+    code = ("import runpy, sys\nsys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+            "except SystemExit as e: print(e.code, *{'torch', 'diffusers', 'transformers', 'peft'} & set(sys.modules))")
+    for flags, status in (["-h"], 0), (["x", "y", "--nosuch", "3"], 2):
+        result = python(HERE, "-c", code, f"tools/{tool}.py", *flags)
+        assert result.stdout.splitlines()[-1] == str(status), result.stdout[-300:] + result.stderr[-300:]
+
+def test_the_lines_for_own_photographs_make_both_datasets(tmp_path):
+    """As GUIDE prints them, with photographs of any suffix and what a Mac leaves behind."""
+    [code] = re.findall(r'^python -c "\n(from pathlib.*?)"$', (HERE / "GUIDE.md").read_text(), re.M | re.S)
+    for folder, names in (("photos", ("a.JPG", "b.png", "c.jpeg")), ("photos_val", ("d.jpg",))):
+        for n, name in enumerate(names):
+            save(paint_picture((64, 48), n), tmp_path / folder / "control" / name)
+        (tmp_path / folder / "control/.DS_Store").write_text("x")
+    assert python(tmp_path, "-c", code).returncode == 0
+    for folder, names in (("photos", "abc"), ("photos_val", "d")):
+        samples, problems = common.read_dataset(tmp_path / folder)
+        assert [s.name for s in samples] == list(names) and not problems
 
 def test_files_have_the_mode_that_umask_gives(tmp_path):
     common.write_file(tmp_path / "a", b"")

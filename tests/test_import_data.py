@@ -165,7 +165,7 @@ def test_a_bad_row_is_named_by_line_and_column(tmp_path, kind):
 
 UNKNOWN = { # files of a folder, what is in them, and what is named
     "no dataset": ("after/cat.png", "", "after", "--target DIR --control DIR"),
-    "no JSON": ("metadata.json", "{", "JSON list"),
+    "no JSON": ("metadata.json", "{", "JSON list"), "an object": ("metadata.json", '{"a": 1}', "JSON list (it is {"),
     "two names": ("target/a.png images/a.png", "", "images", "--control DIR"),
     "Latin-1": ("metadata.csv", "caf\xe9", "UTF-8"), "empty": (".hidden", "", "holds .hidden", "--target DIR"),
     "no samples": ("target/notes.md control/notes.md", "", "no sample", "--target DIR"),
@@ -340,7 +340,7 @@ def test_datasets_of_one_configuration_keep_apart_and_what_is_not_taken_over_is_
     assert len(list((tmp_path / "second/target").rglob("*.png"))) == 3
 
 BROKEN = { # file: its text, and what is named
-    "config.toml": ("[general]", "'datasets'"),
+    "config.toml": ("[general]", "(no 'datasets')"),
     "dataset.toml": ("[[datasets]]\nvideo_directory = 'x'", "image_directory"),
     "cut.toml": ("[[datasets", "TOMLDecodeError"), "list.toml": ("datasets = [1]", "TypeError"),
     "path.toml": ("[[datasets]]\nimage_directory = 5", "TypeError"), "cut.yaml": ("a: [", "ParserError"),
@@ -437,6 +437,59 @@ def test_any_folders_are_taken_by_name(tmp_path):
     assert twice.samples == {"x/a": (["go"], [0, 2, 1], None)}
     alone = import_data(None, tmp_path / "alone", "--target", tmp_path / "ref", "--alone")
     assert alone.samples == {"x/a": (["go"], [2], None)}
+
+NAMES = { # targets; controls; the caption; the sample's name, or what is named
+    "Lightroom": ("IMG_1-Edit.jpg IMG_2-Edit.jpg", "IMG_1.JPG IMG_2.JPG", "IMG_1-Edit", "IMG_1"),
+    "German": ("x/a-Bearbeitet.jpg", "x/a.jpg", "x/a", "x/a"), "both": ("a_after.png", "a_before.png", "a_after", "a"),
+    "two controls": ("a_edited.png", "a_0.png a_1.png", "a_edited", "a"),
+    "only some": ("a_after.png b.png", "a.png b.png", "b", ["a_after.png: no control", "a.png: not used"]),
+    "not in all": ("a_after.png c.png", "a.png d.png", "c", ["target a_after.png, control a.png"]),
+    "capitals": ("img_1.jpg", "IMG_1.JPG", "img_1", ["target img_1.jpg, control IMG_1.JPG: but for", "rename one"]),
+    "an ending alone": ("-Edit.png", "b.png", "-Edit", ["target -Edit.png, control b.png"]),
+    "raw": ("a.png", "", "a", ["before has no picture that is read, only .cr2, .tif: export"])}
+@pytest.mark.parametrize("kind", NAMES)
+def test_endings_of_all_names_are_left_out_and_names_that_differ_are_shown(tmp_path, kind):
+    targets, controls, caption, want = NAMES[kind]
+    put(tmp_path / "after", targets), put(tmp_path / "before", controls)
+    (tmp_path / f"after/{caption}.txt").write_text("go")
+    for name in ("a.CR2", "a.tif") if kind == "raw" else ():
+        write_rows(tmp_path / "before" / name, "")
+    flags = ["--target", tmp_path / "after", "--control", tmp_path / "before", "--prompt", "go"]
+    got = import_data(None, tmp_path / "out", *flags, status=int(isinstance(want, list)))
+    if isinstance(want, str):
+        assert got.samples[want] == (["go"], [0, *([0, 1] if kind == "two controls" else [0])], None)
+        assert len(got.samples) == len(targets.split())
+    else:
+        assert all(any(is_one_line(error, named) for error in got.errors) for named in want), got.errors
+
+def test_simpletuners_list_of_folders_is_answered_with_the_flags_that_read_them(tmp_path):
+    put(tmp_path, "sources/a.png edits/a.png", ["edits/a.txt"])
+    rows = [dict(id="refs", type="local", dataset_type="conditioning", instance_data_dir=str(tmp_path / "sources")),
+            dict(id="edits", type="local", conditioning_data=["refs"], instance_data_dir=str(tmp_path / "edits")),
+            dict(id="text", dataset_type="text_embeds", default=True)]
+    table = write_rows(tmp_path / "multidatabackend.json", json.dumps(rows))
+    [error] = import_data(table, tmp_path / "out", status=1).errors
+    flags = error.partition("OUT ")[2].split()
+    assert "SimpleTuner" in error and flags[:3:2] == ["--target", "--control"], error
+    assert import_data(None, tmp_path / "out", *flags).samples == {"a": (["go"], [1, 0], None)}
+
+def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
+    put(tmp_path, "after/a.png before/a.png")
+    (tmp_path / "after/a.txt").write_text("[trigger] so")
+    config = f"""config: {{process: [{{trigger_word: p3rson, datasets: [{{folder_path: {tmp_path}/after,
+                 control_path: {tmp_path}/before}}]}}]}}"""
+    got = import_data(write_rows(tmp_path / "a.yaml", config), tmp_path / "out")
+    assert got.samples == {"a": (["p3rson so"], [0, 1], None)}
+    write_rows(tmp_path / "b.yaml", config.replace("trigger_word: p3rson, ", ""))
+    [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", status=1).errors
+    assert is_one_line(error, "a.txt", "[trigger]", "trigger_word")
+
+def test_the_folders_that_are_given_are_only_read(tmp_path):
+    put(tmp_path, "a/x.png b/x.png", ["a/x.txt"])
+    for out in ("a/out", "b/x/out"):
+        flags = ["--target", tmp_path / "a", "--control", tmp_path / "b"]
+        [error] = import_data(None, tmp_path / out, *flags, status=1).errors
+        assert is_one_line(error, out, "only read")
 
 WRONG_FLAGS = { # flags, exit status, and what is named
     "--control b": (2, "--target: missing"), "--mask b": (2, "--target: missing"),

@@ -158,16 +158,21 @@ def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
         save(control, tmp_path / f"data/target/{name}.png")
     add_item(tmp_path / "data", "shapes", [(96, 96), (96, 64)])
     flags = ["--data", tmp_path / "data", "--val_data"]
-    encoded = {}
+    encoded, said = {}, {}
     for kind, mask in (("files", []), ("auto", ["--mask", "auto"])):
         result = run_script("cache.py", *flags, "--cache_dir", tmp_path / kind, *mask)
         assert result.status == 0, result.err
+        said[kind] = result.out
         samples = cache.read_index(tmp_path / kind / "tiny-data.json")[0]
         encoded[kind] = {s.name: (s.encodings[0]["file"].name, cache.load_latents(s, s.encodings[0]))
                          for s in samples}
     assert encoded["files"]["own"][0] == encoded["auto"]["own"][0]
     assert encoded["files"]["none"][0] != encoded["auto"]["none"][0]
     assert "edit_mask" not in {**encoded["files"]["none"][1], **encoded["auto"]["shapes"][1]}
+    made = sum("edit_mask" in tensors for _, tensors in encoded["auto"].values())
+    assert 0 < made < len(encoded["auto"]) and f"masks: {made} of {len(encoded['auto'])} pairs (" in said["auto"]
+    by_hand = sum("edit_mask" in tensors for _, tensors in encoded["files"].values())
+    assert f"masks: {by_hand} of {len(encoded['files'])} pairs\n" in said["files"]
     for name in ("none", "rounded"):
         assert encoded["auto"][name][1]["edit_mask"].reshape(4, 6).tolist() == [[1.0] * 6] + [[0.0] * 6] * 3
 

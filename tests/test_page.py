@@ -147,6 +147,16 @@ def test_a_long_curve_is_thinned_out_and_keeps_its_extremes():
     assert len(thin_x) == page.COLUMNS and greatest.max() == 9 and least.min() == -9
     assert abs(x[77_777] - thin_x[greatest.argmax()]) < 400 and abs(mean).max() < 0.1
     assert all(np.array_equal(values, y[:300]) for values in page.thin(x[:300], y[:300])[1:]) # few are left alone
+    for points in (450, 599, 301): # all columns are of as many points: else a band would become a line in mid-chart
+        thin_x, least, _, greatest = page.thin(np.arange(points), np.arange(points))
+        assert set((greatest - least)[:-1]) == {1} and len(thin_x) <= page.COLUMNS
+
+def test_a_page_without_pictures_says_what_would_give_them(tmp_path):
+    run = write_log(tmp_path / "run", toy_log())
+    draw_page(run)
+    assert any("--val_data DIR" in text for text in Reader(run / "index.html").texts["p"])
+    draw_page(make_run(tmp_path / "other"))
+    assert not any("--val_data DIR" in text for text in Reader(tmp_path / "other/index.html").texts["p"])
 
 def test_a_resumed_log_counts_a_step_once_and_takes_its_last_flags(tmp_path):
     run = make_run(tmp_path / "run", lr=1)

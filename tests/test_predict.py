@@ -457,6 +457,15 @@ def test_ctrl_c_keeps_what_is_drawn_and_ends_in_one_line(tmp_path, photos, start
     result = run_script("predict.py", *flags, 300)
     assert 0 < drawn < 3 and result.status == 0 and f"{drawn} of 3 pictures are there" in result.out
 
+def test_a_shape_that_is_bent_is_a_warning(tmp_path, photos):
+    """By rounding to 32, or by a height without a width; both together are meant."""
+    for flags, named in (([], None), (["--target_pixels", 4900], "sides rounded"),
+                         (["--height", 96], "height alone changes"), (["--height", 96, "--width", 32], None)):
+        result = run_script("predict.py", "--image", photos[1], "--prompt", "x", "--num_inference_steps", 2, "--out",
+                            tmp_path / "a.png", "--cache_dir", tmp_path / "cache", *map(str, flags))
+        lines = [line for line in result.err.splitlines() if "warning" in line]
+        assert result.status == 0 and len(lines) == bool(named) and (not named or named in lines[0]), result.err
+
 def test_one_picture_goes_to_out_dir_if_it_is_given(tmp_path, photos):
     result = draw("--image", photos[1], photos[0], "--prompt", "x", "--lora", "", "--out_dir", tmp_path / "o")
     assert [p.name for p in tmp_path.glob("o/*")] == [photos[1].name], result.err

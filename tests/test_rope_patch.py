@@ -46,6 +46,12 @@ def test_a_missing_size_is_a_key_error_that_names_it(lacking):
     with pytest.raises(KeyError, match=rf"\b{lacking}: not in embeddings"):
         rope_patch.get_image_shapes_multi_resolution(sizes | {"n_controls": 2}, 1)
 
+def test_a_pair_of_cos_and_sin_is_refused_with_what_is_wanted():
+    x_BSHD, freqs = torch.zeros(1, 3, 2, 8), torch.ones(3, 4)
+    with pytest.raises(ValueError, match="tuple.*want a complex tensor"):
+        rope_patch.apply_rotary_emb_qwen_batched(x_BSHD, (freqs, freqs))
+    assert torch.equal(rope_patch.apply_rotary_emb_qwen_batched(x_BSHD, torch.complex(freqs, 0 * freqs)), x_BSHD)
+
 def test_latents_are_padded_with_zeros_and_a_mask_says_where():
     samples = [torch.randn(n, C) for n in (8, 12, 6)]
     for max_len, width in ((None, 12), (15, 15)):

@@ -169,6 +169,14 @@ def test_sizes_that_nobody_wrote_are_not_guessed(tmp_path, today):
         errors = import_cache(source, tmp_path / "out").errors
         assert len(errors) == 1 and is_one_line(errors[0], "cat.safetensors", *named), errors
 
+def test_raw_latents_are_refused_with_what_is_wanted(tmp_path, today):
+    """S3's form: (1, channels, 1, height, width) instead of rows."""
+    (tmp_path / "old").mkdir()
+    raw = old_dictionary(today, 64, 96) | dict(pixel_latent=torch.zeros(16, 1, 8, 12))
+    safetensors.torch.save_file(raw, tmp_path / "old/cat.safetensors")
+    [error] = import_cache(tmp_path / "old", tmp_path / "out").errors
+    assert is_one_line(error, "cat.safetensors", "[16, 1, 8, 12]", "packed rows (tokens, 64)"), error
+
 def test_a_pt_file_is_refused_with_the_line_that_converts_it(tmp_path, today):
     source = tmp_path / "it's old"
     source.mkdir()

@@ -1,5 +1,6 @@
 """train.py: its stream, its loss, optimizer, checkpoints and validation. What it computes: test_consistency.py."""
 import functools
+import gc
 import importlib.util
 import math
 import os
@@ -349,7 +350,45 @@ def test_a_bad_flag_is_one_line_before_anything_slow(small, tmp_path, monkeypatc
     assert status == 2 or is_one_line(result.errors[-1])
     assert not (tmp_path / "a/checkpoint-000002").exists()
 
+WARNINGS = { # flags of a training on pairs of 64x64, or of two shapes -> what is warned of
+    "--sample_every 1": "--sample_every: nothing will be generated", "--max_tokens 9": "--max_tokens 9: cat has ",
+    "--mask_foreground_weight 5": "there is no mask", "--target_pixels 512x512": "cat: 512x512 is slow",
+    "--mask auto --mask_foreground_weight 5": None, "--target_pixels 320x320": None}
+
+@pytest.mark.parametrize("flags", WARNINGS)
+def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tmp_path, flags, monkeypatch):
+    data, named = add_item(tmp_path / "data", "cat"), WARNINGS[flags]
+    monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: sys.exit(7))
+    result = train(data, tmp_path, *flags.split())
+    lines = [line for line in result.err.splitlines() if "warning" in line]
+    assert result.status == 7 and len(lines) == bool(named) and (not named or named in lines[0]), result.err
+
+@pytest.mark.parametrize("flags, named", [
+    (["--mask_foreground_weight", 0, "--mask_background_weight", 0], "both mask weights are 0"),
+    (["--lora_rank", 100_000], "--lora_rank 100000")])
+def test_what_cannot_be_meant_is_refused_before_anything_is_encoded(tmp_path, data, monkeypatch, flags, named):
+    monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: sys.exit(7)) # or gigabytes would be taken
+    result = train(data, tmp_path, *flags)
+    assert result.status == 1 and is_one_line(result.errors[0], named), result.err
+
 # ---- runs and their folders ------------------------------------------------------------------------------------------
+
+def test_a_run_that_fails_before_its_log_leaves_no_folder_and_no_file_of_others_goes(tmp_path, data):
+    """A damaged picture is found behind the lock of the folder."""
+    (data / "control/cat.png").write_text("no picture")
+    (tmp_path / "kept").mkdir()
+    for folder in ("new", "kept"):
+        result = run_script("train.py", "--data", data, "--val_data", "--out_dir", tmp_path / folder)
+        assert result.status == 1 and "cat.png" in result.err, result.err
+        gc.collect() # a process would end here
+        assert not (tmp_path / folder).exists()
+    result = run_script("train.py", "--data", data, "--val_data", "--out_dir", tmp_path / "new", "--skip_bad",
+                        "--max_steps", 3, "--batch_size", 1, "--lora_rank", 1)
+    gc.collect()
+    assert result.status == 0 and (tmp_path / "new/log.jsonl").exists(), result.err
+    steps = [line for line in result.out.splitlines() if line.startswith("step ")]
+    assert [bool(re.search(r"\| \d:\d\d:\d\d left$", line)) for line in steps] == [False, True, True]
+
 
 def old_info(part):
     if "config" in part:
@@ -439,7 +478,7 @@ def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
         ranks = start_ranks(start, *small.flags, "--max_steps", 10, preludes=(here, here))
         assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
     assert (folders[1] / "DONE").exists() and len(list((tmp_path / "out").iterdir())) == 2
-    assert re.findall(r"^step (\d+)/10 .* \| 0:00:00 left$", ranks[0].output(), re.M) == ["10"]
+    assert re.findall(r"^step (\d+)/10 .* \| 0:00:\d\d left$", ranks[0].output(), re.M) == [*map(str, range(2, 11))]
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 

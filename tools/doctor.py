@@ -44,14 +44,11 @@ from PIL import Image, ImageChops
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
-import cache
 import common
-from cache import CONDITION_IMAGE_SIZE, is_plus
 from common import InputError, fit_size, pixels, read_image
 from extras.mask import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
                            inverse, remaining_motion)
 from extras.sheet import contact_sheet, shown_prompt, thumbnail
-from predict import save_png
 from tools.import_data import picture_suffix, places_of, write_caption
 from tools.page_common import card, link, node, save_page, section, table, tile, to_jpeg
 
@@ -143,6 +140,7 @@ def examine_sample(sample, args):
     and control for find_twins). InputError if something is wrong."""
     (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
     if sample.mask:
+        import cache # takes seconds, here and below; -h does not need it
         cache.check_mask(sample.mask, (w, h))
     pictures = [read_image(path) for path in [sample.target, *sample.controls, *filter(None, [sample.mask])]]
     controls = [fit_size(size, args.control_pixels, args.upscale) for size in control_sizes]
@@ -161,6 +159,7 @@ def examine(samples, pipe, args):
     """-> (good samples, rows of report.json, {kind: [(description, index of the sample and of its twin, if it has
     one)]}, problems)."""
     good, rows, findings, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
+    import cache
     threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
     examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
     bar = tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)
@@ -171,7 +170,9 @@ def examine(samples, pipe, args):
             problems.append(str(e))
             continue
         if pipe: # outside of the threads, as a tokenizer serves one thread at a time
-            area, upscale = (CONDITION_IMAGE_SIZE, True) if is_plus(pipe) else (args.control_pixels, args.upscale)
+            area, upscale = (args.control_pixels, args.upscale)
+            if cache.is_plus(pipe):
+                area, upscale = cache.CONDITION_IMAGE_SIZE, True
             prompt_sizes = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
             row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
         for kind, words in of_sample.items():
@@ -204,6 +205,7 @@ def difference_cells(sample):
 def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
     """Writes FOLDER/sheet_KIND_PAGE.png, with 24 entries on each sheet -> the section of the page with the first 24.
     entries: [(description, indices of samples)]; cells(sample) -> its pictures; titles: one for each cell."""
+    from predict import save_png
     cards = []
     for page, start in enumerate(range(0, len(entries), 24), 1):
         rows = []
@@ -296,6 +298,7 @@ def shared_box(motion, size, control_size):
 
 def repair(sample):
     """Aligns a copied sample in place, and saves it as PNG -> None, or why it cannot be repaired."""
+    from predict import save_png
     target, control = read_image(sample.target), read_image(sample.controls[0])
     mask = read_image(sample.mask).convert("L") if sample.mask else None
     aligned = align_pair(target, control, mask)
@@ -405,6 +408,7 @@ def write_page(out, title, samples, numbers, findings, problems, aligned, args):
 
 def main():
     args = read_flags()
+    import cache
     out = args.out or Path("out", cache.run_name("doctor", args.data))
     parts = ["tokenizer", "processor", "scheduler"]
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))

@@ -16,8 +16,6 @@ import common
 from common import InputError, Sample
 from rope_patch import get_image_shapes_multi_resolution
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
-
 def as_safetensors(path):
     """-> a command that converts a pickled dictionary of tensors and numbers without running the pickle's code."""
     code = ("import sys, torch, safetensors.torch as s; "
@@ -52,6 +50,9 @@ def read_old(path):
             tensors[name] = tensors[name][tensors.get(name + "s_mask", torch.ones(len(tensors[name]))).bool()]
             tensors[name + "s_mask"] = torch.ones(len(tensors[name]), dtype=torch.bool)
         rows = [tensors[name] for name in ("pixel_latent", "control_latent", "prompt_embed")]
+        if raw := [list(t.shape) for t in rows[:2] if t.ndim != 2]:
+            raise ValueError(f"latents of shape {raw[0]}: packed rows (tokens, 64) are wanted, of 2x2 pixels with 16 "
+                             "channels")
         if len(shapes) == 1 and len(rows[1]) == len(rows[0]): # older caches have one size for both pictures
             shapes *= 2
         if any(len(shape) != 3 or min(shape) < 1 or shape[0] > 1 for shape in shapes):

@@ -15,7 +15,8 @@ $ python tools/import_data.py SOURCE OUT --columns target=dst control=src,ref pr
 $ python tools/import_data.py faces.csv OUT --alone                                 # pictures without controls
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
-NAME_mask or NAME-masklabel. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
+NAME_mask or NAME-masklabel. Where no two names agree, an ending that all pictures of a folder have is left out, such as
+-Edit, _after or -Bearbeitet. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
 become one prompt (in OUT each line is a prompt of its own). The pictures in OUT are hard links where the disk allows
 it: they take no space, but a program that changes one in place changes the original too. A table or configuration that
 you give may refer to any file. A table that is found in a folder, which may come from strangers, may refer only to
@@ -42,7 +43,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import common
 from common import InputError, error_line
-from tools import import_cache
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
@@ -59,6 +59,7 @@ COLUMNS = dict(
     mask=("mask", "mask_image", "mask_img", "edit_mask", "control_mask"),
     prompt=("prompt", "caption", "text", "instruction", "edit_prompt", "edit_instruction"))
 TABLES, CONFIGS = (".jsonl", ".json", ".csv", ".tsv"), (".toml", ".yaml", ".yml")
+CACHES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
 
 def role_of(name, names_of):
@@ -67,6 +68,10 @@ def role_of(name, names_of):
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
+# endings that programs and people give to edited pictures and to their originals, in small letters
+ENDINGS = [mark + word for mark in "-_ ." for word in (
+    "edit edited after target output result retouched bearbeitet final before original orig control source input raw"
+    .split())]
 BESIDE = {"_mask": "mask", "-masklabel": "mask", "-condlabel": ("control", 0, 0)} # endings of pictures beside a target
 WHY_NOT = dict(dict.fromkeys(["picture", "caption"], "no target has this name; rename or delete it"),
                other="this script cannot read such pictures; convert it to PNG or delete it",
@@ -91,6 +96,36 @@ def list_files(folders):
                 files[role, stem, kind] = paths
     return files
 
+def agree(files):
+    """Whether a control has the name of a target, or this name with a number behind it."""
+    names = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
+    controls = [(role, stem, kind) for role, stem, kind in files if isinstance(role, int)]
+    return any(meanings(*key, names) for key in controls if key[2] == "picture")
+
+def cut_endings(files):
+    """list_files's files, with stems without the ending of ENDINGS that all pictures of their folder have."""
+    endings = {} # of each role
+    for role in {role for role, *_ in files}:
+        names = [stem.split("/")[-1].lower() for r, stem, kind in files if (r, kind) == (role, "picture")]
+        endings[role] = [end for end in ENDINGS if all(name.endswith(end) and name != end for name in names)]
+    cut = {}
+    for (role, stem, kind), paths in files.items():
+        end = next((end for end in endings[role] if stem.lower().endswith(end)), "")
+        cut.setdefault((role, stem[:len(stem) - len(end)], kind), []).extend(paths)
+    return cut
+
+def why_none_agrees(files, folders):
+    """-> what a person has to know if no control has a target's name: a name of each side, or what is not read."""
+    shown = []
+    for role in [role for role in folders if role != "mask"]:
+        pictures = [paths[0].name for (r, _, kind), paths in files.items() if (r, kind) == (role, "picture")]
+        others = {path.suffix.lower() for path in folders[role].rglob("[!.]*") if path.is_file()} - {".txt", ".json"}
+        if not pictures and others:
+            return f"{folders[role]} has no picture that is read, only {', '.join(sorted(others))}: export them as JPEG"
+        shown += pictures[:1]
+    target, *controls = shown
+    return f"target {target}, control {', '.join(controls) or '-'}: but for suffixes the names must be equal"
+
 def meanings(role, stem, kind, targets):
     """-> what a file may be, by its name: [(name of a target, what)]. what: "target", "caption", "mask", "spare
     caption" (a control's), or ("control", number of its folder, its number in that folder)."""
@@ -105,9 +140,9 @@ def meanings(role, stem, kind, targets):
             readings += [(stem.removesuffix(end), what) for end, what in BESIDE.items() if stem.endswith(end)]
     return [(name, what) for name, what in readings if name in targets]
 
-def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None):
+def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None):
     """Reads folders in which file names match -> (samples, problems). controls: list of folders; suffix: of the caption
-    files; prompt: for targets that have no caption."""
+    files; prompt: for targets that have no caption; trigger: the word that [trigger] stands for in captions."""
     folders = {"target": target, **dict(enumerate(controls))}
     if mask:
         folders["mask"] = mask
@@ -120,6 +155,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         raise InputError(f"{controls[0]}: a folder of controls, which --alone excludes; leave --alone out, or give "
                          "OUT --target DIR --alone")
     files = list_files(folders)
+    if controls and not agree(files) and agree(cut_endings(files)):
+        files = cut_endings(files)
     images = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
     beside -= {stem for role, stem, kind in files if (role, kind) == ("target", "caption")} # only targets have captions
@@ -132,13 +169,14 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
             problems += [error_line(f"{path}: not used: {WHY_NOT[key[2]]}") for path in paths]
     kinds = {what for own in targets.values() for what in own}
     if targets and not alone and not any(what == "unclear" or what[0] == "control" for what in kinds):
-        raise InputError(f"{target}: no control has the name of one of these targets; {ASK}, or add --alone if there "
-                         "are no controls")
+        raise InputError(f"{target}: no control has the name of one of these targets "
+                         f"({why_none_agrees(files, folders)}); rename one side, or name other folders: OUT --target "
+                         "DIR --control DIR, or add --alone if there are no controls")
     for name, own in targets.items():
         try:
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
-            path, caption = read_caption(own, own_controls, suffix, prompt)
+            path, caption = read_caption(own, own_controls, suffix, prompt, trigger)
             samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, [caption],
                                               *own.get("mask", [])))
         except InputError as e:
@@ -167,9 +205,9 @@ def check_files(name, files, targets, controls, alone):
             raise InputError(f"{target}: {fault} in {folder}; name the first one like the target, further ones with "
                              "_1, _2, ... behind it")
 
-def read_caption(files, controls, suffix, prompt):
-    """-> (file of a target's caption, its text). files: the target's {what: paths}; prompt: its caption if it has no
-    file."""
+def read_caption(files, controls, suffix, prompt, trigger):
+    """-> (file of a target's caption, its text). files: the target's {what: paths}; prompt, trigger: as for
+    read_folders."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
@@ -182,9 +220,10 @@ def read_caption(files, controls, suffix, prompt):
     text = common.read_text(captions[0]).strip()
     if suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
-    if "[trigger]" in text:
-        raise InputError(f"{captions[0]}: contains [trigger]; write the word itself")
-    return captions[0], text
+    if "[trigger]" in text and not trigger:
+        raise InputError(f"{captions[0]}: contains [trigger]; write the word itself, or give the .yaml with its "
+                         "trigger_word as SOURCE")
+    return captions[0], text.replace("[trigger]", str(trigger))
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -200,9 +239,13 @@ def read_rows(table):
         return [(f"{table}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if table.suffix == ".json":
         try:
-            return [(f"{table}:{n}", row) for n, row in enumerate(json.loads(text), 1)]
+            rows = json.loads(text)
+            if not isinstance(rows, list):
+                raise TypeError(f"it is {text.strip():.40}")
         except Exception as e: # a foreign file can fail in any way
             raise InputError(f"{table}: no JSON list ({e}); it must list an object for each sample")
+        refuse_simpletuner(table, rows)
+        return [(f"{table}:{n}", row) for n, row in enumerate(rows, 1)]
     csv.field_size_limit(2**31 - 1) # cache.py reports prompts that are too long
     separator = max(",;\t", key=re.split("[\r\n]", text)[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells", strict=True)
@@ -217,6 +260,18 @@ def read_rows(table):
     except csv.Error as e: # e.g. a quote that is never closed, and would swallow the rest of the file
         raise InputError(f"{table}:{line}: a broken cell after this line ({e}); close its quote")
     return rows
+
+def refuse_simpletuner(table, rows):
+    """InputError, with the flags that do it, if this is SimpleTuner's multidatabackend.json, a list of folders."""
+    folders = {row.get("id"): row for row in rows if isinstance(row, dict) and row.get("instance_data_dir")}
+    if not folders:
+        return
+    controls = [row for row in folders.values() if row.get("dataset_type") == "conditioning"]
+    targets = [row for row in folders.values() if row not in controls]
+    words = [flag + "".join(f" {row['instance_data_dir']}" for row in rows) for flag, rows in (
+        ("--target", targets[:1]), ("--control", controls)) if rows]
+    raise InputError(f"{table}: SimpleTuner's list of folders, no table of samples; give the folders: OUT "
+                     f"{' '.join(words)}")
 
 def read_parquet(table):
     """Yields (where, row). It reads a few rows at a time, as they may contain pictures."""
@@ -339,7 +394,7 @@ def read_tables(tables, anywhere, folder, columns, alone):
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
 # settings that the script does not convert; it prints a line if one of them is set
-NOT_CONVERTED = ("num_repeats", "trigger_word", "default_caption", "multiple_target", "is_reg")
+NOT_CONVERTED = ("num_repeats", "default_caption", "multiple_target", "is_reg")
 
 def read_config(path):
     """-> for each dataset in a configuration the arguments of read_folders or read_tables."""
@@ -354,7 +409,8 @@ def read_config(path):
             datasets = [process | dataset for process in processes for dataset in process["datasets"]]
             parts = [aitoolkit_part(path, dataset) for dataset in datasets]
     except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{path}: no datasets of pictures in it ({type(e).__name__}: {common.first_words(e)}); {ASK}")
+        why = f"no {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {common.first_words(e)}"
+        raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
     for key in NOT_CONVERTED:
         if any(dataset.get(key) not in (None, "", 1, False) for dataset in datasets):
             print(f"{path}: {key} is not converted" + "; use train.py --repeats" * (key == "num_repeats"))
@@ -378,15 +434,15 @@ def musubi_part(config, dataset):
                 suffix=caption_suffix(dataset.get("caption_extension", "txt")))
 
 def aitoolkit_part(config, dataset):
-    """ai-toolkit's settings of a dataset -> arguments of read_folders. Its controls are control_path, a string or a
-    list, and control_path_1 or control_path2, ..., which may be null."""
+    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders. Its controls are control_path, a
+    string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
     for key in sorted(dataset):
         if re.fullmatch(r"control_path(_?\d)?", key) and dataset[key]:
             controls += dataset[key] if isinstance(dataset[key], list) else [dataset[key]]
     return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
                 mask=locate(config, dataset["mask_path"]) if dataset.get("mask_path") else None,
-                suffix=caption_suffix(dataset.get("caption_ext", "txt")))
+                suffix=caption_suffix(dataset.get("caption_ext", "txt")), trigger=dataset.get("trigger_word"))
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
 
@@ -455,10 +511,11 @@ def find_parts(source, columns, alone):
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems)."""
     source = args.target or args.source
-    old = [path for path in [source, *sorted(source.glob("*"))] if path.suffix in import_cache.SUFFIXES]
+    old = [path for path in [source, *sorted(source.glob("*"))] if path.suffix in CACHES]
     if old and not args.target and not args.alone and not find_folders(source):
         if args.prompt:
             raise InputError(f"--prompt: {source} is a cache of version 1.0, with encoded prompts; leave --prompt out")
+        from tools import import_cache # takes seconds; other sources do not need it
         return import_cache.convert_cache(old, tmp / "out")
     if args.target:
         parts = [dict(target=args.target, controls=args.control, mask=args.mask)]
@@ -514,6 +571,9 @@ def main():
         parser.error("argument --target: missing; --control and --mask need it")
     if args.out.exists():
         raise InputError(f"{args.out}: already exists; give another folder")
+    for folder in [args.target, args.mask, *args.control]:
+        if folder and folder.resolve() in args.out.resolve().parents:
+            raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:

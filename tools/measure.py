@@ -28,6 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import diffusers
 import numpy as np
 import torch
 from PIL import Image, ImageFilter
@@ -142,7 +143,10 @@ def main():
     parser.add_argument("--device", choices=devices, default=devices[-1], help="where the VAE runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file (default: none)")
     args = parser.parse_args()
+    if not any(args.results.glob("*.png")): # or each sample would be an error
+        raise InputError(f"{args.results}: no PNG in it; give predict.py's --out_dir")
     (samples, problems), pipe = common.read_dataset(args.dataset), None
+    diffusers.utils.logging.disable_progress_bar()
     if args.model != "none":
         pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
         cache.load_encoder(pipe, "vae", SimpleNamespace(dtype="float32", vae_device=args.device))

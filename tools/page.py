@@ -22,7 +22,6 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
-import cache
 import common
 from common import InputError, Parser, natural
 from tools.page_common import card, link, node, save_page, section, size_of, table, thumbnail, tile
@@ -103,10 +102,11 @@ def smooth(x, y):
     return x[n - 1:], (sums[n:] - sums[:-n]) / n
 
 def thin(x, y):
-    """Splits the points into COLUMNS parts, or into single points if there are fewer -> the mean x, and the least, mean
-    and greatest y of each part."""
+    """Splits the points into at most COLUMNS parts -> the mean x, and the least, mean and greatest y of each part."""
+    size = math.ceil(len(x) / COLUMNS) # all parts but the last have this many points: others would look like a change
+
     def of_parts(what, values):
-        return np.array([what(part) for part in np.array_split(values, min(len(values), COLUMNS))])
+        return np.array([what(values[start:start + size]) for start in range(0, len(values), size)])
     return of_parts(np.mean, x), of_parts(np.min, y), of_parts(np.mean, y), of_parts(np.max, y)
 
 def short(value):
@@ -274,10 +274,15 @@ def pictures(runs, page):
                   max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
     remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
                   "picture to compare it with another one; the arrow keys change the step.", class_="detail")
-    return section("Validation pictures", remark, slider, *cards) if cards else None
+    if not cards:
+        remark = node("p", "There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
+                      "what the LoRA makes of them. predict.py --image draws any picture with it.", class_="detail")
+        return section("Validation pictures", remark)
+    return section("Validation pictures", remark, slider, *cards)
 
 def find_samples(roots):
     """-> {"root/name": Sample} of those datasets that are on this machine."""
+    import cache # takes seconds; -h does not need it
     by_name = {}
     for root in roots:
         with contextlib.suppress(InputError):

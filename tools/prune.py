@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import cache
 import common
 
 def main():
@@ -19,6 +18,7 @@ def main():
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
     parser.add_argument("--delete", action="store_true", help="delete these files")
     args = parser.parse_args()
+    import cache # takes seconds; -h does not need it
     if not (args.cache_dir / "latents").is_dir():
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; give cache.py's "
                                 "--cache_dir")
