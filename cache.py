@@ -94,9 +94,9 @@ def parse_data_args(parser, tiny):
     if args.val_data is None:
         is_demo = args.data == TINY["data"]
         args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known")] if is_demo else []
-    if not args.data or not all(args.data):
+    if not args.data:
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
-    if len(set(args.data)) < len(args.data):
+    if len({Path(root).resolve() for root in args.data}) < len(args.data):
         parser.error("argument --data: names a dataset twice; leave one out; --repeats uses it more often")
     if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
         parser.error("argument --data: an index holds a whole training's samples with their masks; give it alone, "
@@ -582,7 +582,7 @@ def write_index(path, samples, geometry, fingerprints):
     index = dict(version=VERSION, models=fingerprints, geometry=geometry, samples=rows)
     data = json.dumps(index, default=below).replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
     if not path.is_file() or path.read_bytes() != data:
-        common.write_file(path, data)
+        common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
 
 def read_index(path):
     """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
@@ -649,7 +649,8 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
                 write_index(index, encoded, geometry, encoder_fingerprints(folder))
                 print(f"{index}: {len(encoded)} samples")
     if rank == 0:
-        print(describe(samples))
+        if hints := common.find_extra("hints"):
+            print(hints.describe(samples, val_samples))
     return samples, val_samples, geometry
 
 def plan_training(pipe, folder, args):
@@ -694,30 +695,16 @@ def plan_training(pipe, folder, args):
     val_samples, _ = read_roots(args.val_data, val_texts_of, val_geometry)
     if alone := [sample.name for sample in val_samples if not sample.controls]:
         raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be generated; leave it out")
+    places = {(sample.root, sample.name.replace("/", "-")) for sample in val_samples} # in train.py's samples/
+    if len(places) < len(val_samples):
+        raise InputError(f"--val_data {' '.join(args.val_data)}: two pictures of it would have one name (a/b and a-b "
+                         "are one, too); rename one, or its folder")
     # the base shall answer the other instructions, not the one that is being trained
     for sample in samples:
         if learned := {prompt.strip() for prompt in preserve_prompts} & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
     print_problems(problems) # now, as the encoding may take hours
     return samples, val_samples, geometry, problems
-
-def describe(samples):
-    """What will be trained, and a warning of what rounding to 32 pixels does to a shape."""
-    words = f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"
-    if alone := sum(not s.controls for s in samples):
-        words += f", {alone} of them without a control: text-to-image"
-    # how much the aspect of each target changes, at each of its sizes
-    distortions = []
-    for s in samples:
-        width, height = s.sizes[0]
-        for encoding in s.encodings:
-            _, h, w = encoding["img_shapes"][0]
-            distortions.append((abs(w / h * height / width - 1), s.name))
-    distortion, name = max(distortions)
-    if distortion > 0.1:
-        words += (f"\nwarning: {name}: sides rounded to 32 change its aspect by {distortion:.1%}; a larger "
-                  "area bends it less")
-    return words
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
 """
 What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
-folder.
+folder. What a person should know of the data before a training.
 """
 import difflib
+import re
+import sys
 
 OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
     lr="learning_rate", lora_rank="rank network_dim linear", lora_alpha="linear_alpha network_alpha",
@@ -37,6 +39,48 @@ def explain(message, known):
     words = message.removeprefix(begin).split()
     flags = [word for word in words if word.startswith("--")] or words[:1] or ["''"] # a blank one, of --flag "$EMPTY"
     return "; ".join(explain_word(word, known) for word in flags)
+
+
+def refuse_slips(parser):
+    """parser.error for a flag whose values argparse would partly drop, or whose empty one would mean this folder."""
+    for flag in "--data --image --lora".split():
+        if parser.given().count(flag) > 1:
+            parser.error(f"argument {flag}: given twice; put all values behind one")
+    flag = ""
+    for word in sys.argv[1:]:
+        name, _, value = word.partition("=")
+        if name.startswith("--"):
+            flag, empty = name, word == f"{name}="
+        else:
+            empty = word == ""
+        if empty and re.fullmatch("--(image|jobs|model|transformer|.*data|.*dir|align|json|out)", flag):
+            parser.error(f"argument {flag}: empty; give a name, or leave it out")
+
+
+def describe(samples, val_samples):
+    """-> lines: what will be trained, how much of it is validated, too, and what rounding to 32 pixels does to a
+    shape."""
+    lines = [f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"]
+    if alone := sum(not s.controls for s in samples):
+        lines[0] += f", {alone} of them without a control: text-to-image"
+    # files of latents are named after the content of the pictures
+    trained = {encoding["file"].stem for s in samples for encoding in s.encodings}
+    if shared := [s.name for s in val_samples if s.encodings[0]["file"].stem in trained]:
+        lines.append(f"warning: {len(shared)} of {len(val_samples)} samples of --val_data have pictures that are also "
+                     f"trained, for instance {shared[0]}: they do not tell what the LoRA makes of others; move such "
+                     "pairs, do not copy them")
+    # how much the aspect of each target changes, at each of its sizes
+    distortions = []
+    for s in samples:
+        width, height = s.sizes[0]
+        for encoding in s.encodings:
+            _, h, w = encoding["img_shapes"][0]
+            distortions.append((abs(w / h * height / width - 1), s.name))
+    distortion, name = max(distortions)
+    if distortion > 0.1:
+        lines.append(f"warning: {name}: sides rounded to 32 change its aspect by {distortion:.1%}; a larger area bends "
+                     "it less")
+    return "\n".join(lines)
 
 
 def explain_folder(names, wanted):

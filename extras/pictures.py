@@ -77,4 +77,4 @@ def digest_of(text):
 def write_memory(path, remembered):
     text = json.dumps(remembered, sort_keys=True)
     with contextlib.suppress(InputError): # nothing is lost but time
-        write_file(path, f"{digest_of(text)}\n{text}".encode())
+        write_file(path, f"{digest_of(text)}\n{text}".encode(), rb"\A[0-9a-f]{64}\n\{")

@@ -512,8 +512,7 @@ def main():
         common.make_sample("--prompt", args.out, "", None, [], [args.prompt]) # raises InputError for a bad prompt
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
-    if args.out.exists():
-        raise InputError(f"{args.out}: already exists; give another folder")
+    common.refuse_to_replace(args.out)
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
