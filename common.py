@@ -445,7 +445,7 @@ def read_dataset(root, job_types=None):
     root = Path(root)
     folders = find_folders(root) if root.is_dir() else {}
     manifest = root if root.is_file() else root / "metadata.jsonl"
-    if folders and folders["target"].is_dir():
+    if folders and os.path.lexists(folders["target"]): # (a file of that name cannot be read as a folder)
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
         samples, problems = read_manifest(manifest, job_types)
@@ -463,8 +463,8 @@ def find_folders(data):
     folders = {}
     for role, names in FOLDERS.items():
         here = [data / name for name in names if os.path.lexists(data / name)]
-        if len(here) > 1 or here and not here[0].is_dir(): # a file called control would mean pictures alone
-            raise InputError(f"{here[-1]}: is no folder, or means the same as {here[0].name}/; keep one folder")
+        if len(here) > 1:
+            raise InputError(f"{here[1]}: means the same as {here[0].name}/; keep one of them")
         folders[role] = here[0] if here else data / role
     return folders
 
@@ -472,7 +472,7 @@ def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or "link" for a link
     to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
     def unreadable(e):
-        raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mount it, or fix its permissions")
+        raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
     if not os.path.lexists(folder): # control/ and mask/ need not be there
         return {}
     found = {}

@@ -6,7 +6,6 @@ $ python -m pytest -q tests/test_nothing_lost.py
 """
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -18,8 +17,8 @@ from PIL import Image
 
 import common
 import predict
-from tests.harness import (HERE, TINY, add_item, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save,
-                           train_demo)
+from tests.harness import (HERE, TINY, add_item, is_one_line, lora_file, lora_tensors, paint_picture, run_script,
+                           save)
 
 # ---- which flags name an output --------------------------------------------------------------------------------------
 
@@ -27,7 +26,8 @@ from tests.harness import (HERE, TINY, add_item, is_one_line, lora_file, lora_te
 OUTPUTS = """
 cache.py --cache_dir; predict.py --cache_dir --out --out_dir; train.py --cache_dir --out_dir
 tools/convert_lora.py --out; tools/doctor.py --align --out; tools/gpu_check.py --out; tools/import_data.py out
-tools/measure.py --json; tools/page.py --out run; tools/prune.py cache_dir; tiny/make_data.py --out; tiny/make_tiny.py --out
+tools/measure.py --json; tools/page.py --out run; tools/prune.py cache_dir
+tiny/make_data.py --out; tiny/make_tiny.py --out
 """
 OTHERS = """
 --model --data --val_data --device --vae_device --text_encoder_device --transformer_device --preserve_prompts --image
@@ -42,7 +42,7 @@ def flags_of(script, monkeypatch):
 
     def note(parser, *args, **kwargs):
         for action in parser._actions:
-            if action.nargs != 0 and not action.choices and any(map(lambda text: takes(action, text), NAMES)):
+            if action.nargs != 0 and not action.choices and any(takes(action, name) for name in NAMES):
                 found.append((action.option_strings or [action.dest])[0])
         raise SystemExit(0)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
@@ -61,12 +61,13 @@ def takes(action, text):
     return True
 
 def listed(text):
-    """-> {script or "": names}."""
+    """-> {script, or "" for all scripts: names}."""
     names = {}
-    for part in re.split("[;\n]", text.strip()):
-        first, *more = part.split()
-        names.setdefault(*(("", []) if first.startswith("-") else (first, [])))
-        names["" if first.startswith("-") else first] += [first, *more] if first.startswith("-") else more
+    for part in filter(None, re.split(r"\s*[;\n]\s*", text)):
+        script, *of_script = part.split()
+        if script.startswith("-"):
+            script, of_script = "", [script, *of_script]
+        names.setdefault(script, []).extend(of_script)
     return names
 
 SCRIPTS = sorted(path.relative_to(HERE).as_posix() for pattern in ("*.py", "tools/*.py", "tiny/*.py", "extras/*.py")
@@ -85,6 +86,9 @@ def test_each_flag_that_takes_a_name_is_known_to_be_an_output_or_not(monkeypatch
 
 # ---- what the user has there survives --------------------------------------------------------------------------------
 
+TRAIN = ("--data {made}/data --val_data --cache_dir {made}/c --lora_rank 1 --lr_scheduler constant --batch_size 2 "
+         "--device cpu")
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """What the scripts below read: a run, a LoRA, a dataset, a cache, results, pictures. It is never written to."""
@@ -92,11 +96,9 @@ def made(tmp_path_factory):
     add_item(add_item(folder / "data", "a"), "b")
     for name in ("one/cat", "two/cat"):
         save(paint_picture((64, 64), seed=len(name) + ord(name[0])), folder / f"{name}.png")
-    run = train_demo(folder / "run", "--max_steps", 1, "--lora_rank", 1)
+    run = run_script("train.py", *TRAIN.replace("{made}", str(folder)).split(), "--max_steps", 1, "--out_dir",
+                     folder / "run")
     assert run.status == 0, run.err
-    run = train_demo(folder / "stopped", "--max_steps", 1, "--lora_rank", 1)
-    (folder / "stopped/DONE").unlink()
-    os.symlink("nowhere", folder / "link.json")
     return SimpleNamespace(folder=folder, lora=lora_file(folder, lora_tensors()))
 
 def contents(folder):
@@ -109,25 +111,22 @@ def contents(folder):
             found[path] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
-QUICK = "--num_inference_steps 2 --lora="
+QUICK = "--num_inference_steps 2 --lora= --cache_dir {made}/c"
 CASES = { # script and flag: (command line, with {} for a folder of the user's; the files that are there already)
     "cache.py --cache_dir": [("--data {made}/data --val_data --cache_dir {}", "tiny-data.json")],
-    "train.py --cache_dir": [("--data {made}/data --val_data --max_steps 1 --out_dir {}/new --cache_dir {}",
-                              "tiny-data.json")],
-    "train.py --out_dir": [("--data {made}/data --val_data --max_steps 1 --cache_dir {made}/c --out_dir {} " + more, file)
+    "train.py --cache_dir": [(TRAIN + " --max_steps 1 --out_dir {}/new --cache_dir {}", "tiny-data.json")],
+    "train.py --out_dir": [(TRAIN + " --max_steps 2 --out_dir {} " + more, file)
                            for more, file in (("", "notes.txt"), ("", ".lock"), ("--resume", "log.jsonl"),
                                               ("--resume", "DONE"), ("--resume", ".lock"),
                                               ("--resume", predict.LORA_FILE))],
-    "predict.py --cache_dir": [("--image {made}/one/cat.png --prompt x --out_dir {}/o --cache_dir {} " + QUICK,
+    "predict.py --cache_dir": [("--image {made}/one/cat.png --prompt x --out_dir {}/o " + QUICK + " --cache_dir {}",
                                 "pictures.txt")],
-    "predict.py --out": [("--image {made}/one/cat.png --prompt x --out {}/x.png --cache_dir {made}/c " + QUICK, "x.png"),
-                         ("--image {made}/one/cat.png --prompt x --out {}/x.png --seed 0 1 --cache_dir {made}/c " + QUICK,
-                          "x-s1.png")],
-    "predict.py --out_dir": [("--jobs {made}/data --out_dir {} --cache_dir {made}/c " + QUICK, "a.png"),
-                             ("--jobs {made}/data --out_dir {} --cache_dir {made}/c " + QUICK, "sheet.png"),
-                             ("--image {made}/one --prompt x --out_dir {} --cache_dir {made}/c " + QUICK, "cat.png"),
-                             ("--image {made}/one/cat.png --prompt x --out_dir {} --cache_dir {made}/c " + QUICK,
-                              "cat.png")],
+    "predict.py --out": [("--image {made}/one/cat.png --prompt x --out {}/x.png " + QUICK, "x.png"),
+                         ("--image {made}/one/cat.png --prompt x --out {}/x.png --seed 0 1 " + QUICK, "x-s1.png")],
+    "predict.py --out_dir": [("--jobs {made}/data --out_dir {} " + QUICK, "a.png"),
+                             ("--jobs {made}/data --out_dir {} " + QUICK, "sheet.png"),
+                             ("--image {made}/one --prompt x --out_dir {} " + QUICK, "cat.png"),
+                             ("--image {made}/one/cat.png --prompt x --out_dir {} " + QUICK, "cat.png")],
     "tools/page.py --out": [("{made}/run --out {}/x.html", "x.html"), ("{made}/run --out {}/x.md", "x.md"),
                             ("{made}/run --out {}/photo.png", "photo.png")],
     "tools/page.py run": [("{}", "index.html log.jsonl")],
@@ -168,7 +167,7 @@ def test_a_users_file_survives_where_an_output_is_named(case, number, made, tmp_
     script, flags, files = case.split()[0], *CASES[case][number]
     folder = tmp_path / "theirs"
     if script == "train.py" and "--resume" in flags:
-        shutil.copytree(made.folder / "stopped", folder)
+        shutil.copytree(made.folder / "run", folder)
         if files == "log.jsonl":
             for path in [folder / predict.LORA_FILE, *folder.glob("checkpoint-*")]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -187,22 +186,26 @@ def test_a_users_file_survives_where_an_output_is_named(case, number, made, tmp_
         assert result.status == 0, result.err
     else:
         assert result.status in (1, 2) and len(result.errors) == 1, result.err
-        assert is_one_line(result.errors[0]), result.err
-        assert "Traceback" not in result.err
+        assert is_one_line(result.errors[0], folder) and "Traceback" not in result.err, result.err
+        assert script != "train.py" or files in result.errors[0] or "not empty" in result.errors[0]
 
 @pytest.mark.parametrize("name", ["log.jsonl", ".lock", "DONE", predict.LORA_FILE])
 def test_a_folder_in_the_place_of_a_runs_file_is_one_line(made, tmp_path, name):
-    folder = shutil.copytree(made.folder / "stopped", tmp_path / "run")
+    folder = shutil.copytree(made.folder / "run", tmp_path / "run")
+    flags = [*TRAIN.replace("{made}", str(made.folder)).split(), "--max_steps", 2, "--out_dir", folder, "--resume"]
     (folder / name).unlink(missing_ok=True)
     (folder / name).mkdir()
-    result = train_demo(folder, "--max_steps", 2, "--lora_rank", 1, "--lr_scheduler", "constant", "--resume")
+    result = run_script("train.py", *flags)
     assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], name), result.err
+    (folder / name).rmdir()
+    assert name == "log.jsonl" or run_script("train.py", *flags).status == 0 # nothing else was in the way
 
 # ---- predict.py's own pictures ---------------------------------------------------------------------------------------
 
 def test_two_photographs_of_one_name_keep_two_results(made, tmp_path, monkeypatch):
     """Without --out; the same command again draws nothing; several seeds' sheets are two, too."""
-    common_flags = ["--prompt", "x", "--cache_dir", made.folder / "c", "--out_dir", tmp_path, *QUICK.split()]
+    common_flags = ["--prompt", "x", "--cache_dir", made.folder / "c", "--out_dir", tmp_path, "--num_inference_steps",
+                    2, "--lora="]
     def call(folder, *flags):
         result = run_script("predict.py", "--image", made.folder / folder / "cat.png", *common_flags, *flags)
         assert result.status == 0, result.err
@@ -225,7 +228,7 @@ def test_two_photographs_of_one_name_keep_two_results(made, tmp_path, monkeypatc
 
 def test_out_replaces_only_what_predict_has_drawn(made, tmp_path):
     flags = ["--image", made.folder / "one/cat.png", "--prompt", "x", "--cache_dir", made.folder / "c", "--out",
-             tmp_path / "x.png", *QUICK.split()]
+             tmp_path / "x.png", "--num_inference_steps", 2, "--lora="]
     assert run_script("predict.py", *flags).status == 0
     before = contents(tmp_path)
     assert run_script("predict.py", *flags, "--seed", 5).status == 0
@@ -236,8 +239,8 @@ def test_reports_of_ours_are_written_again(made, tmp_path):
     for _ in range(2):
         for script, *flags in (["tools/page.py", made.folder / "run", "--out", tmp_path / "x.html"],
                                ["tools/doctor.py", made.folder / "data", "--out", tmp_path / "doctor"],
-                               ["tools/measure.py", made.folder / "data/target", made.folder / "data", "--model", "none",
-                                "--json", tmp_path / "x.json"]):
+                               ["tools/measure.py", made.folder / "data/target", made.folder / "data", "--model",
+                                "none", "--json", tmp_path / "x.json"]):
             result = run_script(script, *flags)
             assert result.status == 0, result.err
     assert json.loads((tmp_path / "x.json").read_text())

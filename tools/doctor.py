@@ -78,8 +78,8 @@ TWIN = 4.0 # RMS in levels below which two pictures are the same: re-encoded cop
 OTHER = 16.0 # RMS in levels above which two targets are clearly different
 REPORT = rb'\A\[(\{"name": |\]\s*\Z)' # how a report.json of ours begins
 KINDS = { # {kind of finding: what it means, and what to do}
-    "other picture": "Target and control show different scenes, unlike your other pairs: as a rule one of the two lists "
-    "of files has slipped. Put the right ones together; until then the pair teaches nonsense.",
+    "other picture": "Target and control show different scenes, unlike your other pairs: as a rule one of the two "
+    "lists of files has slipped. Put the right ones together; until then the pair teaches nonsense.",
     "mirrored": "The target shows the control mirrored, and the LoRA would learn to mirror. If that is not the edit, "
     "turn one of the two.",
     "swapped": "The pair changes the other way round than the others with its prompt. Look at it, and let target and "
@@ -90,8 +90,8 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "DIR writes a copy of the dataset in which these are repaired.",
     "recoloured": "All colours have changed, also those of what was not edited. If the edit is a tone, this is right. "
     "Otherwise two exports or white balances differ: make both pictures with the same settings, or leave the pair out.",
-    "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if the "
-    "edit crops or extends pictures; otherwise crop both alike.",
+    "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if "
+    "the edit crops or extends pictures; otherwise crop both alike.",
     "enlarged": "Training would enlarge these pictures, which teaches blur. Train with --no-upscale, or at other "
     "--target_pixels and --control_pixels.",
     "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
