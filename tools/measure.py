@@ -148,16 +148,18 @@ def main():
     args = parser.parse_args()
     if args.json: # it begins like this
         common.refuse_to_replace(args.json, rb'\A\{\n "[^"]*": \{\n  "pictures": \d+')
-    (samples, problems), pipe = common.read_dataset(args.dataset), None
+    samples, problems = common.read_dataset(args.dataset)
+    stems = {picture_stem(sample): sample for sample in samples}
+    ends = ends_of(args.results, stems)
+    if stems and not any((args.results / f"{stem}{end}.png").exists() for stem in stems for end in ends):
+        raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
+    pipe = None
     if args.model != "none":
         pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
         cache.load_encoder(pipe, "vae", SimpleNamespace(dtype="float32", vae_device=args.device))
         pipe.vae.to(args.device)
 
-    groups, stems = {}, {picture_stem(sample): sample for sample in samples}
-    ends = ends_of(args.results, stems)
-    if stems and not any((args.results / f"{stem}{end}.png").exists() for stem in stems for end in ends):
-        raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
+    groups = {}
     for stem, sample in tqdm(stems.items(), desc="measuring", unit=" samples", disable=None, leave=False):
         by_size = {} # what `prepare` returned: the scales and seeds of a sample share it
         for end, scale in ends.items():
