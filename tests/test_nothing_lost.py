@@ -233,6 +233,10 @@ def test_out_replaces_only_what_predict_has_drawn(made, tmp_path):
     before = contents(tmp_path)
     assert run_script("predict.py", *flags, "--seed", 5).status == 0
     assert contents(tmp_path) != before and len(contents(tmp_path)) == 1
+    before = contents(tmp_path)
+    result = run_script("predict.py", *flags[2:], "--image", tmp_path / "x.png") # its own, but now it is read
+    assert result.status == 1 and is_one_line(result.errors[0], "x.png", "is read"), result.err
+    assert contents(tmp_path) == before
 
 def test_reports_of_ours_are_written_again(made, tmp_path):
     """Pages, reports, measurements: the rule must not forbid the second call."""
@@ -244,6 +248,9 @@ def test_reports_of_ours_are_written_again(made, tmp_path):
             result = run_script(script, *flags)
             assert result.status == 0, result.err
     assert json.loads((tmp_path / "x.json").read_text())
+    result = run_script("tools/page.py", made.folder / "run", "--out", tmp_path / "new.jpg") # a page has another suffix
+    assert result.status == 1 and is_one_line(result.errors[0], "new.jpg", ".html"), result.err
+    assert not (tmp_path / "new.jpg").exists()
 
 def test_the_rule(tmp_path):
     path = tmp_path / "x"
