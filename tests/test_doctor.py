@@ -456,6 +456,20 @@ def test_the_doctor_says_what_it_found_and_its_page_begins_with_a_verdict(tmp_pa
         assert doctor.KINDS[kind] in read.texts["p"], kind # what it means, and what to do
     assert doctor.KINDS["moved"] not in read.texts["p"] and doctor.NUMBERS in read.texts["p"]
 
+def test_a_pair_of_different_pictures_is_not_said_to_have_moved_too(tmp_path, monkeypatch):
+    """Between two scenes that says nothing, and --align would try to repair it."""
+    monkeypatch.setattr(doctor, "examine_pair", lambda *_: {"moved": "a lot", "recoloured": "a bit"})
+    pictures = photographs(6)
+    for i, image in enumerate(pictures):
+        save(image, tmp_path / f"data/control/{i}.png")
+        save(pictures[3 if i == 2 else i].resize(image.size), tmp_path / f"data/target/{i}.png")
+        (tmp_path / f"data/target/{i}.txt").write_text("go")
+    args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
+    _, rows, findings, _ = doctor.examine(common.read_dataset(tmp_path / "data")[0], None, args)
+    assert rows[2]["findings"] == ["other picture: shows the control of 3"]
+    for kind in ("moved", "recoloured"):
+        assert [indices for _, indices in findings[kind]] == [[0], [1], [3], [4], [5]]
+
 def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
     for i, image in enumerate(photographs(8)):
         target = image if i == 7 else Image.fromarray((np.asarray(image) * [0.8, 0.95, 1.1]).clip(0, 255)
