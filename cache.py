@@ -94,9 +94,9 @@ def parse_data_args(parser, tiny):
     if args.val_data is None:
         is_demo = args.data == TINY["data"]
         args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known")] if is_demo else []
-    if not args.data or not all(args.data):
+    if not args.data:
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
-    if len(set(args.data)) < len(args.data):
+    if len({Path(root).resolve() for root in args.data}) < len(args.data):
         parser.error("argument --data: names a dataset twice; leave one out; --repeats uses it more often")
     if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
         parser.error("argument --data: an index holds a whole training's samples with their masks; give it alone, "
@@ -583,7 +583,7 @@ def write_index(path, samples, geometry, fingerprints):
     index = dict(version=VERSION, models=fingerprints, geometry=geometry, samples=rows)
     data = json.dumps(index, default=below).replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
     if not path.is_file() or path.read_bytes() != data:
-        common.write_file(path, data)
+        common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
 
 def read_index(path):
     """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
@@ -650,7 +650,8 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
                 write_index(index, encoded, geometry, encoder_fingerprints(folder))
                 print(f"{index}: {len(encoded)} samples")
     if rank == 0:
-        print(describe(samples))
+        if hints := common.find_extra("hints"):
+            print(hints.describe(samples, val_samples))
     return samples, val_samples, geometry
 
 def plan_training(pipe, folder, args):
@@ -695,6 +696,10 @@ def plan_training(pipe, folder, args):
     val_samples, _ = read_roots(args.val_data, val_texts_of, val_geometry)
     if alone := [sample.name for sample in val_samples if not sample.controls]:
         raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be generated; leave it out")
+    places = {(sample.root, sample.name.replace("/", "-")) for sample in val_samples} # in train.py's samples/
+    if len(places) < len(val_samples):
+        raise InputError(f"--val_data {' '.join(args.val_data)}: two pictures of it would have one name (a/b and a-b "
+                         "are one, too); rename one, or its folder")
     # the base shall answer the other instructions, not the one that is being trained
     for sample in samples:
         if learned := {prompt.strip() for prompt in preserve_prompts} & set(sample.prompts):
@@ -703,14 +708,6 @@ def plan_training(pipe, folder, args):
     if hints := common.find_extra("hints"):
         print_problems(hints.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
-
-def describe(samples):
-    """What will be trained."""
-    words = f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"
-    if alone := sum(not s.controls for s in samples):
-        words += f", {alone} of them without a control: text-to-image"
-    masks = common.find_extra("mask")
-    return words + masks.count(samples) if masks else words
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 

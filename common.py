@@ -198,9 +198,8 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         sys.excepthook = end_by_ctrl_c
         for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
             stream.reconfigure(errors="backslashreplace")
-        for flag in "--data --image --lora".split(): # argparse would keep the last one's values only
-            if self.given().count(flag) > 1:
-                self.error(f"argument {flag}: given twice; put all values behind one")
+        if hints := find_extra("hints"):
+            hints.refuse_slips(self)
         return super().parse_args()
 
 def from_hub(name, fetch):
@@ -225,8 +224,6 @@ def parse_args(parser, tiny):
     if is_tiny(args.model):
         parser.set_defaults(**tiny)
         args = parser.parse_args()
-    if not args.cache_dir:
-        parser.error("argument --cache_dir: empty; give a folder")
     cards = find_extra("cuda") # without it a card works as torch sets it up
     if cards:
         cards.refuse_cpu(parser, args)
@@ -239,6 +236,8 @@ def parse_args(parser, tiny):
             parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
         if cards:
             cards.check(parser, name, device, args.dtype)
+        elif device != "cpu" and not torch.cuda.is_available():
+            parser.error(f"argument --{name}: {device} cannot be used; give cpu")
         setattr(args, name, device)
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     for flag, value in vars(args).items():
@@ -347,9 +346,11 @@ def run_ahead(work, items, threads=1, most=1):
 
 # ---- files: written whole or not at all, checked when read -----------------------------------------------------------
 
-def write_file(path, data):
+def write_file(path, data, mark=b""):
     """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
-    there is the old file or the new one, never a part. InputError if the disk is full or may not be written."""
+    there is the old file or the new one, never a part. InputError if the disk is full or may not be written, or if
+    refuse_to_replace(path, mark) raises it."""
+    refuse_to_replace(path, mark)
     path = Path(path)
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
@@ -365,6 +366,17 @@ def write_file(path, data):
             tmp.unlink()
         raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or fix the "
                          "folder's permissions, and run again")
+
+def refuse_to_replace(path, mark=rb"(?!)"):
+    """InputError if something is at `path`, unless a script of ours has written it, and its first bytes match `mark`, a
+    regular expression (by default nothing does). Whatever replaces or deletes a file in a place that you name asks this
+    before the work begins, and write_file once more."""
+    if os.path.isfile(path):
+        with contextlib.suppress(OSError), open(path, "rb") as f:
+            if re.search(mark, f.read(4096)):
+                return
+    if os.path.lexists(path): # also a folder, or a link that leads nowhere
+        raise InputError(f"{path}: already exists, and may be yours; move it elsewhere, or give another name")
 
 def sync_folder(path):
     """A rename is safe from power loss only when the folder is on the disk too (Windows cannot do that)."""
@@ -447,7 +459,7 @@ def read_dataset(root, job_types=None):
         raise InputError(f"{root}: does not exist; check the name")
     folders = find_folders(root) if root.is_dir() else {}
     manifest = root if root.is_file() else root / "metadata.jsonl"
-    if folders and folders["target"].is_dir():
+    if folders and os.path.lexists(folders["target"]): # (a file of that name cannot be read as a folder)
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
         samples, problems = read_manifest(manifest, job_types)
@@ -473,7 +485,7 @@ def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or "link" for a link
     to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
     def unreadable(e):
-        raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mount it, or fix its permissions")
+        raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
     if not os.path.lexists(folder): # control/ and mask/ need not be there
         return {}
     found = {}

@@ -17,8 +17,8 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A picture that already exists with the same settings is not generated again; any other file of its name is
-overwritten. Shape letters as in rope_patch.py.
+encoding. A picture that already exists with the same settings is not generated again. Files that predict.py has not
+made are never overwritten, and its own only by --out, --jobs and folders. Shape letters as in rope_patch.py.
 """
 import argparse
 import io
@@ -64,6 +64,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_w
 SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
                 shift=None)
 TINY_SAMPLING = dict(true_cfg_scale=1.0) # tiny was not trained to go without a prompt
+OURS = rb"tEXtkey\0" # is in every picture that save_png has written
 NOISE_LEVEL = number(float, 1e-6, 1)
 
 # Types of flags, which raise what argparse turns into an error line.
@@ -483,7 +484,7 @@ def save_png(image, path, key=""):
     meta.add_text("key", key)
     meta.add_text("command", shlex.join(["python", *sys.argv]))
     image.save(png, format="PNG", pnginfo=meta)
-    common.write_file(path, png.getvalue())
+    common.write_file(path, png.getvalue(), OURS)
 
 def finished(path, key):
     """Whether an earlier call has saved this picture with the same key. Reads its text chunks only, which precede the
@@ -507,10 +508,9 @@ def read_flags():
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=Path)
     flag("--prompt", None, "the instruction")
     flag("--jobs", None, "jobs.jsonl, or a dataset: many samples in one batch", type=Path)
-    flag("--out", "out.png", "PNG to write for --image FILES (overwritten if it exists)", type=png_name)
-    flag("--out_dir", "out/predict",
-         "folder for the PNGs of --jobs or of an --image folder; if given also for --image FILES, instead of --out",
-         type=Path)
+    flag("--out", None, "PNG to write for --image FILES (default: NAME.png in --out_dir, named after the first, or "
+         "NAME-2.png and so on if that is another picture)", type=png_name)
+    flag("--out_dir", "out/predict", "folder for all other PNGs", type=Path)
     flag("--seed", [0],
          "seed of the noise; several: each sample is generated once per seed", type=JOB_TYPES["seed"], nargs="+")
     flag = parser.group("with which LoRA")
@@ -559,15 +559,11 @@ def read_flags():
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
     if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
         parser.error("argument --image: give --image with --prompt, or --jobs")
-    if args.jobs or args.image[0].is_dir() or "--out_dir" in given:
-        if "--out" in given:
+    if args.out:
+        if args.jobs or args.image[0].is_dir() or "--out_dir" in given:
             parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
-        args.out = None
-    else:
         args.out = Path(args.out)
         args.out_dir = args.out.parent
-        if args.out.resolve() in [path.resolve() for path in args.image]:
-            parser.error(f"argument --out: {args.out} is one of the --image files; give another name")
     return args
 
 def find_geometry(args):
@@ -644,11 +640,11 @@ def picture_stem(sample):
 def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
     """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
-    would be written to one file, or one to `sheet`."""
+    would be written to one file, or one to `sheet`, or over a file that is not ours. sheet: None for --image FILES."""
     # LoRAs go into the key by content, so one that is trained on is another one
     loras = [[file_hash(path), lora_scale] for path, lora_scale in zip(args.lora, args.lora_scale)]
     pictures = []
-    outputs = {sheet}
+    taken = {sheet and sheet.resolve(), *inputs}
     for row, sample in enumerate(samples):
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
@@ -665,16 +661,20 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
             if len(args.scales) > 1:
                 words.append(f"LoRA x {scale:g}")
                 end += f"-x{scale:g}"
-            path = out.with_stem(out.stem + end)
-            if path in outputs:
-                raise InputError(f"{args.jobs or '--image'}: two pictures would be {path}; give each its own name")
-            if path.resolve() in inputs:
-                raise InputError(f"{path}: would overwrite a picture that is read; give another --out_dir or --out")
-            outputs.add(path)
             # its key: the encoded files stand for pictures, prompts and sizes
             strengths = [[lora, lora_scale * scale] for lora, lora_scale in loras]
             key = common.content_key(files=encoded, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
                                      loras=strengths, **settings)
+            path = out.with_stem(out.stem + end)
+            number = 1
+            while not (sheet or args.out or finished(path, key)) and path.exists(): # another photograph's result
+                number += 1
+                path = out.with_stem(f"{out.stem}{end}-{number}")
+            if path.resolve() in taken:
+                raise InputError(f"{args.jobs or '--image'}: {path} would overwrite a picture that is read, or another "
+                                 "result; give it another name")
+            common.refuse_to_replace(path, OURS)
+            taken.add(path.resolve())
             pictures.append(SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,
                                             scale=scale, path=path, key=key))
     return pictures
@@ -725,7 +725,7 @@ def main():
     args = read_flags()
     rank, world_size = common.start_processes(args)
     geometry, place = find_geometry(args), args.out_dir.resolve()
-    sheet = args.out_dir / (f"{args.out.stem}-sheet.png" if args.out else "sheet.png")
+    sheet = args.out_dir / "sheet.png" if args.jobs or args.image[0].is_dir() else None
     if args.image and args.image[0].resolve() in (place, *place.parents):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
 
@@ -749,6 +749,7 @@ def main():
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
         common.prepare_folder(args.out_dir)
+        sheet = sheet or missing[0].path.with_stem(f"{missing[0].path.stem}-sheet")
     if rank == 0 and len(missing) < len(pictures):
         print(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the "
               "same settings")

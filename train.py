@@ -128,8 +128,9 @@ if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) < 2:
     parser.error("argument --fsdp: needs several processes; start with torchrun --nproc_per_node=N")
-if not args.use_cache and any(map(cache.is_index, args.data + args.val_data)):
-    parser.error("argument --use_cache: an index is a cache; leave out --no-use_cache")
+if not args.use_cache and (args.skip_bad or any(map(cache.is_index, args.data + args.val_data))):
+    parser.error("argument --use_cache: an index is a cache, and --skip_bad finds broken pictures when it fills one; "
+                 "leave out --no-use_cache")
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
 optimizer_class = locate(args.optimizer) # imports a class by its dotted name
@@ -353,6 +354,8 @@ def lock_folder(folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
     --out_dir has just taken this folder, ours is the next number."""
     common.prepare_folder(folder)
+    for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like this
+        common.refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
     # the system releases a lock when its process dies, so a killed run leaves none behind
     lock = filelock.FileLock(folder / ".lock")
     try:
@@ -709,8 +712,9 @@ def compare(place, base, picture, step):
     shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
     for name, image in shown.items():
         path = out_dir / "samples" / name / picture_file(sample)
-        if image is picture or not path.exists():
+        if image is picture or path not in saved: # (by an earlier process perhaps, of another --val_data)
             predict.save_png(image, path)
+            saved.add(path)
     return place, dict(file=picture_file(sample), prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs)
 
 def write_report(step, val_loss, rows, track):
@@ -866,8 +870,8 @@ if rank == 0:
     clean_folder(step)
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
-# The VAE decodes the pictures of validations.
-vae = None
+# The VAE decodes the pictures of validations. `saved`: those that each validation would save alike.
+vae, saved = None, set()
 if val_samples:
     vae = encoders.vae if encoders else cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
 

@@ -1,6 +1,6 @@
 """
 What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
-folder. And what may surprise in flags and pictures that the scripts take.
+folder. What a person should know of the data before a training, and what may surprise in flags and pictures.
 """
 import difflib
 import re
@@ -59,6 +59,38 @@ def explain(message, known):
     words = message.removeprefix(begin).split()
     flags = [word for word in words if word.startswith("--")] or words[:1] or ["''"] # a blank one, of --flag "$EMPTY"
     return "; ".join(explain_word(word, known) for word in flags)
+
+
+def refuse_slips(parser):
+    """parser.error for a flag whose values argparse would partly drop, or whose empty one would mean this folder."""
+    for flag in "--data --image --lora".split():
+        if parser.given().count(flag) > 1:
+            parser.error(f"argument {flag}: given twice; put all values behind one")
+    flag = ""
+    for word in sys.argv[1:]:
+        name, _, value = word.partition("=")
+        if name.startswith("--"):
+            flag, empty = name, word == f"{name}="
+        else:
+            empty = word == ""
+        if empty and re.fullmatch("--(image|jobs|model|transformer|.*data|.*dir|align|json|out)", flag):
+            parser.error(f"argument {flag}: empty; give a name, or leave it out")
+
+
+def describe(samples, val_samples):
+    """-> lines: what will be trained, how many of it have a mask, and how much of it is validated, too."""
+    lines = [f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"]
+    if alone := sum(not s.controls for s in samples):
+        lines[0] += f", {alone} of them without a control: text-to-image"
+    if masks := common.find_extra("mask"):
+        lines[0] += masks.count(samples)
+    # files of latents are named after the content of the pictures
+    trained = {encoding["file"].stem for s in samples for encoding in s.encodings}
+    if shared := [s.name for s in val_samples if s.encodings[0]["file"].stem in trained]:
+        lines.append(f"warning: {len(shared)} of {len(val_samples)} samples of --val_data have pictures that are also "
+                     f"trained, for instance {shared[0]}: they do not tell what the LoRA makes of others; move such "
+                     "pairs, do not copy them")
+    return "\n".join(lines)
 
 
 def explain_folder(names, wanted):

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from common import InputError, run_ahead, write_file
 
+OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; another pictures.txt is not replaced
 FORM = 1 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
 SETTLED = 2 * 10**9 # ns: a file that changes twice within one tick of its disk's clock (2 s on FAT) keeps its times
 
@@ -77,4 +78,4 @@ def digest_of(text):
 def write_memory(path, remembered):
     text = json.dumps(remembered, sort_keys=True)
     with contextlib.suppress(InputError): # nothing is lost but time
-        write_file(path, f"{digest_of(text)}\n{text}".encode())
+        write_file(path, f"{digest_of(text)}\n{text}".encode(), OURS)

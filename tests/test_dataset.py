@@ -4,6 +4,7 @@ line that names it, and the rest of the dataset goes on.
 """
 import json
 import os
+import shutil
 import struct
 import unicodedata
 import zlib
@@ -123,6 +124,9 @@ NO_DATASET = { # what is there instead of a dataset, and what else the one line 
                                     "control"),
     "control/ of a disk that is not there": (lambda d: (d / "target").mkdir(parents=True) or (d / "control").symlink_to(
         d / "nowhere"), "control", "mount"),
+    "a file called target": (lambda d: d.mkdir() or (d / "target").write_text("x"), "photos/target", "folder"),
+    "a file called control": (lambda d: add_item(d, "a") and shutil.rmtree(d / "control") or (
+        d / "control").write_text("x"), "photos/control", "folder"),
     "empty manifest": (lambda d: d.mkdir() or (d / "metadata.jsonl").write_text("\n \n"),),
     "a table": (lambda d: d.mkdir() or (d / "metadata.csv").write_text("target,control,prompt\n"), "metadata.csv"),
     "a text file": (lambda d: d.write_text("hello"), "target/NAME.png"),

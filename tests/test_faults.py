@@ -122,11 +122,11 @@ def test_the_log_is_on_the_disk_before_the_checkpoint_is(tmp_path, small, monkey
 
 def test_orphans_are_swept_when_nobody_can_be_at_work_on_them(tmp_path):
     (tmp_path / "latents").mkdir()
-    for name, age in ((".tmp-young", 60), (".tmp-old", 3700)):
+    for name, age in ((".tmp-00000000000000ff", 60), (".tmp-0123456789abcdef", 3700)):
         (tmp_path / "latents" / name).write_bytes(b"half")
         os.utime(tmp_path / "latents" / name, (0, time.time() - age))
     assert run_script("tools/prune.py", tmp_path, "--delete").status == 0
-    assert [p.name for p in (tmp_path / "latents").iterdir()] == [".tmp-young"]
+    assert [p.name for p in (tmp_path / "latents").iterdir()] == [".tmp-00000000000000ff"]
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 

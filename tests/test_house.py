@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import common
 from extras import hints
@@ -102,6 +103,21 @@ def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
         assert result.status == 1 and is_one_line(result.errors[0], flag, f"extras/{name}.py"), result.err
         assert not (folder / "cache").exists() # before anything slow
 
+def test_without_extras_a_device_that_is_none_and_the_tools_are_one_line(monkeypatch):
+    for module in [m for m in sys.modules if m.split(".")[0] in ("extras", "tools")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "extras", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for script in CORE[2:]:
+        for device in ("foo", "cuda", "cuda:1"):
+            result = run_script(script, "--device", device)
+            assert result.status == 2 and is_one_line(result.errors[0], "--device", device), result.err
+            assert len(result.err.splitlines()) == 1
+    for tool in ("doctor", "measure", "bench", "gpu_check"):
+        result = run_script(f"tools/{tool}.py", "-h")
+        assert result.status == 1 and len(result.err.splitlines()) == 1, result.err
+        assert is_one_line(result.errors[0], tool, "extras"), result.err
+
 def test_the_claims_run_as_a_script_too(monkeypatch):
     calls = []
     monkeypatch.setattr(pytest, "main", lambda flags: calls.append(flags) or 5)
@@ -120,6 +136,9 @@ def test_help_prints_commands_and_defaults(script):
     ("train.py", "--fp8_scaled --network_dim 3", "here --quantize; --network_dim: unknown; here --lora_rank"),
     ("train.py", "--max_train_epochs 3", "in steps"), ("train.py", "--target_pixels 1024", "give 1024x1024"),
     ("train.py", "--data a --data b", "given twice"), ("train.py", "--data=a --data=b", "given twice"),
+    ("predict.py", "--image '' --prompt x", "--image: empty"), ("train.py", "--val_data ''", "--val_data: empty"),
+    ("train.py", "--model=", "--model: empty"), ("cache.py", "--data x ''", "--data: empty"),
+    ("train.py", "--cache_dir ''", "--cache_dir: empty"), ("tools/measure.py", "a b --json ''", "--json: empty"),
     ("train.py", "config.toml", "--data takes datasets"), ("train.py", "--seed 1 '' ' '", "'': belongs to no flag"),
     ("tools/import_data.py", "a b c", "c: belongs to no flag; put a text"),
     ("predict.py", "--steps 3", "here --num_inference_steps"), ("predict.py", "--images x", "here --image"),

@@ -120,10 +120,10 @@ def test_a_job_that_fails_late_loses_no_other_and_a_second_call_draws_only_it(tm
             return run_script("predict.py", "--jobs", jobs, "--out_dir", out, "--cache_dir", tmp_path / "c",
                               "--num_inference_steps", 2, *ON_DEVICE, *flags)
     def spoil(*args):
+        (out / "0.png").mkdir(parents=True, exist_ok=True) # where a picture should go
         (tmp_path / "1.png").unlink(missing_ok=True)
         (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:2000])
         return real(*args)
-    (out / "0.png").mkdir(parents=True) # where a picture should go
     result = call(encode=spoil)
     assert result.status == 1 and all(map(is_one_line, result.errors)), result.err
     assert sorted(re.findall(r"/(\d.png): ", " ".join(result.errors))) == ["0.png", "1.png", "2.png"]
@@ -287,7 +287,7 @@ def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photo
 def test_a_picture_tells_the_command_that_made_it(tmp_path, photos):
     flags = ["--image", str(photos[0]), "--prompt", "it's \u96ea", "--out", str(tmp_path / "a.png"), "--seed", "1", "2"]
     draw(*flags)
-    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["a-s1.png", "a-s2.png", "a-sheet.png"]
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["a-s1-sheet.png", "a-s1.png", "a-s2.png"]
     command = shlex.split(Image.open(tmp_path / "a-s2.png").text["command"])
     assert command[:2] == ["python", "predict.py"] and command[2:2 + len(flags)] == flags
 
@@ -431,7 +431,7 @@ def test_a_training_that_draws_in_tiles_still_encodes_whole_pictures(monkeypatch
     "--image IMAGE", "--prompt go", "EDIT --jobs b.jsonl", "EDIT --num_inference_steps 2 --sigmas 1",
     "EDIT --scales 0 1", "EDIT --scales 0.5", "EDIT --lora_scale 0.5",
     "EDIT --lora LORA --lora_scale 1 2",
-    "EDIT --out x.jpg", "EDIT --out IMAGE"])
+    "EDIT --out x.jpg", "EDIT --out x.png --out_dir IMAGE"])
 def test_a_bad_flag_is_told_before_any_model_is_loaded(tmp_path, photos, two_loras, monkeypatch, line):
     """A result never overwrites the picture given."""
     monkeypatch.setattr(cache, "load_pipeline", lambda *_: pytest.fail("not told before the work began"))

@@ -25,8 +25,9 @@ import common
 import predict
 import rope_patch
 from tests.harness import (EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve, damage_tensors,
-                           demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of, losses_of, recipe,
-                           rel, run_script, show, start_ranks, train, train_demo, train_log, until, validations_of)
+                           demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of, losses_of,
+                           paint_picture, recipe, rel, run_script, save, show, start_ranks, train, train_demo,
+                           train_log, until, validations_of)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -719,3 +720,51 @@ def test_a_loss_that_explodes_is_said_and_the_remedy_after_nan_works(small, tmp_
     result = run_script("train.py", *flags, "--pretrained_lora", tmp_path / "b", "--out_dir", tmp_path / "c",
                         "--max_steps", 1)
     assert result.status == 0 and result.err.count("checkpoint-000003") == 1, result.err
+
+# ---- --val_data ------------------------------------------------------------------------------------------------------
+
+def test_validation_pictures_that_are_trained_too_are_counted_by_content(data, tmp_path):
+    """Copied instead of moved, under another name; by cache.py and train.py; not where all are moved."""
+    val = add_item(tmp_path / "val", "new")
+    for path in data.glob("*/cat.*"): # the same pair, under another name
+        shutil.copy(path, val / path.parent.name / f"copy{path.suffix}")
+    words = "warning: 1 of 2 samples of --val_data have pictures that are also trained, for instance copy"
+    flags = ["--data", data, "--cache_dir", tmp_path / "c", *ON_DEVICE]
+    assert words in run_script("cache.py", *flags, "--val_data", val).out
+    result = run_script("train.py", *flags, "--val_data", val, "--max_steps", 1, "--out_dir", tmp_path / "run",
+                        "--batch_size", 2)
+    assert result.status == 0 and result.out.count(words) == 1, result.err
+    for path in val.glob("*/copy*"):
+        path.unlink()
+    assert "also trained" not in run_script("cache.py", *flags, "--val_data", val).out
+
+@pytest.mark.parametrize("names", [["one/val/a", "two/val/a"], ["one/val/x/a", "one/val/x-a"]])
+def test_validation_samples_that_would_share_their_pictures_are_refused(data, tmp_path, names):
+    for name in names:
+        root, sample = re.fullmatch("(.*/val)/(.*)", name).groups()
+        add_item(tmp_path / root, sample)
+    roots = sorted(path.parent for path in tmp_path.glob("*/val/target"))
+    result = run_script("train.py", "--data", data, "--cache_dir", tmp_path / "c", "--val_data", *roots, "--max_steps",
+                        1, "--out_dir", tmp_path / "run", *ON_DEVICE)
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "--val_data"), result.err
+    assert not list(tmp_path.glob("c/*/*"))
+
+def test_a_resumed_run_with_other_validation_pictures_compares_with_these(data, tmp_path):
+    """Of the same names: target, control and base are saved anew."""
+    def steps(val, *flags):
+        result = run_script("train.py", "--data", data, "--cache_dir", tmp_path / "c", "--val_data", val, "--out_dir",
+                            tmp_path / "run", "--batch_size", 2, "--lr_scheduler", "constant", *ON_DEVICE, *flags)
+        assert result.status == 0, result.err
+        return {kind: (tmp_path / f"run/samples/{kind}/val/v.png").read_bytes()
+                for kind in ("target", "control", "base")}
+    add_item(tmp_path / "one/val", "v")
+    first = steps(tmp_path / "one/val", "--max_steps", 1)
+    for role in ("target", "control"):
+        save(paint_picture((64, 64), seed=99), tmp_path / f"two/val/{role}/v.png")
+    shutil.copy(tmp_path / "one/val/target/v.txt", tmp_path / "two/val/target")
+    second = steps(tmp_path / "two/val", "--max_steps", 2, "--resume")
+    assert all(first[kind] != second[kind] for kind in first)
+
+def test_one_dataset_by_two_paths_is_given_twice(data):
+    result = run_script("cache.py", "--data", data, f"{data}/../data/", *ON_DEVICE)
+    assert result.status == 2 and is_one_line(result.errors[0], "--data", "twice"), result.err

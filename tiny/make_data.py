@@ -261,8 +261,9 @@ def numbered(pairs, form="{:03d}"):
 def write_datasets(out, seed):
     """Writes all datasets. Half of the pairs in data/ repeat what the base knows: otherwise the LoRA would do its edit
     whatever the prompt asks for."""
-    if os.path.exists(f"{out}/data") and not os.path.exists(f"{out}/toys"):    # not ours to delete
-        raise SystemExit(f"error: --out {out}: contains data/ of something else; give an empty folder")
+    empty = not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out))
+    if not empty and not os.path.isdir(f"{out}/toys/known"):                   # not ours to delete
+        raise SystemExit(f"error: --out {out}: contains something else; give an empty folder")
     write_dataset(f"{out}/data", numbered(
         cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(66, seed + 12), DATA_TASKS, seed + 13)
         + toy_pairs(48, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")

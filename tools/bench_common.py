@@ -22,7 +22,11 @@ from peft import LoraConfig
 import common
 import predict
 import rope_patch
-from extras import cuda, fit, quantize
+
+try:
+    from extras import cuda, fit, quantize
+except ImportError as e:
+    raise common.InputError(f"{Path(sys.argv[0]).name}: needs all of extras/ ({e}); copy it beside tools/")
 
 HERE = Path(__file__).resolve().parents[1]
 MODELS = dict(

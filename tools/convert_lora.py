@@ -239,8 +239,7 @@ def main():
         parser.error(f"argument --out: {args.out} does not end in .safetensors; add that")
     if args.scale and len(args.scale) != len(args.lora):
         parser.error(f"argument --scale: {len(args.scale)} numbers for {len(args.lora)} LoRAs; give one for each")
-    if args.out.exists():
-        raise InputError(f"--out {args.out}: already exists; give another name")
+    common.refuse_to_replace(args.out)
 
     import predict
     with tempfile.TemporaryDirectory() as tmp:

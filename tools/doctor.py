@@ -2,6 +2,9 @@
 What is wrong with a dataset, before you spend a training on it? Reads datasets as cache.py does, lists every error,
 prints a table of sizes and lengths, and looks for pairs that teach the wrong thing:
 
+    other picture   target and control show different scenes, unlike the other pairs: two lists that are off by one
+    mirrored        the target shows the control mirrored, or upside down
+    swapped         the pair changes the other way round than the others with its prompt (12 or more): before is after
     identical       target and control are the same picture: intended for "keep the image", otherwise a mistake
     moved           the target shows the scene shifted, zoomed or turned: the LoRA would learn to move pictures
     recoloured      the target's colours have changed everywhere, not only where it was edited
@@ -12,9 +15,10 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
     other caption   the same pair with another prompt
     other target    the same control and prompt with another target
 
-The edit itself raises no alarm. Errors make the exit status 1; findings do not: they are a reason to look. Writes to
-OUT report.json (a line for each sample), index.html (the pictures of each finding, for a browser; click one to compare
-it with another at full size) and sheet_*.png (the same as contact sheets). It needs no model.
+The edit itself raises no alarm, but for a tone, which recolours. Errors make the exit status 1; findings do not: they
+are a reason to look. Writes to OUT report.json (a line for each sample), index.html (a verdict, and the pictures of
+each finding, for a browser; click one to compare it with another at full size) and sheet_*.png (the same as contact
+sheets). It needs no model.
 
 --mask auto shows the masks that this flag of train.py would make. --align DIR writes a copy of the dataset in which
 moved targets are repaired: it warps the target onto its control, and crops both (and the mask) to the region that both
@@ -46,11 +50,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import common
 from common import InputError, fit_size, pixels, read_image
-from extras.mask import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion,
-                           inverse, remaining_motion)
-from extras.sheet import contact_sheet, shown_prompt, thumbnail
+from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import picture_suffix, places_of, write_caption
-from tools.page_common import card, link, node, save_page, section, table, tile, to_jpeg
+from tools.page_common import OURS, PAGE, card, link, node, save_page, section, table, tile, to_jpeg
+
+try:
+    from extras.mask import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
+                             remaining_motion)
+    from extras.sheet import contact_sheet, shown_prompt, thumbnail
+except ModuleNotFoundError as e:
+    raise InputError(f"tools/doctor.py: needs {e.name}, which is missing; copy extras/ beside tools/")
 
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
@@ -63,7 +72,31 @@ REMAINS = 0.5 # most pixels that a corner may still seem to move, in copies of u
 # duplicates and contradictions, found on copies of 16x16 pixels
 TWIN = 4.0 # RMS in levels below which two pictures are the same: re-encoded copies stay below 3
 OTHER = 16.0 # RMS in levels above which two targets are clearly different
-KINDS = ["identical", "moved", "recoloured", "other shape", "enlarged", "duplicate", "other caption", "other target"]
+REPORT = rb'\A\[(\{"name": |\]\s*\Z)' # how a report.json of ours begins
+KINDS = { # {kind of finding: what it means, and what to do}
+    "other picture": "Target and control show different scenes, unlike your other pairs: as a rule one of the two "
+    "lists of files has slipped. Put the right ones together; until then the pair teaches nonsense.",
+    "mirrored": "The target shows the control mirrored, and the LoRA would learn to mirror. If that is not the edit, "
+    "turn one of the two.",
+    "swapped": "The pair changes the other way round than the others with its prompt. Look at it, and let target and "
+    "control change places if it is so.",
+    "identical": "Target and control are the same picture. That is right where the prompt asks for it, such as \"keep "
+    "the image\"; otherwise the pair teaches to do nothing: delete it.",
+    "moved": "The target shows the scene shifted, zoomed or turned, and the LoRA would learn to move pictures. --align "
+    "DIR writes a copy of the dataset in which these are repaired.",
+    "recoloured": "All colours have changed, also those of what was not edited. If the edit is a tone, this is right. "
+    "Otherwise two exports or white balances differ: make both pictures with the same settings, or leave the pair out.",
+    "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if "
+    "the edit crops or extends pictures; otherwise crop both alike.",
+    "enlarged": "Training would enlarge these pictures, which teaches blur. Train with --no-upscale, or at other "
+    "--target_pixels and --control_pixels.",
+    "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
+    "other caption": "The same pair has two prompts. That is right if both ask for this target.",
+    "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
+    "the prompts tell them apart."}
+PERHAPS = "Most of your pairs are recoloured, so this is perhaps the edit; then there is nothing to do."
+NUMBERS = ("aspect: width / height of the target. rounding: by how much that changes, as sides are rounded to 32. "
+           "tokens: what a sample costs in memory and time; the image's are 16x16 pixels each.")
 ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels and --control_pixels")
 
 # ---- one pair; pairs that are nearly the same ------------------------------------------------------------------------
@@ -118,7 +151,7 @@ def find_twins(samples, thumbnails):
                             ("other caption", near & ~same & (target < TWIN)),
                             ("other target", near & same & edits[others] & (target > OTHER))):
             twins += [(kind, *sorted(order[start + pair].tolist())) for pair in np.argwhere(which)]
-    return sorted(twins, key=lambda twin: (twin[1], KINDS.index(twin[0]), twin[2]))
+    return sorted(twins, key=lambda twin: (twin[1], list(KINDS).index(twin[0]), twin[2]))
 
 def distances(a, b):
     """-> the RMS in levels between each row of a and each row of b: (M, 768), (N, 768) -> (M, N)."""
@@ -137,7 +170,7 @@ def enlargement(uses):
 
 def examine_sample(sample, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
-    and control for find_twins). InputError if something is wrong."""
+    and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
     (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
     if sample.mask:
         import cache # takes seconds, here and below; -h does not need it
@@ -153,19 +186,35 @@ def examine_sample(sample, args):
     findings |= enlargement(uses)
     target, control = pictures[0], pictures[1 if sample.controls else 0]
     small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
-    return row, findings, small
+    return row, findings, small, [small_copy(target), small_copy(control)], looks_of(target) - looks_of(control)
+
+def find_strangers(samples, findings, copies, changes):
+    """-> [(kind, index, words)] of pairs that are unlike the others. findings: as of `examine`."""
+    pairs = [i for i, sample in enumerate(samples) if sample.controls]
+    excused = {i for kind in ("moved", "other shape") for _, (i, *_) in findings[kind]}
+    found = odd_pairs([samples[i].name for i in pairs], [copies[i] for i in pairs],
+                      {place for place, i in enumerate(pairs) if i in excused})
+    found = [(kind, pairs[place], words) for kind, place, words in found]
+    by_prompt = {}
+    for i in pairs:
+        by_prompt.setdefault(samples[i].prompts[0], []).append(i)
+    for same in by_prompt.values():
+        for place in swapped_pairs(np.array([changes[i] for i in same])):
+            found.append(("swapped", same[place], "changes the other way round than the others with this prompt"))
+    return found
 
 def examine(samples, pipe, args):
     """-> (good samples, rows of report.json, {kind: [(description, index of the sample and of its twin, if it has
     one)]}, problems)."""
     good, rows, findings, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
+    copies, changes = [], []
     import cache
     threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
     examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
     bar = tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)
     for sample, future in zip(bar, examined):
         try:
-            row, of_sample, small = future.result()
+            row, of_sample, small, copy, change = future.result()
         except InputError as e:
             problems.append(str(e))
             continue
@@ -179,7 +228,16 @@ def examine(samples, pipe, args):
             findings[kind].append((f"{sample.name}: {words}", [len(good)]))
         rows.append(row | dict(findings=[f"{kind}: {words}" for kind, words in of_sample.items()]))
         thumbnails.append(small)
+        copies.append(copy)
+        changes.append(change)
         good.append(sample)
+    for kind, i, words in find_strangers(good, findings, copies, changes):
+        if kind == "other picture": # between different pictures these say nothing
+            for other in ("moved", "recoloured"):
+                findings[other] = [entry for entry in findings[other] if entry[1] != [i]]
+                rows[i]["findings"] = [line for line in rows[i]["findings"] if not line.startswith(f"{other}: ")]
+        findings[kind].append((f"{good[i].name}: {words}", [i]))
+        rows[i]["findings"].append(f"{kind}: {words}")
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)) if good else []:
         findings[kind].append((f"{good[i].name}: and {good[j].name}", [i, j]))
         rows[i]["findings"].append(f"{kind}: and {good[j].name}")
@@ -218,7 +276,8 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
                 cards.append(card(words, samples[indices[0]].prompts[0], tiles))
         save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
     more = f", the first 24 of {len(entries)}" if len(entries) > 24 else ""
-    return section(kind.capitalize() + more, *cards)
+    meaning = [node("p", KINDS[kind], class_="detail")] if cards and kind in KINDS else []
+    return section(kind.capitalize() + more, *meaning, *cards)
 
 def copies(folder, name, cells, words):
     """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: {title: picture, or
@@ -228,7 +287,7 @@ def copies(folder, name, cells, words):
         for n, image in enumerate(cell if isinstance(cell, list) else [cell]):
             if isinstance(image, Image.Image): # and not the text "no mask"
                 path = folder / "pictures" / f"{name}-{len(tiles)}.jpg".replace(" ", "_")
-                common.write_file(path, to_jpeg(image, 1024))
+                common.write_file(path, to_jpeg(image, 1024), OURS)
                 links, numbered = {0: link(path, folder / "index.html")}, f"{title} {n + 1}" if n else title
                 tiles.append(tile(numbered, links, words, size=image.size, wipe=True))
     return tiles
@@ -361,8 +420,8 @@ def read_flags():
                         "first of --target_pixels, in sheet_mask_*.png (default: none)")
     parser.add_argument("--align", type=Path, metavar="DIR", help="new folder for a copy with moved targets repaired")
     args = parser.parse_args()
-    if args.align and args.align.exists() and not (args.align.is_dir() and not any(args.align.iterdir())):
-        raise InputError(f"--align {args.align}: already exists; give another folder")
+    if args.align and not (args.align.is_dir() and not any(args.align.iterdir())):
+        common.refuse_to_replace(args.align)
     if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
         raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
     return args
@@ -377,7 +436,17 @@ def read_samples(roots):
         samples, problems = samples + new, problems + faults
     return samples, problems
 
-def print_findings(title, numbers, findings):
+def verdict_of(samples, findings):
+    """-> what the page begins with: how many pairs have no finding. A change of colours that most pairs share is
+    none."""
+    perhaps = 2 * len(findings["recoloured"]) > sum(bool(sample.controls) for sample in samples)
+    found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
+             if not (perhaps and kind == "recoloured")}
+    what = "pairs" if all(sample.controls for sample in samples) else "samples"
+    line = f"{len(samples) - len(found)} of {len(samples)} {what}: nothing found. "
+    return line + (PERHAPS if perhaps else "Look at the others below." if found else "")
+
+def print_findings(title, numbers, findings, verdict):
     print(f"{title}\n{'':16}     min  median     max")
     for name, *values in numbers:
         print(f"{name:16}" + "".join(f"{value:>8}" for value in values))
@@ -385,8 +454,9 @@ def print_findings(title, numbers, findings):
         if names := [words for words, _ in entries]:
             print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
                   f"{ADVICE.get(kind, '')}")
+    print(verdict.strip())
 
-def write_page(out, title, samples, numbers, findings, problems, aligned, args):
+def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
     parts = [aligned] + [write_sheets(out, kind, entries, samples) for kind, entries in findings.items()]
     if args.mask:
@@ -399,16 +469,18 @@ def write_page(out, title, samples, numbers, findings, problems, aligned, args):
     for i, sample in enumerate(samples):
         overview.append((f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [i]))
     parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
-    head = node("header", node("h1", out.name), node("p", title))
+    head = node("header", node("h1", out.name), node("p", node("b", verdict)), node("p", title))
     errors = section("Errors", *[node("p", problem) for problem in problems])
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
-    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), counts)
+    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]),
+                     node("p", NUMBERS, class_="detail"), counts)
     save_page(out / "index.html", out.name, [head, errors, *parts, tables])
     print(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 
 def main():
     args = read_flags()
     import cache
+    import predict
     out = args.out or Path("out", cache.run_name("doctor", args.data))
     parts = ["tokenizer", "processor", "scheduler"]
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
@@ -416,23 +488,24 @@ def main():
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
         raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
     common.prepare_folder(out)
-    if (out / "report.json").exists(): # delete the files of an earlier report, in case this call ends early
-        for old in [out / "index.html", *out.glob("sheet_*_*.png")]:
-            old.unlink(missing_ok=True)
-        shutil.rmtree(out / "pictures", ignore_errors=True)
-    elif (out / "pictures").exists(): # these are not ours to delete
-        raise InputError(f"{out}: contains pictures/, but no report; give --out another folder")
+    earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
+    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), predict.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
+    for path, mark in earlier.items():
+        common.refuse_to_replace(path, mark)
+    for path in earlier: # of an earlier report, in case this call ends early
+        path.unlink(missing_ok=True)
     samples, rows, findings, faults = examine(samples, pipe, args)
     problems += faults
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
     if samples:
-        common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode())
+        common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
         title = f"{len(samples)} samples with {sum(len(row['prompts']) for row in rows)} prompts"
         numbers = numbers_of(rows)
-        print_findings(title, numbers, findings)
+        verdict = verdict_of(samples, findings)
+        print_findings(title, numbers, findings, verdict)
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
-        write_page(out, title, samples, numbers, findings, problems, aligned, args)
+        write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args)
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":

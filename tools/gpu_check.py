@@ -43,12 +43,16 @@ from accelerate import init_empty_weights
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import predict
-from extras import fit, plan
-from extras.compile import compile_blocks
 from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
-from tools import gpu_numbers
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
                                 peak_gib, recompute, run_on, start, started, timed, used_gib, with_lora)
+
+try:
+    from extras import fit, plan
+    from extras.compile import compile_blocks
+    from tools import gpu_numbers
+except ImportError as e:
+    raise common.InputError(f"tools/gpu_check.py: needs all of extras/ ({e}); copy it beside tools/")
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PACKS = dict(
@@ -76,9 +80,8 @@ parser.add_argument("--tests", choices=TESTS, default="quick",
                     help="claims: quick runs test_consistency.py; all adds the other tests that depend on the device")
 parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file with all results")
 args = parser.parse_args()
+common.refuse_to_replace(args.out, rb'\A\{\n "about": \{\n  "command": "python ')
 common.prepare_folder(args.out.absolute().parent)
-if args.out.is_dir():
-    parser.error(f"argument --out: {args.out} is a folder; give the name of a file")
 on_card = args.device.startswith("cuda")
 size, dtype = ("full", torch.bfloat16) if on_card else ("small", torch.float32)
 device_name = open_device(args.device, dtype)

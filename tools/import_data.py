@@ -569,8 +569,7 @@ def main():
         common.make_sample("--prompt", args.out, "", None, [], [args.prompt]) # raises InputError for a bad prompt
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
-    if args.out.exists():
-        raise InputError(f"{args.out}: already exists; give another folder")
+    common.refuse_to_replace(args.out)
     for folder in [args.target, args.mask, *args.control]:
         if folder and folder.resolve() in args.out.resolve().parents:
             raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")

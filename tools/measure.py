@@ -37,8 +37,12 @@ from tqdm import tqdm
 import cache
 import common
 from common import InputError
-from extras.mask import auto_mask
 from predict import decode, picture_stem, psnr
+
+try:
+    from extras.mask import auto_mask
+except ModuleNotFoundError as e:
+    raise InputError(f"tools/measure.py: needs {e.name}, which is missing; copy extras/ beside tools/")
 
 def drift(image, reference, keep):
     """How did an edit disturb what it should keep? -> dict of colour (levels of 255) and, if there are edges to measure
@@ -143,17 +147,21 @@ def main():
     parser.add_argument("--device", choices=devices, default=devices[-1], help="where the VAE runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file (default: none)")
     args = parser.parse_args()
-    if not any(args.results.glob("*.png")): # or each sample would be an error
-        raise InputError(f"{args.results}: no PNG in it; give predict.py's --out_dir")
-    (samples, problems), pipe = common.read_dataset(args.dataset), None
+    if args.json: # it begins like this
+        common.refuse_to_replace(args.json, rb'\A\{\n "[^"]*": \{\n  "pictures": \d+')
+    samples, problems = common.read_dataset(args.dataset)
     diffusers.utils.logging.disable_progress_bar()
+    stems = {picture_stem(sample): sample for sample in samples}
+    ends = ends_of(args.results, stems)
+    if stems and not any((args.results / f"{stem}{end}.png").exists() for stem in stems for end in ends):
+        raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
+    pipe = None
     if args.model != "none":
         pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
         cache.load_encoder(pipe, "vae", SimpleNamespace(dtype="float32", vae_device=args.device))
         pipe.vae.to(args.device)
 
-    groups, stems = {}, {picture_stem(sample): sample for sample in samples}
-    ends = ends_of(args.results, stems)
+    groups = {}
     for stem, sample in tqdm(stems.items(), desc="measuring", unit=" samples", disable=None, leave=False):
         by_size = {} # what `prepare` returned: the scales and seeds of a sample share it
         for end, scale in ends.items():
@@ -169,7 +177,7 @@ def main():
     for problem in problems:
         print(problem, file=sys.stderr)
     if not groups:
-        raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
+        sys.exit(1)
 
     print(f"{'':20} pictures   input  result     VAE |    kept  inside outside  shift px  zoom %  colour")
     groups = {name: average(records) for name, records in groups.items()}

@@ -24,7 +24,7 @@ import numpy as np
 
 import common
 from common import InputError, Parser, natural
-from tools.page_common import card, link, node, save_page, section, size_of, table, thumbnail, tile
+from tools.page_common import PAGE, card, link, node, save_page, section, size_of, table, thumbnail, tile
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 20 # a smoothed value is the mean of the last 1/20 of the run
@@ -379,8 +379,9 @@ def main():
     if missing := [folder for folder in args.run if not folder.is_dir()]:
         raise InputError(f"{missing[0]}: no folder has this name; give a run folder of train.py")
     page, written = args.out or args.run[0] / "index.html", None
-    if page.is_dir():
-        raise InputError(f"--out {page}: is a folder; give a file, such as {page / 'index.html'}")
+    if page.suffix != ".html":
+        raise InputError(f"--out {page}: is no page; give a name that ends in .html, such as {page / 'index.html'}")
+    common.refuse_to_replace(page, PAGE)
     while True:
         state = [progress(folder) for folder in args.run]
         too_early = args.watch and (False, None) in state

@@ -19,6 +19,8 @@ from PIL import Image
 from common import InputError, open_image, read_image, write_file
 
 THUMBNAIL = 360 # pixels
+PAGE = b'<meta name="generator" content="tools/page_common.py">' # every page has it; which replaces no other file
+OURS = b"tools/page_common.py" # a comment in every JPEG of a page
 
 def node(tag, *children, **attributes):
     """-> an HTML element. children: texts, which are escaped when the page is written, then elements; None is left out.
@@ -42,7 +44,7 @@ def to_jpeg(image, side):
     """-> the bytes of a JPEG file: a copy whose sides have at most `side` pixels."""
     image = image.convert("RGB")
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
-    image.save(jpeg := io.BytesIO(), "JPEG", quality=90)
+    image.save(jpeg := io.BytesIO(), "JPEG", quality=90, comment=OURS)
     return jpeg.getvalue()
 
 def thumbnail(path):
@@ -91,4 +93,4 @@ def save_page(path, title, sections):
     parts = dict(title=escape(title), hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
                  body="".join(tostring(part, "unicode", method="html") for part in sections if part is not None))
     page = re.sub("<!--(title|hash|body)-->", lambda place: parts[place[1]], template)
-    write_file(path, page.encode("utf-8", "replace"))
+    write_file(path, page.encode("utf-8", "replace"), PAGE)

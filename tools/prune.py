@@ -6,6 +6,7 @@ predict.py's files are among them: it writes no index, and encodes again what is
 $ python tools/prune.py cache
 $ python tools/prune.py cache --delete
 """
+import re
 import sys
 import time
 from pathlib import Path
@@ -24,11 +25,12 @@ def main():
                                 "--cache_dir")
     known = {file for index in args.cache_dir.glob("*.json") # an index that cannot be read ends the script here
              for sample in cache.read_index(index)[0] for file in cache.files_of(sample)}
-    unknown = sorted(set(args.cache_dir.glob("latents/*.safetensors")) - known)
-    unknown += sorted(set(args.cache_dir.glob("text/*.safetensors")) - known)
+    # only what is named like ours: 32 digits of a hash
+    here = [file for folder in ("latents", "text") for file in args.cache_dir.glob(f"{folder}/*.safetensors")]
+    unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known)
     # killed processes leave temporary files; a younger one may belong to a process that still runs
     unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*")
-                if time.time() - tmp.stat().st_mtime > 3600]
+                if re.fullmatch(r"\.tmp-[0-9a-f]{16}", tmp.name) and time.time() - tmp.stat().st_mtime > 3600]
     size = sum(file.stat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
         file.unlink()

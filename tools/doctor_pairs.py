@@ -1,0 +1,124 @@
+"""
+Which pairs of a dataset are unlike its others? A part of doctor.py, which is the command to run.
+
+Two pictures correspond if edges of the same direction are at the same places. Tones, borders and most styles keep that;
+whether an edge is light on dark or dark on light does not count. Small copies are compared, so that a few percent of
+shift do no harm. GUIDE.md ("Checking a dataset") says how many of what is found, and how often wrongly.
+"""
+import functools
+
+import numpy as np
+from PIL import Image
+
+SIDE = 64 # pixels of the copies, whatever the aspect
+SHIFT = 3 # pixels by which the two may be shifted
+ZOOMS = 1, 0.85, 0.72 # how much of a picture is compared: an edit may have put it into a frame
+# Chosen on photographs: two different ones fit by 0.05, at most 0.2; a photograph and its edit by 0.3 to 1.
+CLEAR = 0.22 # a fit above this is no accident
+BETTER = 2.0 # a mirrored control, or another pair's, that fits so many times better than the own is the right one
+NONE = 0.15 # a pair below this does not correspond, if it is also
+USUAL = 0.95 # ... below so many of the target's fits with other controls: a sketch may fit badly, but others fit worse
+NEAR = 64 # neighbours by name that a target without correspondence is compared with: lists slip by a few files
+TURNED = {"left to right": np.s_[:, ::-1], "upside down": np.s_[::-1], "by 180 degrees": np.s_[::-1, ::-1]}
+# swapped
+LEAST = 12 # pairs with one prompt, from which on they have a direction
+DISTINCT = 2.5 # times the usual deviation, of the change that they share
+STEADY = 0.75 # part of them that must go along with it
+AGAINST = -0.5 # times the change that they share, of a pair that goes back
+
+# ---- other picture, mirrored -----------------------------------------------------------------------------------------
+
+def small_copy(image):
+    """-> a PIL image's brightness, uint8 (SIDE, SIDE)."""
+    return np.asarray(image.convert("L").resize((SIDE, SIDE), Image.BOX))
+
+def edges_of(small_HW):
+    """-> the Fourier transform of the edges, in which their directions are doubled, so that an edge and its negative
+    are the same; an edge is as strong as the square root of its gradient; all together have length 1."""
+    dy, dx = np.gradient(small_HW.astype(np.float32))
+    slope = dx + 1j * dy
+    edges = slope**2 / (abs(slope) + 1e-6) ** 1.5
+    window = np.sin(np.pi * (np.arange(SIDE) + 1) / (SIDE + 1)) ** 0.4
+    window = np.outer(window, window)
+    edges = edges * window
+    edges -= window * edges.mean() / window.mean() # all pictures have more upright and level edges than slanting ones
+    return np.fft.fft2(edges / (np.linalg.norm(edges) + 1e-6))
+
+def edges_of_middles(small_HW):
+    """-> edges_of a picture's middle, at each of ZOOMS: (Z, SIDE, SIDE)."""
+    image, edges = Image.fromarray(small_HW), []
+    for zoom in ZOOMS:
+        rest = (1 - zoom) * SIDE / 2
+        middle = image.resize((SIDE, SIDE), Image.BILINEAR, (rest, rest, SIDE - rest, SIDE - rest))
+        edges.append(edges_of(np.asarray(middle)))
+    return np.array(edges)
+
+# one row of the inverse transform for each shift: only these are needed
+SHIFTS = np.exp(2j * np.pi / SIDE * np.outer(np.arange(-SHIFT, SHIFT + 1), np.arange(SIDE))) / SIDE
+
+def fit(target_ZHW, control_HW):
+    """-> how well edges_of_middles of a target fit edges_of a control, at most 1: the best of all zooms and shifts."""
+    return float((SHIFTS @ (target_ZHW.conj() * control_HW) @ SHIFTS.T).real.max())
+
+def odd_pairs(names, copies, excused=()):
+    """-> [(kind, index, words)] of the pairs that do not correspond, or only if mirrored. copies: small_copy of the
+    target and of the control of each pair; excused: indices of pairs that need not correspond, as their shapes differ
+    or they moved, unless another control fits."""
+    @functools.lru_cache(2 * NEAR)
+    def control_edges(i):
+        return edges_of(copies[i][1])
+    found, alone, fitting = [], [], 0
+    for i, (target, control) in enumerate(copies):
+        edges = edges_of_middles(target)
+        own = fit(edges, control_edges(i))
+        if own < CLEAR: # the edit may have taken a frame away
+            own = max(own, fit(edges_of_middles(control), edges[0]))
+        fitting += own > CLEAR
+        mirrored = {how: fit(edges, edges_of(control[turned])) for how, turned in TURNED.items()}
+        how = max(mirrored, key=mirrored.get)
+        near = range(max(0, i - NEAR // 2), min(len(copies), i + NEAR // 2 + 1))
+        others = [fit(edges, control_edges(j)) for j in near] if own < CLEAR else [own]
+        if max(mirrored[how], *others) > max(CLEAR, BETTER * own):
+            if mirrored[how] > max(others):
+                found.append(("mirrored", i, f"the target shows the control turned {how}"))
+            else:
+                found.append(("other picture", i, f"shows the control of {names[near[np.argmax(others)]]}"))
+        elif own < min(NONE, np.quantile(others, USUAL)) and i not in excused:
+            alone.append(("other picture", i, "target and control have no edges in common"))
+    # an edit that makes new pictures is no mistake of single pairs
+    return sorted(found + alone if 2 * fitting > len(copies) else found, key=lambda one: one[1])
+
+# ---- swapped: target and control changed places ----------------------------------------------------------------------
+
+def looks_of(image):
+    """-> numbers of a PIL image that an edit may change in all pictures alike: (11,). Those of brightness count 16
+    levels, the others a quarter of a doubling, as one."""
+    rgb = image.convert("RGB")
+    rgb_HW3 = np.asarray(rgb.resize((SIDE, SIDE), Image.BOX), float)
+    grey_HW = rgb_HW3.mean(-1)
+    fine = np.asarray(rgb.convert("L").resize((4 * SIDE, 4 * SIDE), Image.BOX), float)
+    margin = np.concatenate([grey_HW[0], grey_HW[-1], grey_HW[:, 0], grey_HW[:, -1]])
+    levels = [*rgb_HW3.mean((0, 1)), margin.mean() - grey_HW[16:48, 16:48].mean()]
+    # how far the colours spread along their three axes (a sepia print's along one), the strength of the edges ...
+    spreads = np.sqrt(np.linalg.eigvalsh(np.cov(rgb_HW3.reshape(-1, 3).T)).clip(0)) + 2
+    strengths = [abs(np.stack(np.gradient(x))).mean() + 0.5 for x in (fine, grey_HW)]
+    others = [margin.std() + 2, np.ptp(rgb_HW3, -1).mean() + 2] # ... unrest of the margin, saturation
+    return np.array([*np.array(levels) / 16, *4 * np.log2([*spreads, *strengths, *others])])
+
+def swapped_pairs(changes_NK):
+    """-> indices of the pairs whose change goes against that of nearly all. changes_NK: looks_of the target minus that
+    of the control, of pairs with the same prompt. [] if they share no change, such as those that add a hat."""
+    if len(changes_NK) < LEAST:
+        return []
+    along_N = np.ones(len(changes_NK))
+    for _ in range(4): # Fisher's discriminant, of those that go along
+        kept_NK = changes_NK[along_N > 0]
+        shared_K = np.median(kept_NK, 0)
+        off_NK = kept_NK - shared_K
+        spread_KK = off_NK.T @ off_NK / len(kept_NK) + 0.5 * np.eye(len(shared_K))
+        weight_K = np.linalg.solve(spread_KK, shared_K)
+        distinct = shared_K @ weight_K # squared
+        along_N = changes_NK @ weight_K / (distinct + 1e-9) # 1: just the change that they share; -1: its reverse
+        if (along_N > 0.3).mean() < STEADY:
+            return []
+    return np.flatnonzero(along_N < AGAINST).tolist() if distinct > DISTINCT**2 else []
