@@ -30,8 +30,8 @@ CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
 # its memory; GB/s from the host)}. These rates are assumed: others have reported them for such kernels
 RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
          "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
-# milliseconds of the host for a block in a training pass: kept, computed again, that without its attention. Assumed, as
-# the host of such a card is faster and less busy than the shared core that was measured, which took 2 to 4 times as long
+# milliseconds of the host for a block in a training pass: kept, computed again, that without its attention. Assumed: a
+# shared, busy core took 2 to 4 times as long, and the host of such a card is faster
 HOST = dict(kept=1.3, recomputed=3.5, selective=6.5)
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
 
