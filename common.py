@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         sys.excepthook = end_by_ctrl_c
         for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
             stream.reconfigure(errors="backslashreplace")
-        for flag in "--data --image --lora".split(): # argparse would keep the last one's values only
+        for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         return super().parse_args()
