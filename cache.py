@@ -614,8 +614,8 @@ def open_index(path, folder, texts_of):
         for text_key in texts_of(sample):
             if text_key not in sample.texts:
                 raise InputError(f"{path}: lacks the prompt {text_key} (True: with pictures); run cache.py with the "
-                                 "same --val_data, --caption_dropout_rate, --*image_dropout_rate, --preserve* (for "
-                                 "--negative_prompt give the dataset)")
+                                 "same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve* "
+                                 "(for --negative_prompt give the dataset)")
         for file in files_of(sample):
             if not file.is_file():
                 raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")

@@ -75,7 +75,7 @@ flag("--batch_size", max(4, int(os.environ.get("WORLD_SIZE", 1))), "samples per 
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
 flag("--batching", "packed", "padded computes the same, slower; for checking packed", choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
-     "learning rate itself: --lr 1), or another class that takes lr and weight_decay")
+     "learning rate itself: --lr 1), or another class that takes lr and weight_decay, a schedule-free one too")
 flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])

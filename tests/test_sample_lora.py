@@ -4,7 +4,6 @@ How validations generate their pictures: --sample_lora, and predict.py's flags o
 $ python -m pytest -q tests/test_sample_lora.py    # half a minute
 """
 import functools
-import json
 import shlex
 import shutil
 
@@ -18,6 +17,8 @@ from peft import LoraConfig
 import cache
 import common
 import predict
+from extras import compile as compile_extra
+from extras import plan
 from tests.harness import (EXACT, NATIVE, SMALL, add_item, assert_bitwise, curve, damage_tensors, is_one_line,
                            log_of, lora_file, lora_tensors, rel, renamed, run_script, start_ranks, validations_of)
 
@@ -113,22 +114,29 @@ def test_a_resumed_run_may_generate_otherwise(tmp_path, flags, other):
     command = page_command(run)
     assert "--shift 3.0" in command and "--negative_prompt blurry" in command and f"{run} {other}" in command
 
-@pytest.mark.parametrize("more", [["--offload", 2], ["--quantize", "int8"], ["--no-use_cache"], ["--compile"]], ids=str)
-def test_it_works_with(tmp_path, flags, other, more, monkeypatch):
-    """The pictures are predict.py's; compiled blocks are not compiled anew for them."""
-    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="eager"))
-    torch._dynamo.reset()
-    flags = [*flags, "--val_pictures", 1]
+@pytest.mark.parametrize("more", [["--offload", 2], ["--quantize", "int8"], ["--no-use_cache"]], ids=str)
+def test_it_works_with(tmp_path, flags, other, more):
     train(tmp_path / "a", flags, *FEW, "--sample_lora", other, *more)
     want = predicted(tmp_path, flags, [tmp_path / "a", other], *FEW, *(more if "--quantize" in more else []))
-    got = pictures_of(tmp_path / "a/samples/step_000002")
-    assert len(got) == 1 and same(got, {name: want[name] for name in got})
-    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    assert same(pictures_of(tmp_path / "a/samples/step_000002"), want)
     train(tmp_path / "b", [*flags, "--sample_every", 0, "--val_data"], *more)
     assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
-    if "--compile" in more:
-        assert torch._dynamo.utils.counters["frames"]["ok"] == 2 * frames > 0
+
+def test_compiled_blocks_are_not_compiled_anew_after_a_validation(tmp_path, flags, other, monkeypatch):
+    """One block and one sample, as they are compiled for long."""
+    real_compile, steps = torch.nn.Module.compile, []
+    monkeypatch.setattr(compile_extra, "compile_blocks", lambda blocks: real_compile(
+        blocks[0], dynamic=True, backend="eager"))
+    real = torch.nn.utils.clip_grad_norm_ # which each step calls
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: steps.append(
+        torch._dynamo.utils.counters["frames"]["total"]) or real(*args))
     torch._dynamo.reset()
+    data = add_item(tmp_path / "data", "cat")
+    with torch._dynamo.config.patch(allow_empty_graphs=True):
+        train(tmp_path / "a", ["--data", data, "--val_data", data, *flags[4:]], "--compile", "--sample_lora", other,
+              *FEW, "--max_steps", 3, "--max_tokens", 1)
+    torch._dynamo.reset()
+    assert len(validations_of(tmp_path / "a")) == 3 and steps[0] > 0 and steps[1] == steps[2]
 
 def test_sharded_processes_generate_the_same(tmp_path, flags, other, start):
     flags = [*flags, "--max_steps", 1, "--sample_lora", other, *FEW]
@@ -151,8 +159,9 @@ def test_on_a_bf16_base_the_other_lora_changes_nothing_of_a_training_and_counts_
             model.add_adapter(LoraConfig(**config | dict(lora_bias=True)), "other")
         cast_training_params(model)
         layer = model.transformer_blocks[0].attn.to_q
-        for n, p in enumerate(p for name, p in layer.named_parameters() if ".weight" in name and "lora_" in name):
-            p.data.normal_(generator=torch.Generator().manual_seed(n))
+        for name, p in layer.named_parameters():
+            if "lora_" in name and "weight" in name:
+                p.data.normal_(generator=torch.Generator().manual_seed(len(name) + ("lora_A" in name)))
         model.set_adapter(active)
         x = torch.randn(3, 24, layer.in_features, generator=torch.Generator().manual_seed(9))
         return layer(x.to(dtype))
@@ -169,7 +178,8 @@ def test_on_a_bf16_base_the_other_lora_changes_nothing_of_a_training_and_counts_
 
 WRONG = [
     ("--num_inference_steps 1", 2, "--shift"), ("--num_inference_steps 0", 2, "--num_inference_steps"),
-    ("--true_cfg_scale much", 2, "--true_cfg_scale"), ("--shift 0", 2, "--shift"), ("--sample_lora", 2, "--sample_lora"),
+    ("--true_cfg_scale much", 2, "--true_cfg_scale"), ("--shift 0", 2, "--shift"),
+    ("--sample_lora", 2, "--sample_lora"),
     ("--negative_prompt <|im_end|>", 1, "special token"), ("--sample_lora no/where/x.safetensors", 1, "x.safetensors"),
     ("--sample_lora GOOD --sample_lora GOOD", 2, "given twice"), ("--sample_lora DAMAGED", 1, "DAMAGED"),
     ("--sample_lora BAD", 1, "BAD"), ("--sigmas 1 0.5", 2, "--sigmas")]
@@ -196,16 +206,17 @@ def test_an_index_without_the_negative_prompt_says_what_to_do(tmp_path, flags):
     result = run_script("train.py", *index, "--negative_prompt", "ugly")
     assert result.status == 1 and is_one_line(result.errors[0], "ugly", "--negative_prompt"), result.err
 
-def test_the_plan_counts_the_other_lora(tmp_path, flags, other):
+def test_the_plan_counts_the_other_lora(tmp_path, flags, other, monkeypatch):
     """In the memory of the base, and not among the parameters."""
+    monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0) # which takes seconds
     def planned(*more):
-        result = run_script("train.py", *flags, "--plan", *more, "--dtype", "bfloat16")
+        result = run_script("train.py", *flags, "--plan", *more)
         assert result.status == 0, result.err
-        row, = [line for line in result.out.splitlines() if "as given" in line]
+        row, = [line for line in result.out.splitlines() if "(as given)" in line]
         return float(row.split()[0]), [line for line in result.out.splitlines() if line.startswith("parameters")]
     large = {k: v.repeat_interleave(200, 0 if "lora_A" in k else 1) for k, v in lora_tensors(rank=16).items()}
     path = lora_file(tmp_path, large)
     (before, parameters), (after, same_parameters) = planned(), planned("--sample_lora", path)
     assert parameters == same_parameters
-    assert after - before == pytest.approx(2 * sum(v.numel() for v in large.values()) / 2**30, abs=0.006)
+    assert after - before == pytest.approx(4 * sum(v.numel() for v in large.values()) / 2**30, abs=0.01)
     assert after > before
