@@ -537,7 +537,8 @@ def make_model(folder):
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
-    warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
+    # peft found nothing to exclude, or with --plan there are no weights to copy to, which is fine
+    warnings.filterwarnings("ignore", "You have passed exclude_modules|for .* copying from a non-meta parameter")
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
         lora = predict.add_lora(transformer, **lora_config)
