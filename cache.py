@@ -615,7 +615,8 @@ def open_index(path, folder, texts_of):
         for text_key in texts_of(sample):
             if text_key not in sample.texts:
                 raise InputError(f"{path}: lacks the prompt {text_key} (True: with pictures); run cache.py with the "
-                                 "same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve*")
+                                 "same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve* "
+                                 "(for --negative_prompt give the dataset)")
         for file in files_of(sample):
             if not file.is_file():
                 raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")
@@ -672,7 +673,8 @@ def plan_training(pipe, folder, args):
         return text_keys + [(prompt, True) for prompt in preserve_prompts if sample.controls]
 
     def val_texts_of(sample):
-        return [(prompt, True) for prompt in [*sample.prompts, NEGATIVE_PROMPT]]
+        # (cache.py has no flag for the latter)
+        return [(prompt, True) for prompt in [*sample.prompts, getattr(args, "negative_prompt", NEGATIVE_PROMPT)]]
 
     def read_roots(roots, wanted_texts, geometry, repeats=None):
         samples = []

@@ -28,7 +28,7 @@ import re
 import shlex
 import sys
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -83,7 +83,7 @@ def noise_levels(values):
     return list(map(NOISE_LEVEL, values))
 
 # Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}; and three that have another
-# form on the command line.
+# form on the command line. train.py has those of SAMPLING, for its validation pictures.
 SAMPLE_FLAGS = dict(
     negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
     num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
@@ -95,6 +95,11 @@ SAMPLE_FLAGS = dict(
     size_from=(positive, "which picture gives the result its shape, from 1 (default: the last, as in stock)"))
 JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=number(int, 0, 2**64 - 1),
                  **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
+
+def add_sample_flags(flag, names):
+    for name in names:
+        kind, text = SAMPLE_FLAGS[name]
+        flag(f"--{name}", SAMPLING.get(name), text, type=kind)
 
 # ==== the library =====================================================================================================
 
@@ -181,8 +186,8 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
 
 class LoraLinear(lora.Linear): # a class because peft takes one in the place of its own
     """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of such a step on a CPU. Here
-    its weights are cast when they are used, while they, their gradients and the file stay fp32. Plain LoRA only: all
-    else is left to peft."""
+    its weights are cast when they are used, while they, their gradients and the file stay fp32. Plain LoRA, and no
+    other one beside it: all else is left to peft."""
     cast = None # lora_A and lora_B in the base's dtype, if extras/cast.py has made them
 
     def lora_weights(self):
@@ -190,8 +195,8 @@ class LoraLinear(lora.Linear): # a class because peft takes one in the place of 
 
     def forward(self, x, *args, **kwargs):
         # (a variant is a LoRA with more to it, such as aLoRA)
-        if (x.dtype == torch.float32 or self.disable_adapters or self.merged or args or kwargs or self.lora_variant
-                or any(self.lora_bias.values())):
+        if (x.dtype == torch.float32 or self.active_adapters != ["default"] or self.disable_adapters or self.merged
+                or args or kwargs or "default" in self.lora_variant or self.lora_bias["default"]):
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x)
         a, b = self.cast or [weight.to(x.dtype) for weight in self.lora_weights()]
@@ -209,15 +214,6 @@ def add_lora(transformer, **config):
     if together := common.find_extra("cast"):
         together.cast_together(transformer.transformer_blocks)
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
-
-@contextmanager
-def without_lora(transformer):
-    """Within `with`, the transformer is the base model."""
-    transformer.disable_adapters()
-    try:
-        yield
-    finally:
-        transformer.enable_adapters()
 
 # ---- LoRA files ------------------------------------------------------------------------------------------------------
 
@@ -295,8 +291,8 @@ def check_loaded(transformer, adapter, state, path):
         raise InputError(f"{path}: {len(wrong)} of {len(loaded | state.keys())} tensors are missing or do not fit, for "
                          f"instance {wrong[0]}; it is incomplete, or was made for another model")
 
-def load_loras(transformer, paths, scales):
-    """Adds these LoRAs to the transformer, all active, each at its scale -> their adapters' names."""
+def load_loras(transformer, paths, scales=None):
+    """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
     warnings.filterwarnings("ignore", "Already found a `peft_config`") # several LoRAs are wanted here
     names = [f"lora{i}" for i in range(len(paths))]
     for name, path in zip(names, paths):
@@ -311,7 +307,8 @@ def load_loras(transformer, paths, scales):
             raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file "
                              "(tools/convert_lora.py reads peft's folders)")
     if names:
-        transformer.set_adapters(names, list(scales))
+        transformer.set_adapters(names, scales)
+    transformer.eval() # or a LoRA that says lora_dropout would drop some of its inputs
     return names
 
 def load_weights(transformer, state, path):
@@ -329,8 +326,10 @@ def save_lora(path, transformer, train, fold=False):
     for bit, and the file is too strong or too weak in ComfyUI if alpha is not the rank."""
     state = get_peft_model_state_dict(transformer)
     config = transformer.peft_config["default"].to_dict()
-    # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing
-    config.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None)
+    # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing. And
+    # no dropout, which in stock diffusers would be at work when pictures are generated
+    config.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None,
+                  lora_dropout=0.0)
     if fold:
         for key in [k for k in state if ".lora_B." in k]:
             state[key] = state[key] * transformer.get_submodule(key.split(".lora_B.")[0]).scaling["default"]
@@ -521,8 +520,7 @@ def read_flags():
     flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
          type=strength, nargs="+")
     flag = parser.group("how")
-    for name, (kind, text) in SAMPLE_FLAGS.items():
-        flag(f"--{name}", SAMPLING.get(name), text, type=kind)
+    add_sample_flags(flag, SAMPLE_FLAGS)
     flag("--sigmas", None,
          "noise level of each step, before the shift: falling, from 1 (default: evenly spaced)",
          type=NOISE_LEVEL, nargs="+")

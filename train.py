@@ -53,7 +53,7 @@ import common
 import predict
 from common import (InputError, file_hash, first_words, key_value, load_extra, natural, not_negative, number, positive,
                     read_tensors, write_file)
-from predict import LORA_FILE, checkpoints, number_of, without_lora
+from predict import LORA_FILE, checkpoints, number_of
 from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, cache.add_data_flags, ... ------------
@@ -76,7 +76,7 @@ flag("--batch_size", max(4, int(os.environ.get("WORLD_SIZE", 1))), "samples per 
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
 flag("--batching", "packed", "padded computes the same, slower; for checking packed", choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
-     "learning rate itself: --lr 1), or another class that takes lr and weight_decay")
+     "learning rate itself: --lr 1), or another class that takes lr and weight_decay, a schedule-free one too")
 flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
@@ -94,6 +94,11 @@ flag("--gradient_checkpointing", None, "number of blocks that the backward pass 
      "more time (default: on a GPU as many as its memory requires, else all)", type=natural)
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc")
+flag = parser.group("validation pictures, which predict.py generates alike with the same flags")
+flag("--sample_lora", [], "LoRAs that are added to the trained one while these are generated, such as Lightning",
+     nargs="+")
+SAMPLING_FLAGS = "num_inference_steps true_cfg_scale shift negative_prompt".split()
+predict.add_sample_flags(flag, SAMPLING_FLAGS)
 flag = parser.group("run")
 flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
 flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=number(int, 0, 2**64 - 1))
@@ -109,9 +114,9 @@ flag("--resume", False, "continue the run in --out_dir, or the newest run of thi
 # With --model tiny (which is the default) these defaults replace those above: native sizes, two minutes on a CPU. tiny
 # trains more layers than the real model, which learns an edit with its attention alone.
 args = cache.parse_data_args(parser, dict(
-    **common.TINY, max_steps=450, batch_size=8, max_tokens=4096, lr=4e-3, lr_scheduler="linear", warmup_steps=10,
-    val_pictures=32, gradient_checkpointing=0, lora_targets="to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj "
-    "net.0.proj net.2 proj_out img_in".split()))
+    **common.TINY, **predict.TINY_SAMPLING, max_steps=450, batch_size=8, max_tokens=4096, lr=4e-3,
+    lr_scheduler="linear", warmup_steps=10, val_pictures=32, gradient_checkpointing=0, lora_targets="to_q to_k to_v "
+    "to_out.0 add_q_proj add_k_proj add_v_proj net.0.proj net.2 proj_out img_in".split()))
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 lora_args = dict(args.lora_args)
@@ -126,6 +131,9 @@ if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda"
                  "store; choose another")
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
+if args.num_inference_steps == 1 and not args.shift:
+    parser.error("argument --num_inference_steps: 1 needs a --shift; give one, or 2 or more steps")
+common.check_text("--negative_prompt", args.negative_prompt)
 if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) < 2:
     parser.error("argument --fsdp: needs several processes; start with torchrun --nproc_per_node=N")
 if not args.use_cache and (args.skip_bad or any(map(cache.is_index, args.data + args.val_data))):
@@ -137,6 +145,9 @@ optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
     parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 pretrained_file = predict.find_lora(args.pretrained_lora) if args.pretrained_lora else None
+for path in args.sample_lora: # now, as they are loaded late
+    predict.read_lora(path)
+sampling = predict.SAMPLING | vars(args) # of validation pictures; sigmas, for instance, have no flag here
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 # What --resume compares with the checkpoint: every flag but these. A flag that you add is compared, unless you name it
@@ -145,9 +156,9 @@ BY_CONTENT = ( # compared as hashes of what they lead to: see `config` below and
     "pretrained_lora model transformer data repeats mask skip_bad target_pixels control_pixels upscale cache_dir "
     "use_cache max_sequence_length").split()
 MAY_CHANGE = ( # what is written, when and where; then what changes speed and memory
-    "val_data val_pictures sample_every save_every keep out_dir tracker plan resume "
+    "val_data val_pictures sample_every save_every keep out_dir tracker plan resume sample_lora "
     "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile"
-).split()
+).split() + SAMPLING_FLAGS
 config = {name: value for name, value in vars(args).items() if name not in BY_CONTENT + MAY_CHANGE}
 config["pretrained_hash"] = pretrained_file and file_hash(pretrained_file)
 if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
@@ -306,8 +317,10 @@ def ask_base(model, items):
         asked = asked or items[-1:]
     if not asked:
         return items
-    with without_lora(model), torch.no_grad():
+    model.disable_adapters()
+    with torch.no_grad():
         answers = iter(predict_velocity(model, asked))
+    model.enable_adapters()
     return [replace(i, velocity=next(answers)) if i.velocity is None else i for i in items]
 
 def flow_loss(model, items):
@@ -465,12 +478,13 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     """Writes a checkpoint, which appears whole or not at all, and deletes the older ones beyond --keep."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
-    predict.save_lora(tmp / LORA_FILE, transformer, dict(step=step, **meta))
     tensors, numbers = {}, {} # the optimizer's state, by what it is and the parameter's name
-    for name, p in lora.items():
-        for key, value in optimizer.state[p].items():
-            target = tensors if torch.is_tensor(value) else numbers
-            target[f"{key}.{name}"] = value
+    with averaged_weights(optimizer):
+        predict.save_lora(tmp / LORA_FILE, transformer, dict(step=step, **meta))
+        for name, p in lora.items():
+            for key, value in optimizer.state[p].items():
+                target = tensors if torch.is_tensor(value) else numbers
+                target[f"{key}.{name}"] = value
     # and its settings, because some optimizers (Prodigy) change them as they run
     group = {key: value for key, value in optimizer.param_groups[0].items() if isinstance(value, (int, float))}
     info = dict(step=step, config=config, numbers=numbers, group=group)
@@ -492,6 +506,12 @@ def load_checkpoint(checkpoint, transformer, lora, optimizer):
     group = optimizer.state_dict()["param_groups"][0] | checkpoint.info["group"]
     # torch's optimizers number their parameters, in the order in which they got them
     optimizer.load_state_dict(dict(state=dict(enumerate(by_name.values())), param_groups=[group]))
+    # torch has cast the state to fp32, as the parameters are, but some optimizers keep a part of it in bf16
+    for entry, value in checkpoint.moments.items():
+        key, name = entry.split(".", 1)
+        state = optimizer.state[lora[name]]
+        state[key] = value.to(state[key].device)
+    use_trained_weights(optimizer)
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -522,7 +542,8 @@ def make_model(folder, file):
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
-    warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
+    # peft found nothing to exclude, or with --plan there are no weights to copy to, which is fine
+    warnings.filterwarnings("ignore", "You have passed exclude_modules|for .* copying from a non-meta parameter")
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
         lora = predict.add_lora(transformer, **lora_config)
@@ -534,6 +555,8 @@ def make_model(folder, file):
                          "target_parameters")
     if pretrained_file and not args.plan:
         predict.load_weights(transformer, predict.read_lora(pretrained_file)[0], pretrained_file)
+    predict.load_loras(transformer, args.sample_lora)
+    transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
 def recompute_blocks(transformer, samples):
@@ -555,9 +578,31 @@ def make_optimizer(parameters):
     """All parameters are one group: the loop sets its learning rate, and save_checkpoint saves its settings."""
     optimizer_args = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
     try:
-        return optimizer_class(parameters, **optimizer_args)
+        optimizer = optimizer_class(parameters, **optimizer_args)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
+    use_trained_weights(optimizer)
+    return optimizer
+
+@contextlib.contextmanager
+def averaged_weights(optimizer):
+    """A schedule-free optimizer (arxiv.org/abs/2405.15682) trains other weights than those that are of use, which are
+    an average. Within `with`, the parameters are the average. Others stay as they are."""
+    if hasattr(optimizer, "eval"):
+        for p, state in optimizer.state.items():
+            state["trained"] = p.data.clone()
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        use_trained_weights(optimizer)
+
+def use_trained_weights(optimizer):
+    """Puts them back from a copy, as the optimizer's own way back rounds: a validation would change the training."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+        for p, state in optimizer.state.items():
+            p.data.copy_(state.pop("trained", p))
 
 # ---- packs: which process computes which samples, in which forward passes --------------------------------------------
 
@@ -665,9 +710,9 @@ def validation_loss():
         dist.all_reduce(total)
     return total.item() / len(picks)
 
-def generate_pictures():
-    """{place in val_samples: PIL image} of at most --val_pictures. All processes together generate them; this one
-    returns its share."""
+def generate_pictures(trained=True):
+    """{place in val_samples: PIL image} of at most --val_pictures, with --sample_lora's LoRAs, and with the trained one
+    or without. All processes together generate them; this one returns its share."""
     # share: which of the packs of generate_samples are this process's
     share, decoder = slice(rank, None, world_size), vae
     # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes it
@@ -676,8 +721,9 @@ def generate_pictures():
     # spread over all samples, as neighbours are often alike
     count = min(args.val_pictures, len(val_samples))
     places = [n * len(val_samples) // count for n in range(count)]
-    sampling = predict.SAMPLING | (predict.TINY_SAMPLING if common.is_tiny(args.model) else {})
     jobs = [(val_samples[place], sampling, args.seed) for place in places]
+    # with peft's adapters of these names: the trained one's is default. validate makes this one active again
+    transformer.set_adapter([name for name in transformer.peft_config if trained or name != "default"])
     images = predict.generate_samples(transformer, decoder, scheduler_config, jobs, args.max_tokens, args.device,
                                       encoders, share)
     images = tqdm(images, desc="validation pictures", disable=rank > 0 or None, leave=False)
@@ -685,8 +731,7 @@ def generate_pictures():
 
 @lru_cache # once, as the base does not change
 def generate_base_pictures():
-    with without_lora(transformer):
-        return generate_pictures()
+    return generate_pictures(trained=False)
 
 def picture_file(sample):
     return f"{sample.root}/{predict.picture_stem(sample)}.png"
@@ -707,7 +752,8 @@ def compare(place, base, picture, step):
     # compared at the size that was generated
     target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
-    # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with, which is saved once
+    # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with, which is saved once, but
+    # for the base: a resumed run may generate it otherwise
     shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}
     shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
     for name, image in shown.items():
@@ -731,7 +777,8 @@ def write_report(step, val_loss, rows, track):
         means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs), **means[name]))
     records = [record for _, record in rows]
-    write_log(dict(step=step, val_loss=val_loss, psnr=means, pictures=records))
+    # with the flags, as --resume may have changed how pictures are generated
+    write_log(dict(step=step, val_loss=val_loss, psnr=means, pictures=records, flags=vars(args)))
     # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
     for old in sorted((out_dir / "samples").glob("step_*[0-9]/"))[:-20]:
         shutil.rmtree(old)
@@ -765,6 +812,7 @@ def validate(step, track):
         say(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
     finally:
         transformer.train()
+        transformer.set_adapter("default")
         (vae.decoder if encoders else vae).to("cpu") # a training that encodes live needs the VAE's encoder
         if args.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
@@ -772,11 +820,12 @@ def validate(step, track):
 def next_commands(samples):
     """What a person may want to do with a finished run."""
     flags = []
-    for name in "model transformer quantize quantize_text_encoder".split(): # predict.py needs them, too
-        if getattr(args, name) not in (None, "none"):
-            flags += [f"--{name}", getattr(args, name)]
+    for name in "model transformer quantize quantize_text_encoder".split() + SAMPLING_FLAGS: # predict.py's, too
+        if getattr(args, name) != parser.get_default(name):
+            flags += [f"--{name}", str(getattr(args, name))]
     return (f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples. next:\n"
-            f"  python predict.py {shlex.join([*flags, '--lora', str(out_dir)])} --image CONTROL.png --prompt \"...\"\n"
+            f"  python predict.py {shlex.join([*flags, '--lora', str(out_dir), *args.sample_lora])} "
+            "--image CONTROL.png --prompt \"...\"\n"
             f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
             f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(out_dir / LORA_FILE)!r})")
 
@@ -892,7 +941,8 @@ begun, first_step = time.monotonic(), step
 while step < args.max_steps and not stop:
     # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
     if validation_due(step):
-        validate(step, track)
+        with averaged_weights(optimizer):
+            validate(step, track)
     t0 = clock()
 
     # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a mean
@@ -956,10 +1006,11 @@ bar.close()
 if stop:
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:
-    if rank == 0:
-        predict.save_lora(out_dir / LORA_FILE, transformer, dict(step=step, **meta), fold=True)
-    if val_samples:
-        validate(step, track)
+    with averaged_weights(optimizer):
+        if rank == 0:
+            predict.save_lora(out_dir / LORA_FILE, transformer, dict(step=step, **meta), fold=True)
+        if val_samples:
+            validate(step, track)
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(next_commands(samples))

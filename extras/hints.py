@@ -63,7 +63,7 @@ def explain(message, known):
 
 def refuse_slips(parser):
     """parser.error for a flag whose values argparse would partly drop, or whose empty one would mean this folder."""
-    for flag in "--data --image --lora".split():
+    for flag in "--data --image --lora --sample_lora".split():
         if parser.given().count(flag) > 1:
             parser.error(f"argument {flag}: given twice; put all values behind one")
     flag = ""

@@ -181,11 +181,14 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / len(epoch):.1f} "
         f"epochs; {passes / steps:.1f} forward passes a step and process, the largest that can come of "
         f"{sum(largest):,} tokens (--max_tokens {args.max_tokens:,})")
-    say(f"parameters: {sum(p.numel() for p in transformer.parameters()):,}, of which {lora_bytes // 4:,} in the LoRA")
+    # LoRAs of --sample_lora
+    others = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" in name and not p.requires_grad)
+    parameters = sum(p.numel() for p in transformer.parameters()) - others
+    say(f"parameters: {parameters:,}, of which {lora_bytes // 4:,} in the LoRA")
     encoders = encoder_bytes(folder, transformer.dtype, args.quantize_text_encoder)
     say(f"encoders, in GiB: VAE {encoders[0] / GIB:.1f}, text {encoders[1] / GIB:.1f}; "
         + ("one after the other, before the training" if args.use_cache else "all the time, so in `base`"))
-    resident = 0 if args.use_cache else sum(encoders)
+    resident = others * transformer.dtype.itemsize + (0 if args.use_cache else sum(encoders))
 
     shapes = list(map(fit.shape_of, largest))
 

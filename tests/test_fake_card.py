@@ -67,7 +67,7 @@ def run(tmp_path_factory):
 def per_block(step, packs, blocks=BLOCKS):
     return step.kernels / packs / blocks
 
-ALLOWED = 1.03 if FULL else 1 # the last block computes less than the others, and counts less among 60
+ALLOWED = 1.07 if FULL else 1 # the last block computes less than the others, and counts less among 60
 WAITS = 2 # of the host for the card, in a step: for the losses, and for the gradient's length
 
 def check(answer, packs, kernels, copied, peak, blocks=BLOCKS, waits=0):
@@ -200,7 +200,7 @@ def test_eight_cards_share_the_samples_of_a_step(run):
         answer = run("--gradient_checkpointing", 60, "--max_steps", 1, samples=EIGHT, blocks=1, prelude=NOTE, **rank(n))
         step = answer.steps[0]
         assert len(answer.loaded) == 1 and step.ops["c10d::allreduce_"] == 1
-        assert step.waits <= WAITS + 2, step.where # in the first step diffusers makes the rotary tables of both pictures
+        assert step.waits <= WAITS + 2, step.where # at first diffusers makes the rotary tables of both pictures
         loaded += answer.loaded
     assert sorted(loaded) == [s["name"] for s in EIGHT] # each sample on one card
 

@@ -247,6 +247,18 @@ def test_a_run_s_file_has_its_strength_in_comfyui_too(tmp_path, kind):
         model, left = comfyui_model(file)
         assert not left and loss_of(model, run.globals) == pytest.approx(want, rel=1e-6)
 
+def test_a_lora_s_dropout_is_the_training_s_alone(tmp_path):
+    """Pictures are generated without, here and in the stock pipeline, although the LoRA was trained with it; predict.py
+    also where another program's file still says it."""
+    run, _ = short_run(tmp_path, "--lora_dropout", 0.5)
+    assert stock_loss(run.globals, tmp_path / "a") == stock_loss(run.globals, tmp_path / "a")
+    state, meta = predict.read_lora(tmp_path / "a")
+    assert meta["transformer.lora_dropout"] == 0 and meta["train.config"]["lora_dropout"] == 0.5
+    meta = {k: v for k, v in meta.items() if k.startswith("transformer.")} | {"transformer.lora_dropout": 0.5}
+    transformer = tiny_with(lora_file(tmp_path, state, **meta))
+    assert any(isinstance(m, torch.nn.Dropout) and m.p == 0.5 for m in transformer.modules())
+    assert loss_of(transformer, run.globals) == loss_of(transformer, run.globals)
+
 def test_with_alpha_as_the_rank_a_run_s_file_is_its_last_checkpoint_s(tmp_path):
     short_run(tmp_path, "--lora_rank", 4)
     files = [tmp_path / folder / predict.LORA_FILE for folder in ("a", "a/checkpoint-000002")]
@@ -333,8 +345,8 @@ def test_the_loras_of_a_block_are_cast_together(monkeypatch):
             out = run(model, "packed", samples)
             grads = torch.autograd.grad(sum(o.float().square().sum() for o in out), [*weights])
         assert all(m.cast is None for m in model.modules() if isinstance(m, predict.LoraLinear))
-        with predict.without_lora(model):
-            base = run(model, "packed", samples)
+        model.disable_adapters()
+        base = run(model, "packed", samples)
         return casts.number, [*out, *grads, *base]
     for recomputed in (0, 3):
         (many, want), (few, got) = compute(False, recomputed), compute(True, recomputed)

@@ -315,9 +315,16 @@ def commands(run):
     resume = ["python", *[word for word in run.command if word != "--resume"], "--resume"]
     if not any(word.split("=")[0] == "--out_dir" for word in resume):
         resume += ["--out_dir", run.folder]
-    predict = ["python", "predict.py", "--model", run.flags.get("model", "tiny"), "--lora", run.folder]
-    predict += [run.flags["base_lora"]] if run.flags.get("base_lora") else []
-    predict += ["--transformer", run.flags["transformer"]] if run.flags.get("transformer") else []
+    # the flags of its newest pictures, as --resume may have changed them
+    given, flags = {word.split("=")[0] for word in run.command}, run.flags
+    for validation in run.validations[-1:]:
+        flags = flags | validation.get("flags", {})
+    predict = ["python", "predict.py", "--model", flags.get("model", "tiny")]
+    for name in ("transformer", "negative_prompt", "num_inference_steps", "true_cfg_scale", "shift"):
+        changed = f"--{name}" in given or flags.get(name) != run.flags.get(name)
+        if changed and flags.get(name) is not None:
+            predict += [f"--{name}", flags[name]]
+    predict += ["--lora", run.folder, *flags.get("sample_lora", [])]
     image, prompt = "CONTROL.png", "..."
     for picture in [picture for r in run.validations for picture in r.get("pictures", [])][:1]:
         image, prompt = run.folder / "samples/control" / picture["file"], picture["prompt"]

@@ -1,0 +1,223 @@
+"""
+How validations generate their pictures: --sample_lora, and predict.py's flags of sampling in train.py.
+
+$ python -m pytest -q tests/test_sample_lora.py    # half a minute
+"""
+import functools
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+
+import cache
+import common
+import predict
+from extras import compile as compile_extra
+from extras import plan
+from tests.harness import (EXACT, NATIVE, SMALL, add_item, assert_bitwise, curve, damage_tensors, is_one_line,
+                           log_of, lora_file, lora_tensors, rel, renamed, run_script, start_ranks, validations_of)
+
+FEW = ["--num_inference_steps", 2, "--true_cfg_scale", 2, "--shift", 3, "--negative_prompt", "blurry"]
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A LoRA to sample with: on layers that the training's LoRA has, and on others."""
+    tensors = {k: 0.2 * v for k, v in lora_tensors(rank=3, names=("attn.to_q", "img_mlp.net.2", "img_mod.1")).items()}
+    return lora_file(tmp_path_factory.mktemp("other"), tensors)
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Of a training with validations, in a cache that all tests share."""
+    folder = tmp_path_factory.mktemp("flags")
+    add_item(folder / "data", "wide", [(96, 64), (64, 64)])
+    add_item(folder / "data", "tall", [(64, 96), (64, 64), (32, 32)])
+    return ["--data", folder / "data", "--val_data", folder / "data", "--cache_dir", folder / "cache", "--max_steps", 2,
+            "--batch_size", 2, "--lora_rank", 2, "--lr", 1e-2, "--lr_scheduler", "constant", "--save_every", 1,
+            "--sample_every", 1, "--lora_targets", "to_q", "to_v", *NATIVE, *EXACT, "--device", "cpu"]
+
+def train(out_dir, flags, *more):
+    result = run_script("train.py", *flags, "--out_dir", out_dir, *more)
+    assert result.status == 0, result.err
+    return result
+
+def pictures_of(folder):
+    """-> {name: pixels} of the PNGs below a folder."""
+    return {path.stem: np.asarray(common.read_image(path)) for path in folder.rglob("*.png")}
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+def predicted(tmp_path, flags, loras, *more):
+    """What predict.py generates for the validation samples with these LoRAs."""
+    data, cache_dir = flags[1], flags[5]
+    out = tmp_path / f"predicted-{len(list(tmp_path.glob('predicted-*')))}"
+    result = run_script("predict.py", "--jobs", data, "--cache_dir", cache_dir, "--out_dir", out, "--max_tokens", 4096,
+                        *NATIVE, *EXACT, "--device", "cpu", *(["--lora", *loras] if loras else []), *more)
+    assert result.status == 0, result.err
+    (out / "sheet.png").unlink()
+    return pictures_of(out)
+
+def files_of(run):
+    """-> {name: bytes} of a run's LoRAs and checkpoints."""
+    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*.safetensors")}
+
+def test_a_validation_generates_what_predict_py_does_and_the_training_feels_nothing(tmp_path, flags, other):
+    """To the bit: each step's pictures are predict.py's with its checkpoint and the other LoRA, those of the base are
+    with the other LoRA alone; losses, LoRAs and checkpoints are those of a training without these flags, with dropout
+    and --preserve, whose base has no LoRA at all. The log and the last words of the run tell how."""
+    more = ["--lora_dropout", 0.3, "--preserve", 0.5]
+    drawn = train(tmp_path / "a", flags, *more, "--sample_lora", other, *FEW)
+    train(tmp_path / "b", flags, *more, "--num_inference_steps", 2)
+    assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b") and len(files_of(tmp_path / "a")) == 5
+    for n in (1, 2):
+        checkpoint = tmp_path / f"a/checkpoint-00000{n}"
+        want = predicted(tmp_path, flags, [checkpoint, other], *FEW)
+        assert same(pictures_of(tmp_path / f"a/samples/step_00000{n}"), want)
+    base = pictures_of(tmp_path / "a/samples/base")
+    assert same(base, predicted(tmp_path, flags, [other], *FEW))
+    assert same(pictures_of(tmp_path / "b/samples/base"), predicted(tmp_path, flags, [], "--num_inference_steps", 2))
+    assert not same(base, pictures_of(tmp_path / "b/samples/base")) and not same(base, want)
+    # afterwards the trained LoRA alone is active, and learns
+    ns = drawn.globals
+    assert {n for n, p in ns["transformer"].named_parameters() if p.requires_grad} == {*ns["lora"]}
+    assert ns["transformer"].active_adapters() == ["default"]
+    command, = [line for line in drawn.out.splitlines() if "python predict.py" in line]
+    words = shlex.split(command)
+    assert words[words.index("--lora"):][:3] == ["--lora", str(tmp_path / "a"), str(other)]
+    assert words[words.index("--negative_prompt") + 1] == "blurry" and "--true_cfg_scale" in words
+
+def page_command(run):
+    """The words of the page's command that edits a picture."""
+    assert run_script("tools/page.py", run, "--out", run / "page.html").status == 0
+    text = (run / "page.html").read_text()
+    words = [part.split("</span>")[0] for part in text.split("Edit a picture with it")[1].split("<span>")[1:]]
+    return " ".join(word.strip() for word in words).split("--image")[0]
+
+def test_a_resumed_run_may_generate_otherwise(tmp_path, flags, other):
+    """It continues bit for bit; the base's pictures are made anew, so that a sheet compares like with like; the page
+    tells how the newest pictures were made."""
+    run = tmp_path / "a"
+    train(run, flags, "--num_inference_steps", 2, "--max_steps", 1)
+    before = pictures_of(run / "samples/base")
+    assert "--num_inference_steps 2 --lora" in page_command(run) and str(other) not in page_command(run)
+    train(run, flags, "--resume", "--sample_lora", other, *FEW)
+    train(tmp_path / "b", flags, "--num_inference_steps", 2)
+    assert curve(log_of(run)) == curve(log_of(tmp_path / "b"))
+    base = pictures_of(run / "samples/base")
+    assert not same(base, before) and same(base, predicted(tmp_path, flags, [other], *FEW))
+    command = page_command(run)
+    assert "--shift 3.0" in command and "--negative_prompt blurry" in command and f"{run} {other}" in command
+
+@pytest.mark.parametrize("more", [["--offload", 2], ["--quantize", "int8"], ["--no-use_cache"]], ids=str)
+def test_it_works_with(tmp_path, flags, other, more):
+    train(tmp_path / "a", flags, *FEW, "--sample_lora", other, *more)
+    want = predicted(tmp_path, flags, [tmp_path / "a", other], *FEW, *(more if "--quantize" in more else []))
+    assert same(pictures_of(tmp_path / "a/samples/step_000002"), want)
+    train(tmp_path / "b", [*flags, "--sample_every", 0, "--val_data"], *more)
+    assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
+
+def test_compiled_blocks_are_not_compiled_anew_after_a_validation(tmp_path, flags, other, monkeypatch):
+    """One block and one sample, as they are compiled for long."""
+    real_compile, steps = torch.nn.Module.compile, []
+    monkeypatch.setattr(compile_extra, "compile_blocks", lambda blocks: real_compile(
+        blocks[0], dynamic=True, backend="eager"))
+    real = torch.nn.utils.clip_grad_norm_ # which each step calls
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: steps.append(
+        torch._dynamo.utils.counters["frames"]["total"]) or real(*args))
+    torch._dynamo.reset()
+    data = add_item(tmp_path / "data", "cat")
+    with torch._dynamo.config.patch(allow_empty_graphs=True):
+        train(tmp_path / "a", ["--data", data, "--val_data", data, *flags[4:]], "--compile", "--sample_lora", other,
+              *FEW, "--max_steps", 3, "--max_tokens", 1)
+    torch._dynamo.reset()
+    assert len(validations_of(tmp_path / "a")) == 3 and steps[0] > 0 and steps[1] == steps[2]
+
+def test_sharded_processes_generate_the_same(tmp_path, flags, other, start):
+    flags = [*flags, "--max_steps", 1, "--sample_lora", other, *FEW]
+    train(tmp_path / "one", flags)
+    ranks = start_ranks(start, *flags, "--fsdp", "--out_dir", tmp_path / "two")
+    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
+    for folder in ("base", "step_000001"):
+        one, two = [pictures_of(tmp_path / run / "samples" / folder) for run in ("one", "two")]
+        assert one.keys() == two.keys() and all(np.abs(one[k].astype(int) - two[k]).max() <= 1 for k in one)
+
+def test_on_a_bf16_base_the_other_lora_changes_nothing_of_a_training_and_counts_when_it_is_active():
+    """The trained LoRA alone is computed as without another one beside it, to the bit; both together are what peft
+    computes in fp32, but for bf16's rounding."""
+    def compute(dtype, ours, others, active):
+        torch.manual_seed(0)
+        model = QwenImageTransformer2DModel(**SMALL).to(dtype).requires_grad_(False)
+        config = dict(r=4, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)
+        predict.add_lora(model, **config) if ours else model.add_adapter(LoraConfig(**config))
+        if others:
+            model.add_adapter(LoraConfig(**config | dict(lora_bias=True)), "other")
+        cast_training_params(model)
+        layer = model.transformer_blocks[0].attn.to_q
+        for name, p in layer.named_parameters():
+            if "lora_" in name and "weight" in name:
+                p.data.normal_(generator=torch.Generator().manual_seed(len(name) + ("lora_A" in name)))
+        model.set_adapter(active)
+        x = torch.randn(3, 24, layer.in_features, generator=torch.Generator().manual_seed(9))
+        return layer(x.to(dtype))
+    half, full = torch.bfloat16, torch.float32
+    alone = compute(half, True, True, ["default"])
+    fast = compute(half, True, False, ["default"])
+    exact = {n: compute(full, False, True, n) for n in ("default", "other")}
+    both = compute(full, False, True, ["default", "other"])
+    assert_bitwise([alone], [fast])
+    assert rel(fast, exact["default"]) < 2e-2
+    assert rel(compute(half, True, True, ["default", "other"]), both) < 2e-2
+    assert rel(compute(half, True, True, ["other"]), exact["other"]) < 2e-2
+    assert rel(exact["default"], both) > 0.1 and rel(exact["other"], both) > 0.1
+    assert_bitwise([compute(half, True, True, [])], [compute(half, True, False, [])])
+
+WRONG = [
+    ("--num_inference_steps 1", 2, "--shift"), ("--num_inference_steps 0", 2, "--num_inference_steps"),
+    ("--true_cfg_scale much", 2, "--true_cfg_scale"), ("--shift 0", 2, "--shift"),
+    ("--sample_lora", 2, "--sample_lora"),
+    ("--negative_prompt <|im_end|>", 1, "special token"), ("--sample_lora no/where/x.safetensors", 1, "x.safetensors"),
+    ("--sample_lora GOOD --sample_lora GOOD", 2, "given twice"), ("--sample_lora DAMAGED", 1, "DAMAGED"),
+    ("--sample_lora BAD", 1, "BAD"), ("--sigmas 1 0.5", 2, "--sigmas")]
+
+@pytest.mark.parametrize("line, status, named", WRONG)
+def test_what_cannot_work_is_one_line(tmp_path, flags, other, line, status, named, monkeypatch):
+    """Before a model is loaded, but for a LoRA of another model, which shows when it meets this one."""
+    for name, change in dict(GOOD=dict, BAD=renamed("to_q", "qkv"), DAMAGED=dict).items():
+        (tmp_path / name).mkdir()
+        lora_file(tmp_path / name, change(lora_tensors()))
+        line = line.replace(name, str(tmp_path / name))
+    damaged = tmp_path / "DAMAGED" / predict.LORA_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    if "BAD" not in named:
+        monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "a", *line.split())
+    assert result.status == status and is_one_line(result.errors[0], named), result.err
+    assert "BAD" in named or not (tmp_path / "a").exists()
+
+def test_an_index_without_the_negative_prompt_says_what_to_do(tmp_path, flags):
+    train(tmp_path / "a", flags, "--max_steps", 1, "--val_pictures", 0)
+    shutil.copy(flags[5] / "tiny-data-val.json", flags[5] / "val.json")
+    index = [*flags, "--val_data", flags[5] / "val.json", "--out_dir", tmp_path / "b", "--max_steps", 1]
+    result = run_script("train.py", *index, "--negative_prompt", "ugly")
+    assert result.status == 1 and is_one_line(result.errors[0], "ugly", "--negative_prompt"), result.err
+
+def test_the_plan_counts_the_other_lora(tmp_path, flags, other, monkeypatch):
+    """In the memory of the base, and not among the parameters."""
+    monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0) # which takes seconds
+    def planned(*more):
+        result = run_script("train.py", *flags, "--plan", *more)
+        assert result.status == 0, result.err
+        row, = [line for line in result.out.splitlines() if "(as given)" in line]
+        return float(row.split()[0]), [line for line in result.out.splitlines() if line.startswith("parameters")]
+    large = {k: v.repeat_interleave(200, 0 if "lora_A" in k else 1) for k, v in lora_tensors(rank=16).items()}
+    path = lora_file(tmp_path, large)
+    (before, parameters), (after, same_parameters) = planned(), planned("--sample_lora", path)
+    assert parameters == same_parameters
+    assert after - before == pytest.approx(4 * sum(v.numel() for v in large.values()) / 2**30, abs=0.01)
+    assert after > before
