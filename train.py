@@ -14,7 +14,8 @@ $ python train.py --model ... --data photos --resume     # the same command and 
 Without --model the toy model in tiny/ is trained, whatever --data is. Each step uses --batch_size samples, however many
 processes run. They are put, at their own sizes, into packs of at most --max_tokens tokens; the model computes one pack
 at a time. Sample order, noise, timesteps and dropped captions depend on the seed and on the sample's position in the
-run alone: one process and eight see the same data, and a resumed run equals an uninterrupted one, bit for bit on a CPU.
+run alone: one process and eight see the same data (with the same --batch_size), and a resumed run equals an
+uninterrupted one, bit for bit on a CPU.
 Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal end a run after the current step, with a checkpoint and exit status 0.
 
 Three chapters follow the flags. THE RECIPE: which sample, at which noise, with which loss. HELPERS. THE RUN: what
@@ -550,9 +551,9 @@ def make_model(folder, file):
     except Exception as e: # whatever peft raises
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
     # with some arguments peft trains biases or whole modules, too
-    if lora_args.get("target_parameters") or any(".lora_" not in name for name in lora):
-        raise InputError("--lora_args: would train what a LoRA's file cannot hold; leave out bias, modules_to_save and "
-                         "target_parameters")
+    if lora_args.get("target_parameters") or any(".lora_" not in name or p.dim() < 2 for name, p in lora.items()):
+        raise InputError("--lora_args: would train what a LoRA's file cannot hold; leave out bias, lora_bias, "
+                         "modules_to_save and target_parameters")
     if pretrained_file and not args.plan:
         predict.load_weights(transformer, predict.read_lora(pretrained_file)[0], pretrained_file)
     predict.load_loras(transformer, args.sample_lora)
@@ -834,7 +835,7 @@ def next_commands(samples):
 # Processes. torchrun starts several of this script, each with a rank of its own; without torchrun there is one, rank 0.
 rank, world_size = common.start_processes(args)
 if args.batch_size < world_size:
-    say(f"warning: --batch_size {args.batch_size} for {world_size} processes: the others have nothing to do")
+    say(f"warning: --batch_size {args.batch_size} for {world_size} processes: some have no sample")
 
 # The run folder, and the checkpoint to continue from. We look at both before anything slow begins, so that a forbidden
 # change or a finished run is reported within seconds.

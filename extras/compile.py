@@ -2,7 +2,15 @@
 --compile: torch.compile, one block at a time, because they are alike; with dynamic lengths, because every batch
 differs.
 """
+import os
+import shutil
+
 import torch
+
+from common import InputError
+
+if not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "gcc", "clang", "cc"))):
+    raise InputError("--compile: found no C++ compiler; install g++, or leave the flag out")
 
 
 def compile_blocks(blocks):

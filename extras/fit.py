@@ -58,8 +58,11 @@ def largest_pack(lengths, args, processes):
             sums |= (fewer << n) & ((2 << limit) - 1)
         if sums == fewer or sums >> limit: # nothing new, or the limit itself
             break
-    most = sums.bit_length() - 1
-    return [longest, most - longest] if most > longest + 1 else [max(longest, most)]
+    most, several = max(longest, sums.bit_length() - 1), 0
+    for n in lengths if most_samples > 1 else ():
+        several |= ((sums & ~1) << n) & ((2 << limit) - 1)
+    # several samples of nearly that sum take a little more than one, as they are put in order for the attention
+    return [most - most // 2, most // 2] if several.bit_length() - 1 > 0.95 * most else [most]
 
 def shape_of(tokens):
     """-> (img_shapes, text tokens) of a sample of so many tokens, or a few more."""
@@ -195,5 +198,5 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
         raise too_little
     words = f"{kept} blocks are kept" + (f", and the attention of the other {blocks - kept}" if selective else "")
     say(f"gradient checkpointing: {words}; a pass of {sum(pack):,} tokens, the largest, takes about {adds / GIB:.1f} "
-        f"of {free / GIB:.1f} GiB")
+        f"of {free / GIB:.1f} GiB" + (" and a part of the margin: lower --max_tokens" if adds > free else ""))
     return recompute(blocks - kept, **options_of(selective))

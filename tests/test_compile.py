@@ -8,13 +8,14 @@ no compiler to wait for, and every number can be compared. What inductor makes o
 """
 import functools
 import shutil
+import sys
 
 import pytest
 import torch
 
 import rope_patch
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
-from tests.harness import (EXACT, assert_same_run, log_of, lora_of, rel, run_script, show, start_ranks, validations_of)
+from tests.harness import (EXACT, assert_same_run, is_one_line, log_of, lora_of, rel, run_script, show, start_ranks, validations_of)
 
 RAN = "a graph ran" # the output has it once for each time
 BLOCKS, STEPS = 3, 3 # BLOCKS: tiny's
@@ -73,6 +74,12 @@ def assert_same_training(out_dir, other):
     show("log", errors["log"], 1e-5)
     show("LoRA", max(errors.values()), 1e-5)
     assert max(errors.values()) <= 1e-5, errors
+
+def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delitem(sys.modules, "extras.compile", raising=False)
+    result = run_script("train.py", "--compile", "--out_dir", tmp_path / "run")
+    assert result.status == 1 and is_one_line(result.errors[-1], "--compile", "compiler"), result.err
 
 def test_blocks_split_by_a_graph_break_can_be_recomputed(flags, tmp_path):
     """Six functions of a block are compiled. Where one of them has a variant with nothing to compute, this must not

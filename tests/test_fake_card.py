@@ -120,6 +120,11 @@ def test_an_offloaded_block_is_copied_twice_a_pass(run, offload, peak):
     assert number * WEIGHTS <= step.pinned <= 1.001 * number * WEIGHTS
     assert step.now <= 0.15 * GIB + (BLOCKS - number + 2) * WEIGHTS + BLOCKS * 13e6
 
+def test_offloaded_blocks_may_be_kept(run):
+    """What they have saved for the backward pass are views of the buffers, which are filled again by then."""
+    answer = run("--offload", "all", blocks=3)
+    assert "3 blocks are kept" in answer.out, answer.out
+
 def test_preserve_asks_the_base_once(run):
     """One pass more, without LoRA and gradient, which leaves nothing behind."""
     answer = run("--preserve", 1, "--gradient_checkpointing", 60, blocks=3)

@@ -73,6 +73,12 @@ def test_with_several_processes_a_pack_has_fewer_samples(processes, flags, tmp_p
         dealt += [sum(batch[place] for place in pack) for packs in deal_packs(batch) for pack in packs]
     assert max(dealt) == sum(fit.largest_pack(lengths, args, processes))
 
+def test_several_samples_are_measured_as_such():
+    """If they come near the longest one, as they take a little more memory than one sample of so many tokens."""
+    def pack(lengths, batch_size):
+        return fit.largest_pack(lengths, SimpleNamespace(batch_size=batch_size, max_tokens=100, batching="packed"), 1)
+    assert pack({98, 48}, 2) == [49, 49] and pack({98, 48}, 1) == [98] and pack({98, 40}, 2) == [98]
+
 def test_the_largest_pack_of_thousands_of_lengths_is_found_at_once():
     args, begin = SimpleNamespace(batch_size=64, max_tokens=100_000, batching="packed"), time.process_time()
     assert sum(fit.largest_pack(set(range(501, 8000, 2)), args, 1)) == 100_000

@@ -327,6 +327,7 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
     (["--tracker", "wandb"], 2, "pip install wandb"),
     (["--quantize", "nf4"], 2, "pip install bitsandbytes"),
     (["--lora_args", "no_such=1"], 1, "--lora_args"), (["--lora_args", "bias=all"], 1, "bias"),
+    (["--lora_args", "lora_bias=true", "init_lora_weights=true"], 1, "lora_bias"),
     (["--lora_args", 'modules_to_save=["img_in"]'], 1, "modules_to_save"), (["--optimizer_args", "lr=5"], 2, "--lr"),
     (["--lora_dropout", 1], 2, "--lora_dropout"), (["--lora_alpha", 0], 2, "--lora_alpha"),
     (["--lora_args", "init_lora_weights=pissa"], 2, "base"),

@@ -432,6 +432,7 @@ def patch_torch(card):
     def set_data(self, new):
         if not isinstance(new, FakeTensor) or isinstance(self, FakeTensor) and self.device == new.device:
             return data.__set__(self, new)
+        new = data.__get__(new) # with a version of its own: what is copied into a buffer changes none of its views
         if isinstance(self, torch.nn.Parameter):
             new = torch.nn.Parameter(new, self.requires_grad)
         torch.utils.swap_tensors(self, new)
