@@ -15,7 +15,8 @@ import torch
 
 import rope_patch
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
-from tests.harness import (EXACT, assert_same_run, is_one_line, log_of, lora_of, rel, run_script, show, start_ranks, validations_of)
+from tests.harness import (EXACT, assert_same_run, is_one_line, log_of, lora_of, rel, run_script, show, start_ranks,
+                           validations_of)
 
 RAN = "a graph ran" # the output has it once for each time
 BLOCKS, STEPS = 3, 3 # BLOCKS: tiny's

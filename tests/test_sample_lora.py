@@ -136,7 +136,7 @@ def test_compiled_blocks_are_not_compiled_anew_after_a_validation(tmp_path, flag
         train(tmp_path / "a", ["--data", data, "--val_data", data, *flags[4:]], "--compile", "--sample_lora", other,
               *FEW, "--max_steps", 3, "--max_tokens", 1)
     torch._dynamo.reset()
-    assert len(validations_of(tmp_path / "a")) == 3 and steps[0] > 0 and steps[1] == steps[2]
+    assert len(validations_of(tmp_path / "a")) == 3 and steps[0] > 0 and len(set(steps)) == 1, steps
 
 def test_sharded_processes_generate_the_same(tmp_path, flags, other, start):
     flags = [*flags, "--max_steps", 1, "--sample_lora", other, *FEW]
