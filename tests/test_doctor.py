@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 import cache
 import common
+import predict
 from extras import sheet
 from tests.harness import (FULL, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture, put_shape,
                            run_script, save, show)
@@ -184,7 +185,7 @@ def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
         if kind == "other control":
             save(natural(rng, (64, 64)), data / f"control/b{n:02}_1.png")
         planted |= {(kind, f"a{n:02}", f"b{n:02}")} if n % 5 < 3 else set()
-    doctor.save_png(paint_picture(), tmp_path / "out/sheet_moved_9.png")
+    predict.save_png(paint_picture(), tmp_path / "out/sheet_moved_9.png")
     (tmp_path / "out/report.json").write_text("[]") # an earlier report's
     result, rows = diagnose(data, out=tmp_path / "out")
     found = {(finding.split(": ")[0], name, finding.split()[-1])
