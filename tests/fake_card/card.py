@@ -408,7 +408,8 @@ def patch_torch(card):
             mem_get_info=lambda device=None: (card.total - card.unusable - card.now, card.total),
             empty_cache=lambda: None, synchronize=synchronize, manual_seed=lambda seed: None,
             manual_seed_all=lambda seed: None, get_rng_state=lambda device=None: torch.zeros(0, dtype=torch.uint8),
-            set_rng_state=lambda state, device=None: None, Stream=Stream, Event=Stream, stream=on_stream,
+            set_rng_state=lambda state, device=None: None, is_current_stream_capturing=lambda: False,
+            Stream=Stream, Event=Stream, stream=on_stream,
             current_stream=lambda device=None: Stream(), default_stream=lambda device=None: Stream()).items():
         put(torch.cuda, name, answer)
     put(torch.Tensor, "record_stream", lambda tensor, stream: None) # it wants a real stream
