@@ -198,8 +198,11 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         sys.excepthook = end_by_ctrl_c
         for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
             stream.reconfigure(errors="backslashreplace")
+        for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
+            if self.given().count(flag) > 1:
+                self.error(f"argument {flag}: given twice; put all values behind one")
         if hints := find_extra("hints"):
-            hints.refuse_slips(self)
+            hints.refuse_empty(self)
         return super().parse_args()
 
 def from_hub(name, fetch):
@@ -348,8 +351,8 @@ def run_ahead(work, items, threads=1, most=1):
 
 def write_file(path, data, mark=b""):
     """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
-    there is the old file or the new one, never a part. InputError if the disk is full or may not be written, or if
-    refuse_to_replace(path, mark) raises it."""
+    there is the old file or the new one, never a part. mark: a regular expression for the first bytes of what may be
+    replaced; by default all may be. InputError if something else is there, or if the disk is full or read-only."""
     refuse_to_replace(path, mark)
     path = Path(path)
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
@@ -368,9 +371,9 @@ def write_file(path, data, mark=b""):
                          "folder's permissions, and run again")
 
 def refuse_to_replace(path, mark=rb"(?!)"):
-    """InputError if something is at `path`, unless a script of ours has written it, and its first bytes match `mark`, a
-    regular expression (by default nothing does). Whatever replaces or deletes a file in a place that you name asks this
-    before the work begins, and write_file once more."""
+    """InputError if something is at `path`, unless it is a file whose first 4 KiB match `mark`, a regular expression,
+    which says that a script of ours has written it. By default nothing may be replaced. Whatever replaces or deletes a
+    file in a place that you name calls this before the work begins; write_file calls it once more."""
     if os.path.isfile(path):
         with contextlib.suppress(OSError), open(path, "rb") as f:
             if re.search(mark, f.read(4096)):
@@ -394,7 +397,7 @@ def prepare_folder(path):
         raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
 
 def remove_unused(folder):
-    """Removes a folder in which a lock is all there is."""
+    """Removes a folder in which a lock is all there is. (Not in train.py, whose names hold on to that lock.)"""
     with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
         if os.listdir(folder) == [".lock"]:
             os.unlink(folder / ".lock")

@@ -482,7 +482,7 @@ def save_png(image, path, key=""):
     png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
     meta.add_text("key", key)
     meta.add_text("command", shlex.join(["python", *sys.argv]))
-    image.save(png, format="PNG", pnginfo=meta)
+    image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the mark)
     common.write_file(path, png.getvalue(), OURS)
 
 def finished(path, key):
@@ -748,6 +748,8 @@ def main():
     if missing:
         common.prepare_folder(args.out_dir)
         sheet = sheet or missing[0].path.with_stem(f"{missing[0].path.stem}-sheet")
+        if len(pictures) > 1:
+            common.refuse_to_replace(sheet, OURS)
     if rank == 0 and len(missing) < len(pictures):
         print(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the "
               "same settings")

@@ -95,7 +95,7 @@ flag("--gradient_checkpointing", None, "number of blocks that the backward pass 
      "more time (default: on a GPU as many as its memory requires, else all)", type=natural)
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc")
-flag = parser.group("validation pictures, which predict.py generates alike with the same flags")
+flag = parser.group("validation pictures: as predict.py generates them with the same flags")
 flag("--sample_lora", [], "LoRAs that are added to the trained one while these are generated, such as Lightning",
      nargs="+")
 SAMPLING_FLAGS = "num_inference_steps true_cfg_scale shift negative_prompt".split()
@@ -148,7 +148,7 @@ if not callable(optimizer_class):
 pretrained_file = predict.find_lora(args.pretrained_lora) if args.pretrained_lora else None
 for path in args.sample_lora: # now, as they are loaded late
     predict.read_lora(path)
-sampling = predict.SAMPLING | vars(args) # of validation pictures; sigmas, for instance, have no flag here
+sampling = predict.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 
 # What --resume compares with the checkpoint: every flag but these. A flag that you add is compared, unless you name it
@@ -367,14 +367,17 @@ def find_folder(name):
 def lock_folder(folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
     --out_dir has just taken this folder, ours is the next number."""
+    made = not folder.exists()
     common.prepare_folder(folder)
-    for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like this
-        common.refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
+    for file, mark in {".lock": rb"\A\Z", "log.jsonl": rb'\A(\Z|\{"command": )', "DONE": rb"\A\d+ steps",
+                       LORA_FILE: rb'(?s)\A.{,99}"lora_adapter_metadata'}.items():
+        common.refuse_to_replace(folder / file, mark)
     # the system releases a lock when its process dies, so a killed run leaves none behind
     lock = filelock.FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
-        weakref.finalize(lock, common.remove_unused, folder) # if the run fails before its log begins
+        if made:
+            weakref.finalize(lock, common.remove_unused, folder) # if the run fails before its log begins
         return folder, lock
     except filelock.Timeout:
         if args.out_dir or args.resume:
@@ -587,8 +590,8 @@ def make_optimizer(parameters):
 
 @contextlib.contextmanager
 def averaged_weights(optimizer):
-    """A schedule-free optimizer (arxiv.org/abs/2405.15682) trains other weights than those that are of use, which are
-    an average. Within `with`, the parameters are the average. Others stay as they are."""
+    """A schedule-free optimizer (arxiv.org/abs/2405.15682) trains one set of weights, and an average of them is what
+    you use. Within `with` the parameters are that average. With other optimizers nothing happens."""
     if hasattr(optimizer, "eval"):
         for p, state in optimizer.state.items():
             state["trained"] = p.data.clone()
@@ -599,7 +602,8 @@ def averaged_weights(optimizer):
         use_trained_weights(optimizer)
 
 def use_trained_weights(optimizer):
-    """Puts them back from a copy, as the optimizer's own way back rounds: a validation would change the training."""
+    """Puts the trained weights back, from a copy: the optimizer's own way back rounds, so that a validation would
+    change the training."""
     if hasattr(optimizer, "train"):
         optimizer.train()
         for p, state in optimizer.state.items():
@@ -778,8 +782,9 @@ def write_report(step, val_loss, rows, track):
         means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
         say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs), **means[name]))
     records = [record for _, record in rows]
-    # with the flags, as --resume may have changed how pictures are generated
-    write_log(dict(step=step, val_loss=val_loss, psnr=means, pictures=records, flags=vars(args)))
+    # with the flags of sampling, which --resume may have changed
+    write_log(dict(step=step, val_loss=val_loss, psnr=means, pictures=records,
+                   flags=dict(sampling, sample_lora=args.sample_lora)))
     # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
     for old in sorted((out_dir / "samples").glob("step_*[0-9]/"))[:-20]:
         shutil.rmtree(old)
@@ -920,7 +925,7 @@ if rank == 0:
     clean_folder(step)
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
-# The VAE decodes the pictures of validations. `saved`: those that each validation would save alike.
+# The VAE decodes the pictures of validations. `saved`: those that this process has saved, and that do not change.
 vae, saved = None, set()
 if val_samples:
     vae = encoders.vae if encoders else cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)

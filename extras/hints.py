@@ -61,11 +61,8 @@ def explain(message, known):
     return "; ".join(explain_word(word, known) for word in flags)
 
 
-def refuse_slips(parser):
-    """parser.error for a flag whose values argparse would partly drop, or whose empty one would mean this folder."""
-    for flag in "--data --image --lora --sample_lora".split():
-        if parser.given().count(flag) > 1:
-            parser.error(f"argument {flag}: given twice; put all values behind one")
+def refuse_empty(parser):
+    """parser.error for a flag whose empty value would mean this folder."""
     flag = ""
     for word in sys.argv[1:]:
         name, _, value = word.partition("=")
@@ -84,13 +81,19 @@ def describe(samples, val_samples):
         lines[0] += f", {alone} of them without a control: text-to-image"
     if masks := common.find_extra("mask"):
         lines[0] += masks.count(samples)
-    # files of latents are named after the content of the pictures
-    trained = {encoding["file"].stem for s in samples for encoding in s.encodings}
-    if shared := [s.name for s in val_samples if s.encodings[0]["file"].stem in trained]:
+    # encoded files are named after the content: a prompt's, which sees the controls, is the same with another mask
+    trained = {file.stem for s in samples for file in common_files(s)}
+    if shared := [s.name for s in val_samples if not trained.isdisjoint(f.stem for f in common_files(s))]:
         lines.append(f"warning: {len(shared)} of {len(val_samples)} samples of --val_data have pictures that are also "
                      f"trained, for instance {shared[0]}: they do not tell what the LoRA makes of others; move such "
                      "pairs, do not copy them")
     return "\n".join(lines)
+
+
+def common_files(sample):
+    """Those files of a sample that another one has only if it has the same pictures."""
+    texts = [text["file"] for (_, with_pictures), text in sample.texts.items() if with_pictures]
+    return [encoding["file"] for encoding in sample.encodings] + (texts if sample.controls else [])
 
 
 def explain_folder(names, wanted):
@@ -142,16 +145,17 @@ def bend_of(samples):
         own = {"height", "width"} & {key for key, value in sample.settings.items() if value}
         for encoding in sample.encodings if len(own) < 2 else ():
             _, h, w = encoding["img_shapes"][0]
-            worst = max(worst, (abs(w / h * height / width - 1), f"{sample.name}: " + (
-                f"{own.pop()} alone" if own else "sides rounded to 32")), key=lambda bend: bend[0])
-    bend, what = worst
-    if what and "alone" in what:
-        return f"{what} changes its aspect by {bend:.1%}; give --height and --width"
-    return what and f"{what} change its aspect by {bend:.1%}; a larger area bends it less"
+            bend = abs(w / h * height / width - 1)
+            if bend > worst[0]:
+                why, remedy = "sides rounded to 32 change", "a larger area bends it less"
+                if own:
+                    why, remedy = f"{min(own)} alone changes", "give --height and --width"
+                worst = bend, f"{sample.name}: {why} its aspect by {bend:.1%}; {remedy}"
+    return worst[1]
 
 
 def size_for_tiny(args, samples):
-    """tiny was made for pictures of 160x160: a photograph of 12 megapixels would take it hours a step."""
+    """tiny was made for pictures of 160x160: a photograph of 12 megapixels would take it minutes a step."""
     if not common.is_tiny(args.model):
         return None
     sizes = [(w * h, 16 * w, 16 * h, sample.name) for sample in samples for encoding in sample.encodings

@@ -7,11 +7,10 @@ weight may have a scale (X.scale_weight or X.weight_scale, of the whole weight o
 multiplied. config.json comes from --model.
 
 The file is mapped into memory, and a block's weights are unpacked when predict.place_transformer comes to that block:
-20 billion weights in bf16 beside a file of 20 GB would take 60 GB of host memory, and do so elsewhere. With --quantize
+20 billion weights in bf16 beside a file of 20 GB would take 60 GB of host memory. With --quantize
 fp8 a linear layer keeps the file's own bytes and scale (extras/quantize.py), so that nothing is rounded a second time.
 
-Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot) and gives back
-less than --quantize makes of a bf16 file.
+Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot).
 """
 import json
 import os
@@ -31,7 +30,7 @@ TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2=
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
 MARK_2511 = "__index_timestep_zero__" # ComfyUI's: controls are at timestep 0, which is zero_cond_t in diffusers' config
 SCALES = ("scale_weight", "weight_scale")
-NOT_USED = ("scale_input", "input_scale", "comfy_quant") # of activations; a note that read_layout looks at
+NOT_USED = ("scale_input", "input_scale", "comfy_quant") # of activations; a note that refuse_format looks at
 SIGNS = {b"GGUF": "a gguf", b"PK": "a pickle, which may run code", b"\x80": "a pickle, which may run code",
          b"version https://git-lfs": "a pointer of git lfs", b"<": "a web page"} # how other files begin
 # a tensor's name -> what such a file is, by the first that fits
@@ -56,14 +55,14 @@ class Layout:
     form: str # in words
 
 
-def refuse(path, what, remedy):
+def error_of(path, what, remedy):
     return InputError(f"--transformer {path}: {what}; {remedy}")
 
 
 def open_file(path):
     """-> the file, mapped by safetensors. InputError says what it is instead."""
     if not os.path.isfile(path):
-        raise refuse(path, "no file of that name", "check it (a file of the hub: hf download REPO FILE --local-dir .)")
+        raise error_of(path, "no file of that name", "check it (of the hub: hf download REPO FILE --local-dir .)")
     try:
         return safetensors.safe_open(path, "pt")
     except Exception as e: # a foreign file can fail in any way
@@ -71,9 +70,9 @@ def open_file(path):
             start = f.read(200)
         for sign, what in SIGNS.items():
             if start.startswith(sign):
-                raise refuse(path, what, REMEDY if what == "a gguf" else "download the .safetensors file itself")
+                raise error_of(path, what, REMEDY if what == "a gguf" else "download the .safetensors file itself")
         what = first_words(e) if start else "an empty file"
-        raise refuse(path, f"is no whole .safetensors file ({what})", "download it again")
+        raise error_of(path, f"is no whole .safetensors file ({what})", "download it again")
 
 
 def read_layout(path):
@@ -82,13 +81,13 @@ def read_layout(path):
     keys = list(f.keys())
     text = "\n".join(keys)
     if re.search(LORAS, text):
-        raise refuse(path, "a LoRA", "give it as --lora (in train.py --pretrained_lora), and leave out --transformer")
+        raise error_of(path, "a LoRA", "give it as --lora (in train.py --pretrained_lora), and leave out --transformer")
     block = re.search(r"^((?:.*\.)?)transformer_blocks\.0\.attn\.", text, re.M)
     for pattern, family in FAMILIES.items():
         if re.search(pattern, text, re.M) and (not block or "single_" in pattern):
-            raise refuse(path, f"looks like {family}", "give a transformer of Qwen-Image-Edit")
+            raise error_of(path, f"looks like {family}", "give a transformer of Qwen-Image-Edit")
     if not block:
-        raise refuse(path, f"is no transformer of Qwen-Image (a tensor of it: {min(keys, default='none')})",
+        raise error_of(path, f"is no transformer of Qwen-Image (a tensor of it: {min(keys, default='none')})",
                      "give one of Qwen-Image-Edit")
     prefix = block[1]
     names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
@@ -108,7 +107,7 @@ def read_layout(path):
     for name, key in layout.scales.items():
         shape, rows = f.get_slice(key).get_shape(), layout.shapes.get(name, [0])[0]
         if not rows or shape not in ([], [1], [1, 1], [rows], [rows, 1]):
-            raise refuse(path, f"{key} is {shape}: neither one scale of a weight nor one for each of its {rows} rows",
+            raise error_of(path, f"{key} is {shape}: neither one scale of a weight nor one for each of its {rows} rows",
                          REMEDY)
     layout.form = " and ".join(f"{n} matrices in {dtype}" for dtype, n in dtypes.most_common())
     if layout.scales:
@@ -125,20 +124,20 @@ def refuse_format(path, f, names):
         notes += [note for layer, note in header.get("layers", {}).items() if f"{layer}.weight" in names.values()]
         formats = {(note["format"], note.get("convrot", False)) for note in notes}
     except Exception as e: # a foreign file can fail in any way
-        raise refuse(path, f"its notes of ComfyUI cannot be read ({type(e).__name__}: {first_words(e)})", REMEDY)
+        raise error_of(path, f"its notes of ComfyUI cannot be read ({type(e).__name__}: {first_words(e)})", REMEDY)
     for said, rotated in formats:
         if rotated or said not in ("float8_e4m3fn", "float8_e5m2"):
             words = f"{said}, ConvRot" if rotated else said
-            raise refuse(path, f"in ComfyUI's format {words}, which is not taken", REMEDY)
+            raise error_of(path, f"in ComfyUI's format {words}, which is not taken", REMEDY)
     text = "\n".join(names)
     for pattern, what in FORMATS.items():
         if found := re.search(f".*(?:{pattern}).*", text, re.M):
-            raise refuse(path, f"in the format {what} (it has {found[0]}), which is not taken", REMEDY)
+            raise error_of(path, f"in the format {what} (it has {found[0]}), which is not taken", REMEDY)
     for name, key in names.items():
         dtype = f.get_slice(key).get_dtype()
         kind = name.rpartition(".")[2]
         if dtype not in TAKEN and kind not in NOT_USED and name not in ("scaled_fp8", MARK_2511):
-            raise refuse(path, f"in the format {DTYPES.get(dtype, dtype)} ({name} is {dtype}), which is not taken",
+            raise error_of(path, f"in the format {DTYPES.get(dtype, dtype)} ({name} is {dtype}), which is not taken",
                          REMEDY)
 
 
@@ -148,8 +147,11 @@ def check_fit(path, folder):
     fields = json.loads(config.read_text())
     if layout.marked != bool(fields.get("zero_cond_t")):
         has = "has" if layout.marked else "lacks"
-        raise refuse(path, f"{has} {MARK_2511}, the mark of a 2511, and --model's {config} has zero_cond_t "
-                     f"{fields.get('zero_cond_t', False)}", "give the --model it was made from")
+        remedy = "give the --model it was made from"
+        if not layout.marked:
+            remedy += "; if it is a 2511 that was saved without the mark, give its diffusers folder"
+        raise error_of(path, f"{has} {MARK_2511}, the mark of a 2511, and --model's {config} has zero_cond_t "
+                       f"{fields.get('zero_cond_t', False)}", remedy)
     with init_empty_weights():
         model = QwenImageTransformer2DModel.from_config(fields)
     wanted = {name: list(p.shape) for name, p in model.state_dict().items()}
@@ -157,13 +159,13 @@ def check_fit(path, folder):
         remedy = "download it again, or give the --model it was made from"
         if re.search(r"-\d{5}-of-\d{5}", Path(path).name):
             remedy = "it is one of several; give the diffusers folder of all"
-        raise refuse(path, f"lacks {len(missing)} of {len(wanted)} tensors, for instance {missing[0]}", remedy)
+        raise error_of(path, f"lacks {len(missing)} of {len(wanted)} tensors, for instance {missing[0]}", remedy)
     if foreign := sorted(layout.keys.keys() - wanted):
-        raise refuse(path, f"has {len(foreign)} tensors that --model's {config} does not know, for instance "
+        raise error_of(path, f"has {len(foreign)} tensors that --model's {config} does not know, for instance "
                      f"{foreign[0]}", "give the --model it was made from")
     for name, shape in wanted.items():
         if layout.shapes[name] != shape:
-            raise refuse(path, f"{name} is {layout.shapes[name]}, and --model's {config} asks for {shape}",
+            raise error_of(path, f"{name} is {layout.shapes[name]}, and --model's {config} asks for {shape}",
                          "give the --model it was made from")
 
 

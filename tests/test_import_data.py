@@ -474,12 +474,14 @@ def test_simpletuners_list_of_folders_is_answered_with_the_flags_that_read_them(
     assert import_data(None, tmp_path / "out", *flags).samples == {"a": (["go"], [1, 0], None)}
 
 def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
-    put(tmp_path, "after/a.png before/a.png")
+    """Or, as in ai-toolkit, stands before a caption that has none."""
+    put(tmp_path, "after/a.png before/a.png after/b.png before/b.png")
     (tmp_path / "after/a.txt").write_text("[trigger] so")
+    (tmp_path / "after/b.txt").write_text("in snow")
     config = f"""config: {{process: [{{trigger_word: p3rson, datasets: [{{folder_path: {tmp_path}/after,
                  control_path: {tmp_path}/before}}]}}]}}"""
     got = import_data(write_rows(tmp_path / "a.yaml", config), tmp_path / "out")
-    assert got.samples == {"a": (["p3rson so"], [0, 1], None)}
+    assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["p3rson so"], b=["p3rson in snow"])
     write_rows(tmp_path / "b.yaml", config.replace("trigger_word: p3rson, ", ""))
     [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", status=1).errors
     assert is_one_line(error, "a.txt", "[trigger]", "trigger_word")

@@ -31,7 +31,7 @@ tiny/make_data.py --out; tiny/make_tiny.py --out
 """
 OTHERS = """
 --model --data --val_data --device --vae_device --text_encoder_device --transformer_device --preserve_prompts --image
---prompt --jobs --lora --negative_prompt --transformer --lora_targets --pretrained_lora --optimizer
+--prompt --jobs --lora --sample_lora --negative_prompt --transformer --lora_targets --pretrained_lora --optimizer
 tools/bench.py --device; tools/convert_lora.py lora; tools/doctor.py data; tools/measure.py results dataset
 tools/import_data.py source --target --control --mask --prompt
 """
@@ -237,6 +237,20 @@ def test_out_replaces_only_what_predict_has_drawn(made, tmp_path):
     result = run_script("predict.py", *flags[2:], "--image", tmp_path / "x.png") # its own, but now it is read
     assert result.status == 1 and is_one_line(result.errors[0], "x.png", "is read"), result.err
     assert contents(tmp_path) == before
+
+def test_a_sheet_of_the_users_is_seen_before_anything_is_drawn(made, tmp_path):
+    (tmp_path / "sheet.png").write_bytes(b"mine")
+    result = run_script("predict.py", "--jobs", made.folder / "data", "--cache_dir", made.folder / "c", "--out_dir",
+                        tmp_path, "--num_inference_steps", 2, "--lora=", "--seed", 0, 1)
+    assert result.status == 1 and is_one_line(result.errors[-1], "sheet.png", "may be yours"), result.err
+    assert [path.name for path in contents(tmp_path)] == ["sheet.png"]
+
+def test_a_picture_with_a_large_colour_profile_is_ours_all_the_same(tmp_path):
+    image = paint_picture()
+    image.info["icc_profile"] = os.urandom(9000)
+    for _ in range(2):
+        predict.save_png(image, tmp_path / "x.png", "key")
+    assert predict.finished(tmp_path / "x.png", "key")
 
 def test_reports_of_ours_are_written_again(made, tmp_path):
     """Pages, reports, measurements: the rule must not forbid the second call."""

@@ -71,16 +71,16 @@ def test_a_validation_generates_what_predict_py_does_and_the_training_feels_noth
     with the other LoRA alone; losses, LoRAs and checkpoints are those of a training without these flags, with dropout
     and --preserve, whose base has no LoRA at all. The log and the last words of the run tell how."""
     more = ["--lora_dropout", 0.3, "--preserve", 0.5]
-    drawn = train(tmp_path / "a", flags, *more, "--sample_lora", other, *FEW)
+    drawn = train(tmp_path / "a", flags, *more, "--sample_lora", other, other, *FEW) # two of them
     train(tmp_path / "b", flags, *more, "--num_inference_steps", 2)
     assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b") and len(files_of(tmp_path / "a")) == 5
     for n in (1, 2):
         checkpoint = tmp_path / f"a/checkpoint-00000{n}"
-        want = predicted(tmp_path, flags, [checkpoint, other], *FEW)
+        want = predicted(tmp_path, flags, [checkpoint, other, other], *FEW)
         assert same(pictures_of(tmp_path / f"a/samples/step_00000{n}"), want)
     base = pictures_of(tmp_path / "a/samples/base")
-    assert same(base, predicted(tmp_path, flags, [other], *FEW))
+    assert same(base, predicted(tmp_path, flags, [other, other], *FEW))
     assert same(pictures_of(tmp_path / "b/samples/base"), predicted(tmp_path, flags, [], "--num_inference_steps", 2))
     assert not same(base, pictures_of(tmp_path / "b/samples/base")) and not same(base, want)
     # afterwards the trained LoRA alone is active, and learns

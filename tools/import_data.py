@@ -223,7 +223,10 @@ def read_caption(files, controls, suffix, prompt, trigger):
     if "[trigger]" in text and not trigger:
         raise InputError(f"{captions[0]}: contains [trigger]; write the word itself, or give the .yaml with its "
                          "trigger_word as SOURCE")
-    return captions[0], text.replace("[trigger]", str(trigger))
+    text = text.replace("[trigger]", str(trigger))
+    if trigger and str(trigger) not in text: # as ai-toolkit does
+        text = f"{trigger} {text}"
+    return captions[0], text
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
