@@ -293,7 +293,8 @@ def check_loaded(transformer, adapter, state, path):
 
 def load_loras(transformer, paths, scales=None):
     """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
-    warnings.filterwarnings("ignore", "Already found a `peft_config`") # several LoRAs are wanted here
+    # several LoRAs are wanted here, and a model without weights only tells whether they fit
+    warnings.filterwarnings("ignore", "Already found a `peft_config`|for .* copying from a non-meta parameter")
     names = [f"lora{i}" for i in range(len(paths))]
     for name, path in zip(names, paths):
         state, meta = read_lora(path)

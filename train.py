@@ -146,7 +146,7 @@ optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
     parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 pretrained_file = predict.find_lora(args.pretrained_lora) if args.pretrained_lora else None
-for path in args.sample_lora: # now, as they are loaded late
+for path in args.sample_lora: # now, as a model may be downloaded next
     predict.read_lora(path)
 sampling = predict.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
@@ -369,9 +369,8 @@ def lock_folder(folder, name):
     --out_dir has just taken this folder, ours is the next number."""
     made = not folder.exists()
     common.prepare_folder(folder)
-    for file, mark in {".lock": rb"\A\Z", "log.jsonl": rb'\A(\Z|\{"command": )', "DONE": rb"\A\d+ steps",
-                       LORA_FILE: rb'(?s)\A.{,99}"lora_adapter_metadata'}.items():
-        common.refuse_to_replace(folder / file, mark)
+    for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
+        common.refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
     # the system releases a lock when its process dies, so a killed run leaves none behind
     lock = filelock.FileLock(folder / ".lock")
     try:
@@ -546,8 +545,7 @@ def make_model(folder, file):
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
-    # peft found nothing to exclude, or with --plan there are no weights to copy to, which is fine
-    warnings.filterwarnings("ignore", "You have passed exclude_modules|for .* copying from a non-meta parameter")
+    warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
         lora = predict.add_lora(transformer, **lora_config)
@@ -865,6 +863,8 @@ if not args.plan:
 # memory together with the transformer. pipe is None if all was encoded before (--data INDEX.json).
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
+if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
+    predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), args.sample_lora)
 samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, rank, world_size,
                                                   encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times

@@ -5,6 +5,7 @@ folder. What a person should know of the data before a training, and what may su
 import difflib
 import re
 import sys
+from pathlib import Path
 
 import common
 from common import InputError
@@ -70,7 +71,7 @@ def refuse_empty(parser):
             flag, empty = name, word == f"{name}="
         else:
             empty = word == ""
-        if empty and re.fullmatch("--(image|jobs|model|transformer|.*data|.*dir|align|json|out)", flag):
+        if empty and re.fullmatch("--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)", flag):
             parser.error(f"argument {flag}: empty; give a name, or leave it out")
 
 
@@ -128,6 +129,10 @@ def warnings(args, samples, val_samples=()):
     if not samples: # all have errors, which are listed
         return []
     lines = [bend_of(samples), size_for_tiny(args, samples)]
+    if getattr(args, "jobs", None): # a dataset, whose folders are read as a whole
+        place, folders = args.out_dir.resolve(), {Path(s.target).resolve().parent for s in samples if s.target}
+        if folders & {place, *place.parents}:
+            raise InputError(f"--out_dir {args.out_dir}: lies among the dataset's targets; give another folder")
     if hasattr(args, "max_steps"):
         if args.lora_rank > 3072:
             raise InputError(f"--lora_rank {args.lora_rank}: more than the layers are wide; give 3072 at most, or 16")

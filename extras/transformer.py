@@ -39,10 +39,10 @@ FORMATS = {r"\.(qzeros|g_idx)$": "int4 of GPTQ or AWQ", r"\.(qweight|wscales|smo
            "int4 or nvfp4", r"\.weight_scale_2$": "nvfp4", r"\.absmax$|bitsandbytes": "bitsandbytes' 4 or 8 bits",
            r"\._data$|_qtype$": "quanto's"}
 DTYPES = dict(I8="int8", U8="4 bits, packed in bytes", F4="fp4", F8_E8M0="mxfp8")
-FAMILIES = {r"double_blocks\.0\.|single_transformer_blocks\.0\.": "Flux or one of its kin",
+FAMILIES = {r"visual\.blocks\.0\.|layers\.0\.self_attn\.": "a text encoder", r"(^|\.)decoder\.(conv|up)": "a VAE",
+            r"double_blocks\.0\.|single_transformer_blocks\.0\.": "Flux or one of its kin",
             r"input_blocks\.0\.|down_blocks\.0\.": "a UNet (Stable Diffusion, SDXL)", r"joint_blocks\.0\.": "SD 3",
-            r"(^|\.)blocks\.0\.": "Wan or another video model", r"layers\.0\.self_attn\.": "a text encoder",
-            r"(^|\.)decoder\.": "a VAE"}
+            r"(^|\.)blocks\.0\.": "Wan or another video model", r"(^|\.)decoder\.": "a VAE"}
 
 
 @dataclass

@@ -245,6 +245,13 @@ def test_a_sheet_of_the_users_is_seen_before_anything_is_drawn(made, tmp_path):
     assert result.status == 1 and is_one_line(result.errors[-1], "sheet.png", "may be yours"), result.err
     assert [path.name for path in contents(tmp_path)] == ["sheet.png"]
 
+def test_a_datasets_own_folder_gets_no_results(made, tmp_path):
+    before = contents(made.folder / "data")
+    result = run_script("predict.py", "--jobs", made.folder / "data", "--cache_dir", made.folder / "c", "--out_dir",
+                        made.folder / "data/target", "--num_inference_steps", 2, "--lora=")
+    assert result.status == 1 and is_one_line(result.errors[-1], "--out_dir", "targets"), result.err
+    assert contents(made.folder / "data") == before
+
 def test_a_picture_with_a_large_colour_profile_is_ours_all_the_same(tmp_path):
     image = paint_picture()
     image.info["icc_profile"] = os.urandom(9000)
