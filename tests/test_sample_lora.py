@@ -187,7 +187,7 @@ WRONG = [
 
 @pytest.mark.parametrize("line, status, named", WRONG)
 def test_what_cannot_work_is_one_line(tmp_path, flags, other, line, status, named, monkeypatch):
-    """Before a model is looked for. A LoRA of another model shows when it meets this one, and nothing is encoded yet."""
+    """Before a model is looked for. A LoRA of another model shows when it meets this one, before the encoding."""
     monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: pytest.fail("it encodes first"))
     for name, change in dict(GOOD=dict, BAD=renamed("to_q", "qkv"), DAMAGED=dict).items():
         (tmp_path / name).mkdir()
