@@ -515,9 +515,8 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
     for _ in range(2): # and once more, from the end
         (cut / "DONE").unlink(missing_ok=True)
         assert train(data, tmp_path, *flags, "--out_dir", cut, "--resume").status == 0
-        # the one that was interrupted has been taken again; one that was not may stand twice. Each tells its flags
+        # the one that was interrupted has been taken again; one that was not may stand twice
         logs = [{r["step"]: r for r in validations_of(run)} for run in (cut, whole)]
-        assert [r.pop("flags")["resume"] for log in logs for r in log.values()][-4:] == [True, True, False, False]
         assert logs[0] == logs[1]
         assert [r["step"] for r in validations_of(whole)] == [2, 4]
         assert curve(log_of(cut)) == curve(log_of(whole))
