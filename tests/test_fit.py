@@ -18,8 +18,8 @@ import predict
 import rope_patch
 from extras import fit, plan
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
-from tests.harness import (TINY, assert_bitwise, copy_model, curve, hot_model, is_one_line, log_of, lora_of, make_batch,
-                           patched_copy, recipe, run, run_script, start_ranks)
+from tests.harness import (FULL, TINY, assert_bitwise, copy_model, curve, hot_model, is_one_line, log_of, lora_of,
+                           make_batch, patched_copy, recipe, run, run_script, start_ranks)
 
 BLOCKS = 10
 
@@ -322,6 +322,7 @@ def test_the_counted_time_is_that_of_its_parts():
              for args in ((0, False), (1, False), (1, True))]
     assert waits == pytest.approx([plan.HOST[kind] for kind in ("kept", "recomputed", "selective")])
 
+@pytest.mark.skipif(not FULL, reason="40 seconds: --full")
 def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     """Of 8 blocks of the real width, on two cards: a large one, which copies slowly, and one of 3 GB."""
     folder = copy_model(tmp_path / "real", "*.safetensors")

@@ -44,8 +44,8 @@ def test_a_block_is_one_graph_of_so_many_launches(passes):
 @pytest.mark.parametrize("card", CARDS)
 def test_every_kernel_compiles_without_atomics_or_spilled_registers(card, passes):
     """Atomic sums round differently in each run. Inductor measures several configurations of a kernel and takes the
-    fastest, so that one of them may spill, or ask for too much, but not all. (All of them for an H100, two for others.)
-    """
+    fastest, so that one of them may spill, or ask for too much, but not all. (For an H100 all are compiled, for other
+    cards the first.)"""
     kernels = {name: found for one in passes for name, found in one["kernels"][card].items()}
     assert kernels
     for name, configurations in kernels.items():
