@@ -120,6 +120,19 @@ def test_pictures_are_copied_where_they_cannot_be_linked_and_nothing_is_left_of_
     assert "No space left" in import_data(source, tmp_path / "new", status=1).errors[0]
     assert is_one_line(run_script("tools/import_data.py", source, out).errors[0], out) # it is there already
 
+def test_every_nth_sample_is_held_out(tmp_path):
+    """In a dataset of its own; with fewer samples than that, or where something lies in its place, in none."""
+    source = put(tmp_path / "source", "", [])
+    for name in "abcde":
+        put(source, f"target/{name}.png control/{name}.png control/{name}_1.png", [f"target/{name}.txt"])
+    got = import_data(source, tmp_path / "out", "--hold_out", 2)
+    held_out, problems = common.read_dataset(tmp_path / "out_val")
+    assert sorted(got.samples) == ["a", "c", "e"] and not problems and "3 samples" in got.out and ": 2" in got.out
+    assert [(s.name, len(s.controls), s.prompts) for s in held_out] == [("b", 2, ["go"]), ("d", 2, ["go"])]
+    assert is_one_line(import_data(source, tmp_path / "new", "--hold_out", 6, status=1).errors[0], "--hold_out")
+    (tmp_path / "new_val").mkdir()
+    assert is_one_line(import_data(source, tmp_path / "new", "--hold_out", 2, status=1).errors[0], "new_val")
+
 def test_everything_wrong_in_folders_is_listed_and_the_rest_can_be_had(tmp_path):
     """Then nothing is written, unless --skip_bad says so."""
     source = tmp_path / "source"

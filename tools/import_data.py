@@ -13,6 +13,7 @@ $ python tools/import_data.py SOURCE OUT             # next: python tools/doctor
 $ python tools/import_data.py OUT --target DIR --control DIR [DIR ...] [--mask DIR] [--prompt TEXT] # file names match
 $ python tools/import_data.py SOURCE OUT --columns target=dst control=src,ref prompt=instr  # a table with other names
 $ python tools/import_data.py faces.csv OUT --alone                                 # pictures without controls
+$ python tools/import_data.py SOURCE OUT --hold_out 10                # every tenth sample to OUT_val, for --val_data
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
 NAME_mask or NAME-masklabel. Where no two names agree, an ending that all pictures of a folder have is left out, such as
@@ -142,7 +143,8 @@ def meanings(role, stem, kind, targets):
 
 def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None):
     """Reads folders in which file names match -> (samples, problems). controls: list of folders; suffix: of the caption
-    files; prompt: for targets that have no caption; trigger: the word that [trigger] stands for in captions."""
+    files; prompt: for targets that have no caption; trigger: the word that [trigger] stands for in
+    captions, and that comes before those without it."""
     folders = {"target": target, **dict(enumerate(controls))}
     if mask:
         folders["mask"] = mask
@@ -518,6 +520,8 @@ def convert(args, columns, tmp):
     if old and not args.target and not args.alone and not find_folders(source):
         if args.prompt:
             raise InputError(f"--prompt: {source} is a cache of version 1.0, with encoded prompts; leave --prompt out")
+        if args.hold_out:
+            raise InputError(f"--hold_out: {source} is a cache of version 1.0; leave --hold_out out")
         from tools import import_cache # takes seconds; other sources do not need it
         return import_cache.convert_cache(old, tmp / "out")
     if args.target:
@@ -541,7 +545,11 @@ def convert(args, columns, tmp):
         problems += faults
     if not samples and not problems:
         problems.append(error_line(f"{source}: no sample in it; see -h for the layouts, or {ASK}"))
-    write_dataset(samples, tmp / "out")
+    n = args.hold_out or len(samples) + 1
+    if args.hold_out and len(samples) < n and not problems:
+        raise InputError(f"--hold_out {n}: there are only {len(samples)} samples; give a smaller number")
+    write_dataset([sample for i, sample in enumerate(samples, 1) if i % n], tmp / "out")
+    write_dataset(samples[n - 1::n], tmp / "held_out")
     return samples, problems
 
 def main():
@@ -561,6 +569,8 @@ def main():
     parser.add_argument("--columns", type=column, nargs="+", action="extend", default=[], metavar="ROLE=NAME",
                         help="the table's columns for target, control (several with commas), prompt and mask")
     parser.add_argument("--alone", action="store_true", help="there are no controls, and OUT gets no control/")
+    parser.add_argument("--hold_out", type=common.number(int, 2), default=0, metavar="N",
+                        help="write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT")
     parser.add_argument("--skip_bad", action="store_true", help="leave out the samples that have an error")
     args = parser.parse_args()
     columns = {}
@@ -572,7 +582,9 @@ def main():
         common.make_sample("--prompt", args.out, "", None, [], [args.prompt]) # raises InputError for a bad prompt
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
-    common.refuse_to_replace(args.out)
+    val = args.out.with_name(f"{args.out.name}_val")
+    for folder in [args.out, val] if args.hold_out else [args.out]:
+        common.refuse_to_replace(folder)
     for folder in [args.target, args.mask, *args.control]:
         if folder and folder.resolve() in args.out.resolve().parents:
             raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")
@@ -583,10 +595,13 @@ def main():
             print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
             if not samples or (problems and not args.skip_bad):
                 sys.exit("nothing was written; correct these errors, or leave the samples out: --skip_bad")
+            if args.hold_out:
+                os.replace(Path(tmp, "held_out"), val)
             os.replace(Path(tmp, "out"), args.out)
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
-    print(f"{args.out}: {len(samples)} samples")
+    held_out = len(samples) // args.hold_out if args.hold_out else 0
+    print(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
 
 if __name__ == "__main__":
     main()
