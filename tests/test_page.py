@@ -4,10 +4,12 @@ its keys work. The browser is Chromium (apt install chromium) with playwright; w
 """
 import io
 import json
+import os
 import re
 import shlex
 import shutil
 import time
+from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
@@ -95,8 +97,9 @@ def test_the_hardest_sample_is_found_whatever_its_timesteps(tmp_path):
     assert sum(int(row[3]) for row in rows) == 200 # the second half
     assert re.findall(r"(\d): [\d.]+ times the mean loss", (run / "index.html").read_text())[0] == "3"
 
-def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small):
-    """Also while the run is at work: the last line may be half a line."""
+def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small, monkeypatch):
+    """Also while the run is at work: the last line may be half a line. The commands are for the folder in which the
+    page was made; no path of the disk is in the page, for whoever gets it."""
     run = tmp_path / "it's a run"
     flags = [*small.flags, "--val_data", small.folder / "data", "--sample_every", 2, "--max_steps", 3, "--out_dir", run,
              "--lora_args", "use_rslora=true", "init_lora_weights=gaussian"]
@@ -106,7 +109,13 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
     assert "too short to tell" in draw_page(run).out
     read = Reader(run / "index.html")
     again, sample, convert = map(shlex.split, read.texts["pre"])
-    assert sample[:2] == ["python", "predict.py"] and str(run) in sample and str(run) in convert
+    assert sample[:2] == ["python", "predict.py"] and run.name in sample and run.name in convert
+    root = Path(os.path.commonpath([tmp_path, small.folder]))
+    monkeypatch.chdir(root)
+    page.make_page([run], run / "index.html", 6)
+    again, sample, convert = map(shlex.split, Reader(run / "index.html").texts["pre"])
+    assert str(run.relative_to(root)) in sample and str(run.relative_to(root)) in convert
+    again = [str(root / word) if (root / word).exists() else word for word in again] # as run_script is in no folder
     assert "--lora_dropout" not in again # as it has the default
     result = run_script(*again[1:])
     assert result.status == 0 and "already done after 3 steps" in result.out, result.err
@@ -114,6 +123,9 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
     assert json.loads(lora["data-at"]) == {str(n): f"samples/step_{n:06d}/data/0.png" for n in (2, 3)}
     assert [picture["data-name"] for picture in read.pictures[:4]] == ["control", "base", "LoRA", "target"]
     assert "add a red border" in read.texts["h3"]
+    for made in (lambda: draw_page(run), lambda: page.make_page([run], run / "index.html", 6)):
+        made()
+        assert str(root) not in (run / "index.html").read_text()
 
 @pytest.mark.parametrize("text, named", [(None, "cannot be read"), ('{"flags": 1}', "no steps"), ("", "no steps"),
                                          ('{}\n{"step"\n{"step": 2}', "log.jsonl:2"), ("[]\n{}", "log.jsonl:1"),

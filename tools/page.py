@@ -12,6 +12,7 @@ $ python tools/page.py out/RUN out/OTHER --out both.html
 import contextlib
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -305,10 +306,19 @@ def hardest_pairs(run, most):
     return section(f"Hardest training pairs{run.title}", node("p", remark, class_="detail"),
                    node("div", *cards, class_="pairs")) if cards else None
 
+def to_share(word):
+    """A word of a command -> the same without paths of this disk, as others may see the page: a path below the folder
+    in which you are begins there, and of another only its name is left."""
+    flag, equals, value = str(word).rpartition("=")            # --data=/home/me/photos
+    path = Path(os.path.abspath(value))
+    if not value.startswith(("/", "..")) and not Path(value).is_absolute():
+        return str(word)
+    return flag + equals + str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name)
+
 def flag_words(value):
     """A flag's value -> the words that give it on a command line; a list within a list is [KEY, VALUE]."""
     items = value if isinstance(value, list) else [value]
-    return [f"{item[0]}={json.dumps(item[1])}" if isinstance(item, list) else str(item) for item in items]
+    return [f"{item[0]}={json.dumps(item[1])}" if isinstance(item, list) else to_share(item) for item in items]
 
 def commands(run):
     """-> {what it does: words of a shell command}."""
@@ -337,7 +347,7 @@ def settings(run):
     """-> the section with commands, flags and versions."""
     lines = []
     for title, words in commands(run).items():
-        spans = [node("span", shlex.quote(str(word)), " ") for word in words]
+        spans = [node("span", shlex.quote(to_share(word)), " ") for word in words]
         lines += [node("h3", title), node("pre", *spans)]
     given = {word.split("=")[0].replace("--no-", "--") for word in run.command}
     rows = {True: [], False: []} # True: the command gave the flag
@@ -357,7 +367,7 @@ def make_page(folders, page, most):
     for n, run in enumerate(runs):
         run.colour, run.accent, run.title = "ink", "c0", ""
         if names.count(run.name) > 1:
-            run.name = str(run.folder)
+            run.name = to_share(run.folder)
         if len(runs) > 1:
             run.colour = run.accent = f"c{n % 6}"
             run.title = f": {run.name}"
