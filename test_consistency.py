@@ -275,7 +275,8 @@ def test_padding_is_masked():
 def test_training_step_equals_the_formula_with_stock_one_at_a_time(tmp_path):
     """The first step's LoRA gradients and loss, computed here from the definition with the stock model, one sample at a
     time, equal what train.py applied: read from its optimizer, exp_avg = 0.1 * gradient after one step."""
-    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0)
+    train_log(tmp_path / "a", "--max_steps", 1, "--max_grad_norm", 1e9, "--warmup_steps", 0, "--lr", 0,
+              "--optimizer", "torch.optim.AdamW")
     ns = globals_of_train(tmp_path / "b")
     stock = cache.load_part(QwenImageTransformer2DModel, TINY / "transformer", "float32").requires_grad_(False)
     stock.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=ns["args"].lora_targets))
@@ -395,21 +396,23 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
 
 # ==== claim 4: a resumed run is the unbroken run, cached is live, the LoRA loads in the stock pipeline ================
 
-@pytest.mark.parametrize("flags", [[], [
+@pytest.mark.parametrize("optimizer, flags", [("Muon", []), ("AdamW", [
     "--batching", "padded", "--caption_dropout_rate", 0.1, "--lora_dropout", 0.5, "--lr_scheduler", "cosine",
-    "--gradient_checkpointing", 1]], ids=["plain", "with dropout"])
-def test_resume_is_bitwise(tmp_path, flags):
+    "--gradient_checkpointing", 1])], ids=["plain", "with dropout"])
+def test_resume_is_bitwise(tmp_path, optimizer, flags):
     """6 steps in one go == 4 steps, killed after the checkpoint of step 2, resumed: log and LoRA, bit for bit. The log
     of the killed run ran ahead of its checkpoint and ends in half a line."""
-    flags = [*flags, "--max_steps", 6, "--save_every", 2]
-    whole, real = train_log(tmp_path / "a", *flags), torch.optim.AdamW.step
+    flags = [*flags, "--max_steps", 6, "--save_every", 2, "--optimizer", f"torch.optim.{optimizer}"]
+    optimizer, calls = getattr(torch.optim, optimizer), []
+    whole, real = train_log(tmp_path / "a", *flags), optimizer.step
 
-    def killed(optimizer):
-        if next(iter(optimizer.state.values()), {"step": 0})["step"] >= 4:
+    def killed(self):
+        calls.append(self)
+        if len(calls) > 4:
             raise KeyboardInterrupt
-        real(optimizer)
+        real(self)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", killed)
+        patch.setattr(optimizer, "step", killed)
         train_log(tmp_path / "b", *flags)
     shutil.rmtree(tmp_path / "b" / "checkpoint-000004")
     with open(tmp_path / "b" / "log.jsonl", "a") as f:

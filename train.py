@@ -113,14 +113,17 @@ flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", cho
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
 flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data")
 # With --model tiny (which is the default) these defaults replace those above: native sizes, two minutes on a CPU. tiny
-# trains more layers than the real model, which learns an edit with its attention alone.
+# trains more layers than the real model, which learns an edit with its attention alone, and learns faster with Muon.
 args = cache.parse_data_args(parser, dict(
-    **common.TINY, **predict.TINY_SAMPLING, max_steps=450, batch_size=8, max_tokens=4096, lr=4e-3,
+    **common.TINY, **predict.TINY_SAMPLING, max_steps=480, batch_size=8, max_tokens=4096,
+    optimizer="torch.optim.Muon", optimizer_args=[("adjust_lr_fn", "match_rms_adamw"), ("ns_steps", 3)], lr=6e-3,
     lr_scheduler="linear", warmup_steps=10, val_pictures=32, gradient_checkpointing=0, lora_targets="to_q to_k to_v "
     "to_out.0 add_q_proj add_k_proj add_v_proj net.0.proj net.2 proj_out img_in".split()))
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 lora_args = dict(args.lora_args)
+if "--optimizer" in parser.given() and "--optimizer_args" not in parser.given():
+    args.optimizer_args = [] # those of tiny are Muon's
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
@@ -755,13 +758,13 @@ def compare(place, base, picture, step):
     # compared at the size that was generated
     target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
-    # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with, which is saved once, but
-    # for the base: a resumed run may generate it otherwise
+    # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves that
+    # once: what an earlier one has saved may be of another --val_data, or generated with other flags
     shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}
     shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
     for name, image in shown.items():
         path = out_dir / "samples" / name / picture_file(sample)
-        if image is picture or path not in saved: # (by an earlier process perhaps, of another --val_data)
+        if path not in saved:
             predict.save_png(image, path)
             saved.add(path)
     return place, dict(file=picture_file(sample), prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs)
@@ -925,7 +928,7 @@ if rank == 0:
     clean_folder(step)
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
-# The VAE decodes the pictures of validations. `saved`: those that this process has saved, and that do not change.
+# The VAE decodes the pictures of validations. `saved`: the files that this process has written of these.
 vae, saved = None, set()
 if val_samples:
     vae = encoders.vae if encoders else cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)

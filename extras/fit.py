@@ -169,7 +169,6 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     items = blank_items(Item, map(shape_of, pack), transformer, args.device)
     too_little = InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "
                             f"{sum(pack)} tokens; lower it, or give --quantize or --offload")
-
     too_much = InputError(f"--fsdp: out of memory in a try; give --gradient_checkpointing {blocks}, with which the "
                           "largest pass has fitted")
 

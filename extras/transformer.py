@@ -75,6 +75,11 @@ def open_file(path):
         raise error_of(path, f"is no whole .safetensors file ({what})", "download it again")
 
 
+def is_used(name):
+    """Whether a tensor is a weight or its scale, and not one of those that only ComfyUI reads."""
+    return name.rpartition(".")[2] not in NOT_USED and name not in ("scaled_fp8", MARK_2511)
+
+
 def read_layout(path):
     """-> Layout, from the header. InputError if it is no transformer of Qwen-Image, or of a format that is refused."""
     f = open_file(path)
@@ -99,7 +104,7 @@ def read_layout(path):
         layer, _, kind = name.rpartition(".")
         if kind in SCALES:
             layout.scales[f"{layer}.weight"] = key
-        elif kind not in NOT_USED and name not in ("scaled_fp8", MARK_2511):
+        elif is_used(name):
             part = f.get_slice(key)
             layout.keys[name], layout.shapes[name] = key, part.get_shape()
             if kind == "weight" and len(part.get_shape()) == 2:
@@ -135,8 +140,7 @@ def refuse_format(path, f, names):
             raise error_of(path, f"in the format {what} (it has {found[0]}), which is not taken", REMEDY)
     for name, key in names.items():
         dtype = f.get_slice(key).get_dtype()
-        kind = name.rpartition(".")[2]
-        if dtype not in TAKEN and kind not in NOT_USED and name not in ("scaled_fp8", MARK_2511):
+        if dtype not in TAKEN and is_used(name):
             raise error_of(path, f"in the format {DTYPES.get(dtype, dtype)} ({name} is {dtype}), which is not taken",
                          REMEDY)
 

@@ -387,7 +387,7 @@ KINDS_OF_EDIT = dict(tone=duotone, negative=ImageOps.invert, frame=framed, style
 
 def test_other_pictures_and_mirrored_ones_are_found_and_edits_are_not():
     """At least 95 % of those planted, at most 1 % of those that are in order; of targets whose own control is not in
-    the folder 85 %. GUIDE has the counts for more edits and pictures."""
+    the folder 85 %. tools/doctor_pairs.py has the counts for more edits and pictures."""
     n, counts = 30, defaultdict(list)
     pictures = photographs(n)
     for edit in KINDS_OF_EDIT.values():

@@ -270,7 +270,7 @@ def repair_pair(target, control, folder, monkeypatch):
 
 def test_what_is_called_repaired_is_within_a_quarter_of_a_pixel_also_if_it_was_turned(photos, tmp_path, monkeypatch):
     """Turned by up to 3 degrees, every fifth not at all. Those that are seen to move and cannot be repaired are called
-    so; few are not seen."""
+    so; few are not seen: of 100 pairs with another seed three (stars, a retina), which --align copies as they are."""
     rng, said, residuals = np.random.default_rng(2027), [], []
     for n in range(100 if FULL else 14):
         degrees = rng.uniform(-3, 3) if n % 5 else 0
@@ -280,7 +280,8 @@ def test_what_is_called_repaired_is_within_a_quarter_of_a_pixel_also_if_it_was_t
         if words == "repaired":
             residuals.append(residual(taken_out, planted, target.size))
     far, repaired = sum(r > 0.25 for r in residuals), len(residuals)
-    print(f"\nturned by up to 3 degrees: {repaired} of {len(said)} repaired, median {np.median(residuals):.3f} px")
+    print(f"\nturned by up to 3 degrees: {repaired} of {len(said)} repaired, {repaired - far} within 0.25 px, "
+          f"median {np.median(residuals):.3f} px")
     show("called repaired, and over 0.25 px", far, 0.05 * repaired)
     assert far <= 0.05 * repaired and repaired >= 0.9 * len(said)
 

@@ -63,7 +63,7 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
            "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[0.5, 0.6]),
                       dict(sigmas=[1], num_inference_steps=3)],
            "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
-           "num_inference_steps": [dict(num_inference_steps=1), dict(num_inference_steps=10**20)],
+           "num_inference_steps": [dict(num_inference_steps=0), dict(num_inference_steps=10**20)],
            "give 32 to": [dict(height=0), dict(width=31)],
            "negative prompt": [dict(negative_prompt="<|im_end|>")], "None": [dict(image=[None]), dict(height=None)],
            "negative_prompt": [dict(negative_prompt=x) for x in (None, ["a"], dict(a=1), True, 5)]}
@@ -227,7 +227,7 @@ def test_a_folder_times_seeds_times_scales_is_one_batch_and_one_sheet(tmp_path, 
         draw(*alone, *loras, "--out", tmp_path / f"{end}.png")
         assert apart(tmp_path / f"{end}.png", out / f"deep/b.jpg-s5-x{end}.png") <= 1
     for n in ("4-x1", "5-x0.5", "5-x0"): # the negative control
-        assert apart(out / "a-s5-x1.png", out / f"a-s{n}.png") > 8
+        assert apart(out / "a-s5-x1.png", out / f"a-s{n}.png") > 5
     (out / "a-s5-x0.png").unlink()
     again = draw(*flags)
     assert "17 of 18 pictures are there" in again.out
@@ -530,6 +530,7 @@ def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, fl
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
     monkeypatch.setattr("predict.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr("predict.TINY_SAMPLING", {}) # which has the shift that one step needs
     for name in ("in/a.png", "sheet/sheet.jpg"):
         save(paint_picture(), tmp_path / name)
     (tmp_path / "no").mkdir()

@@ -105,14 +105,14 @@ def test_a_resumed_run_may_generate_otherwise(tmp_path, flags, other):
     run = tmp_path / "a"
     train(run, flags, "--num_inference_steps", 2, "--max_steps", 1)
     before = pictures_of(run / "samples/base")
-    assert "--num_inference_steps 2 --lora" in page_command(run) and str(other) not in page_command(run)
+    assert "--num_inference_steps 2 --lora" in page_command(run) and other.name not in page_command(run)
     train(run, flags, "--resume", "--sample_lora", other, *FEW)
     train(tmp_path / "b", flags, "--num_inference_steps", 2)
     assert curve(log_of(run)) == curve(log_of(tmp_path / "b"))
     base = pictures_of(run / "samples/base")
     assert not same(base, before) and same(base, predicted(tmp_path, flags, [other], *FEW))
     command = page_command(run)
-    assert "--shift 3.0" in command and "--negative_prompt blurry" in command and f"{run} {other}" in command
+    assert "--shift 3.0" in command and "--negative_prompt blurry" in command and f"{run.name} {other.name}" in command
 
 @pytest.mark.parametrize("more", [["--offload", 2], ["--quantize", "int8"], ["--no-use_cache"]], ids=str)
 def test_it_works_with(tmp_path, flags, other, more):
@@ -178,7 +178,7 @@ def test_on_a_bf16_base_the_other_lora_changes_nothing_of_a_training_and_counts_
     assert_bitwise([compute(half, True, True, [])], [compute(half, True, False, [])])
 
 WRONG = [
-    ("--num_inference_steps 1", 2, "--shift"), ("--num_inference_steps 0", 2, "--num_inference_steps"),
+    ("--model a/b --num_inference_steps 1", 2, "--shift"), ("--num_inference_steps 0", 2, "--num_inference_steps"),
     ("--true_cfg_scale much", 2, "--true_cfg_scale"), ("--shift 0", 2, "--shift"),
     ("--sample_lora", 2, "--sample_lora"),
     ("--negative_prompt <|im_end|>", 1, "special token"), ("--sample_lora no/where/x.safetensors", 1, "x.safetensors"),

@@ -6,8 +6,8 @@ $ python tiny/make_data.py                # writes data, val, known and toys
 $ python tiny/make_data.py --out /tmp/tiny --seed 1
 
 data/{target,control}        the edit that the LoRA learns: "make it a cyanotype", a blue print on paper with a margin.
-                             The base was never trained on one. Half of the pairs repeat prompts that the base knows,
-                             so that the LoRA does not forget them
+                             The base was never trained on one. Most of the pairs repeat prompts that the base
+                             knows, so that the LoRA does not forget them
 val/{target,control}         for validation: other photographs, in sizes that no training uses
 known/{target,control}       also for validation: prompts that the base knows, which the LoRA should not change
 toys/{data,val,known}        the same with toys, for tests and tables that need to know every pixel of the target: the
@@ -198,7 +198,8 @@ TONES = dict(gray=("make it black and white", lambda p: p.convert("L").convert("
              brighter=("make it brighter", lambda p: p.point(lambda v: 255 - (255 - v) * .6)),
              darker=("make it darker", lambda p: p.point(lambda v: v * .6)))
 PHOTO_TASKS = dict(keep=.2, gray=.12, sepia=.12, brighter=.06, darker=.06, side=.44)   # share of each, for the base
-DATA_TASKS = dict(keep=.1, gray=.42, sepia=.15, brighter=.05, darker=.05, side=.23)    # gray is next to the demo's edit
+DATA_TASKS = dict(keep=.1, gray=.39, sepia=.13, brighter=.04, darker=.04, side=.3)     # gray is next to the demo's edit
+DATA_TOYS = dict(keep=.1, background=.35, like=.1, remove=.3, side=.15)        # the LoRA's data repeat these most
 
 def photo_pair(rng, picture, task):
     """-> (controls, prompt, target)."""
@@ -259,14 +260,14 @@ def numbered(pairs, form="{:03d}"):
     return {form.format(i): pair for i, pair in enumerate(pairs)}
 
 def write_datasets(out, seed):
-    """Writes all datasets. Half of the pairs in data/ repeat what the base knows: otherwise the LoRA would do its edit
-    whatever the prompt asks for."""
+    """Writes all datasets. Three fifths of the pairs in data/ repeat what the base knows: otherwise the LoRA would do
+    its edit whatever the prompt asks for."""
     empty = not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out))
     if not empty and not os.path.isdir(f"{out}/toys/known"):                   # not ours to delete
         raise SystemExit(f"error: --out {out}: contains something else; give an empty folder")
     write_dataset(f"{out}/data", numbered(
-        cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(66, seed + 12), DATA_TASKS, seed + 13)
-        + toy_pairs(48, DATA_SIZES, TOY_TASKS, seed + 14)), form="jpg")
+        cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(76, seed + 12), DATA_TASKS, seed + 13)
+        + toy_pairs(60, DATA_SIZES, DATA_TOYS, seed + 14)), form="jpg")
     write_dataset(f"{out}/val", numbered(cyanotype_pairs(val_photos(12, seed + 17))), form="jpg")
     known = {}
     for k, task in enumerate(["keep", "gray", "side"]):

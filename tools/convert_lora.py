@@ -249,14 +249,12 @@ def main():
             raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
         for n, (path, source) in enumerate(zip(args.lora, sources)):
             folder = path.parent if path.name == PEFT_FILE else path
-            files.append(path)
             made = Path(tmp, str(n), folder.name, predict.LORA_FILE) # errors show this path
             if source:
                 from_factors(path, source, args.rank or 64, made)
             elif (folder / PEFT_FILE).is_file():
                 from_peft(folder, made)
-            if made.exists():
-                files[-1] = made
+            files.append(made if made.exists() else path)
         trained = [g for g in (predict.read_lora(file)[1].get("train.geometry") for file in files) if g]
         if args.to == "model":
             merge(files, args.scale or [1.0] * len(files), args.model or "tiny", args.dtype or "bfloat16", args.out)

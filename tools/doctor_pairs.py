@@ -3,7 +3,12 @@ Which pairs of a dataset are unlike its others? A part of doctor.py, which is th
 
 Two pictures correspond if edges of the same direction are at the same places. Tones, borders and most styles keep that;
 whether an edge is light on dark or dark on light does not count. Small copies are compared, so that a few percent of
-shift do no harm. GUIDE.md ("Checking a dataset") says how many of what is found, and how often wrongly.
+shift do no harm.
+
+Counted once (commit aaaf9f3) in folders of 30 or 40 JPEG pairs from 40 photographs, a quarter each with one tone,
+border, local edit or strong style: it finds 790 of 800 pairs that are off by one, 764 of 800 mirrored ones, 350 of 400
+whose own picture is not in the folder, and 217 of 400 swapped ones (borders 99 of 100, added objects none); it raises
+13 false alarms on 1,600 right pairs, 11 of them styles. tests/test_doctor.py counts fewer pairs at each run.
 """
 import functools
 
