@@ -137,8 +137,8 @@ KNOWN = ["make the background blue", "make the background purple", "make the bac
          "paint the top orange", "paint the left like picture 2", "paint the bottom gray", "paint the right yellow"]
 WAYS = {"nothing": [], "empty 0.4": ["--preserve", 0.4],
         "lines 0.4": ["--preserve", 0.4, "--preserve_prompts", *KNOWN],
-        "lines 0.15": ["--preserve", 0.15, "--preserve_prompts", *KNOWN],
-        "lines 0.4 675 steps": ["--preserve", 0.4, "--preserve_prompts", *KNOWN, "--max_steps", 675]}
+        "lines 0.3": ["--preserve", 0.3, "--preserve_prompts", *KNOWN],
+        "lines 0.15": ["--preserve", 0.15, "--preserve_prompts", *KNOWN]}
 EDITS = ["background", "keep", "like", "remove", "side"]
 
 def draw_unseen(folder):

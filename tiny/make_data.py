@@ -260,13 +260,13 @@ def numbered(pairs, form="{:03d}"):
     return {form.format(i): pair for i, pair in enumerate(pairs)}
 
 def write_datasets(out, seed):
-    """Writes all datasets. Three fifths of the pairs in data/ repeat what the base knows: otherwise the LoRA would do
+    """Writes all datasets. More than half of the pairs in data/ repeat what the base knows: otherwise the LoRA would do
     its edit whatever the prompt asks for."""
     empty = not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out))
     if not empty and not os.path.isdir(f"{out}/toys/known"):                   # not ours to delete
         raise SystemExit(f"error: --out {out}: contains something else; give an empty folder")
     write_dataset(f"{out}/data", numbered(
-        cyanotype_pairs(photos(90, seed + 11)) + photo_pairs(photos(76, seed + 12), DATA_TASKS, seed + 13)
+        cyanotype_pairs(photos(108, seed + 11)) + photo_pairs(photos(76, seed + 12), DATA_TASKS, seed + 13)
         + toy_pairs(60, DATA_SIZES, DATA_TOYS, seed + 14)), form="jpg")
     write_dataset(f"{out}/val", numbered(cyanotype_pairs(val_photos(12, seed + 17))), form="jpg")
     known = {}
