@@ -45,7 +45,7 @@ BOTH = r"\b{0}, outputs: # .*\s+.*\b{0}, LoRA gradients: # " # errors of a base 
 # a space is any white space; ... is anything short. which: the "last" numbers that the first seed's output has, or of
 # all the "mean", "most" or "sum", the "range" (least, most), the "spread" (mean, least and most of the first, means of
 # the others). limit: how far the two may be apart, as a number or in percent of the claim; "up to": the output has at
-# most the claim, and not below a third of it; "time": both are only printed. Without these the command has to succeed.
+# most the claim; "time": both are only printed. Without these the command has to succeed.
 FIGURES = {
     "tiny": ("cat tiny/*/*.safetensors | wc -c | awk '{print $1 / 1e6}'", [("Edit of # MB", "^#$", "last", "0.6")]),
     "demo": (TRAIN + "--cache_dir $OUT/cache", [
@@ -57,11 +57,7 @@ FIGURES = {
     "positions": ("pytest -s tests/test_train.py --full -k shared_positions", [
         ("reaches # dB instead of", "^shared +# dB", "last", "0.3"),
         ("dB instead of #", "^mixed +# dB", "last", "0.3")]),
-    "sizes": ("pytest -s tests/test_sizes.py --full", [
-        ("aspect ratios it reaches # dB", "^native, .*result #", "mean", "0.3"),
-        ("aspect ratios it reaches ... dB and # dB", "^buckets, .*result #", "mean", "0.3")]),
     "claims": ("pytest -s test_consistency.py -k 'not bfloat16'", [
-        ("the claims below in # seconds", "^CPU seconds: #", "last", "time"),
         ("knows: outputs and gradients | # |", "", "", ""),
         ("each: outputs, fp32 | up to # |", OUTPUT, "most", "up to"),
         ("linear layer, each by itself | up to # |", GRADIENT, "most", "up to"),
@@ -145,7 +141,7 @@ def pick(which, found):
 
 def agree(claim, measured, limit):
     if limit == "up to":
-        return bool((claim / 3 <= measured).all() and (measured <= claim).all())
+        return bool((measured <= claim).all())
     allowed = abs(claim) * float(limit[:-1]) / 100 if limit.endswith("%") else float(limit)
     return bool((abs(measured - claim) <= allowed + 1e-9).all())
 
