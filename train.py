@@ -112,7 +112,7 @@ flag("--keep", 2, "number of newest checkpoints to keep", type=positive)
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
 flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data")
-# With --model tiny (which is the default) these defaults replace those above: native sizes, two minutes on a CPU. tiny
+# With --model tiny (which is the default) these defaults replace those above: native sizes, minutes on a CPU. tiny
 # trains more layers than the real model, which learns an edit with its attention alone, and learns faster with Muon.
 args = cache.parse_data_args(parser, dict(
     **common.TINY, **predict.TINY_SAMPLING, max_steps=500, batch_size=8, max_tokens=4096,

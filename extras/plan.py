@@ -232,7 +232,7 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
     say(f"{args.device} has {free_bytes(args.device) / GIB:.1f} GiB free")
 
     if transformer.dtype == torch.bfloat16:
-        say("\nexpected time with the flags as given, counted and not measured (formula: step_seconds in extras/plan.py)")
+        say("\nexpected time with the flags as given, counted and not measured (step_seconds in extras/plan.py)")
         base, host = weights(args.quantize, args.offload)
         inputs = fit.input_bytes(transformer, largest)
         for card, (gb, *_) in RATES.items():

@@ -130,6 +130,11 @@ def test_every_nth_sample_is_held_out(tmp_path):
     assert sorted(got.samples) == ["a", "c", "e"] and not problems and "3 samples" in got.out and ": 2" in got.out
     assert [(s.name, len(s.controls), s.prompts) for s in held_out] == [("b", 2, ["go"]), ("d", 2, ["go"])]
     assert is_one_line(import_data(source, tmp_path / "new", "--hold_out", 6, status=1).errors[0], "--hold_out")
+    (source / "target/x.png").write_bytes(b"")
+    result = import_data(source, tmp_path / "new", "--hold_out", 6, "--skip_bad", status=1)
+    assert is_one_line(result.errors[-1], "--hold_out")
+    assert run_script("tools/import_data.py", source, "/").status == 1
+    (source / "target/x.png").unlink()
     (tmp_path / "new_val").mkdir()
     assert is_one_line(import_data(source, tmp_path / "new", "--hold_out", 2, status=1).errors[0], "new_val")
 

@@ -199,7 +199,7 @@ TONES = dict(gray=("make it black and white", lambda p: p.convert("L").convert("
              darker=("make it darker", lambda p: p.point(lambda v: v * .6)))
 PHOTO_TASKS = dict(keep=.2, gray=.12, sepia=.12, brighter=.06, darker=.06, side=.44)   # share of each, for the base
 DATA_TASKS = dict(keep=.1, gray=.39, sepia=.13, brighter=.04, darker=.04, side=.3)     # gray is next to the demo's edit
-DATA_TOYS = dict(keep=.1, background=.35, like=.1, remove=.3, side=.15)        # the LoRA's data repeat these most
+DATA_TOYS = dict(keep=.1, background=.35, like=.1, remove=.3, side=.15)        # shares of the toys in data/
 
 def photo_pair(rng, picture, task):
     """-> (controls, prompt, target)."""

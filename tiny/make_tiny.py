@@ -1,7 +1,7 @@
 """
-Makes everything in tiny/: a complete Qwen-Image-Edit-Plus pipeline, 5000 times smaller than the real one but with the
-same classes, files and state-dict names, and datasets for a first LoRA (by make_data.py). It downloads nothing, and
-one CPU core is enough.
+Makes everything in tiny/ (its decoder in another run: see the end): a complete Qwen-Image-Edit-Plus pipeline, 5000
+times smaller than the real one but with the same classes, files and state-dict names, and datasets for a first LoRA
+(by make_data.py). It downloads nothing, and one CPU core is enough.
 
 $ python tiny/make_tiny.py                # make the data, train VAE and transformer from scratch: 90 minutes
 $ python tiny/make_tiny.py --random       # the same files with untrained weights, in seconds
@@ -40,7 +40,7 @@ parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)),
 parser.add_argument("--seed", type=int, default=0, help="seed of pictures, weights, batches and noise")
 parser.add_argument("--random", action="store_true", help="save untrained weights and stop")
 parser.add_argument("--reuse", choices=["vae", "transformer"],
-                    help="keep the VAE in --out; or VAE and transformer, and only tune the decoder")
+                    help="keep the VAE in --out, or VAE and transformer; the decoder is tuned (once more) all the same")
 parser.add_argument("--vae_steps", type=int, default=45000,
                     help="training steps of the VAE, about 30 ms each on one core")
 parser.add_argument("--steps", type=int, default=18000,
@@ -336,7 +336,7 @@ def train_transformer(model, items, steps, lr=2e-3):
 
 def tune_decoder(vae, model, items, steps, lr=1e-3):
     """Trains the decoder once more, on whole pictures, whose latents get noise like the errors of the transformer. It
-    takes a weave of 8 pixels from flat areas, and coloured specks from faces. Encoder, latents and transformer stay."""
+    removes a weave of 8 pixels from flat areas, and coloured specks from faces. Encoder and transformer stay."""
     rng = np.random.default_rng(args.seed + 7)
     torch.manual_seed(args.seed + 7)
     # The noise has the covariance that the 64 numbers of a token have in the errors of the base.

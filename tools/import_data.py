@@ -143,8 +143,8 @@ def meanings(role, stem, kind, targets):
 
 def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None):
     """Reads folders in which file names match -> (samples, problems). controls: list of folders; suffix: of the caption
-    files; prompt: for targets that have no caption; trigger: the word that [trigger] stands for in
-    captions, and that comes before those without it."""
+    files; prompt: for targets that have no caption; trigger: the word that [trigger] stands for in captions,
+    and that comes before those without it."""
     folders = {"target": target, **dict(enumerate(controls))}
     if mask:
         folders["mask"] = mask
@@ -546,7 +546,7 @@ def convert(args, columns, tmp):
     if not samples and not problems:
         problems.append(error_line(f"{source}: no sample in it; see -h for the layouts, or {ASK}"))
     n = args.hold_out or len(samples) + 1
-    if args.hold_out and len(samples) < n and not problems:
+    if args.hold_out and len(samples) < n and (args.skip_bad or not problems):
         raise InputError(f"--hold_out {n}: there are only {len(samples)} samples; give a smaller number")
     write_dataset([sample for i, sample in enumerate(samples, 1) if i % n], tmp / "out")
     write_dataset(samples[n - 1::n], tmp / "held_out")
@@ -582,9 +582,10 @@ def main():
         common.make_sample("--prompt", args.out, "", None, [], [args.prompt]) # raises InputError for a bad prompt
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
-    val = args.out.with_name(f"{args.out.name}_val")
-    for folder in [args.out, val] if args.hold_out else [args.out]:
-        common.refuse_to_replace(folder)
+    common.refuse_to_replace(args.out)
+    val = args.out.parent / f"{args.out.name}_val"
+    if args.hold_out:
+        common.refuse_to_replace(val)
     for folder in [args.target, args.mask, *args.control]:
         if folder and folder.resolve() in args.out.resolve().parents:
             raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")

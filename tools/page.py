@@ -309,10 +309,11 @@ def hardest_pairs(run, most):
 def to_share(word):
     """A word of a command -> the same without paths of this disk, as others may see the page: a path below the folder
     in which you are begins there, and of another only its name is left."""
-    flag, equals, value = str(word).rpartition("=")            # --data=/home/me/photos
+    word = str(word)
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word) # --data=/home/me/photos
     path = Path(os.path.abspath(value))
-    if not value.startswith(("/", "..")) and not Path(value).is_absolute():
-        return str(word)
+    if not value.startswith("..") and not Path(value).is_absolute():
+        return word
     return flag + equals + str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name)
 
 def flag_words(value):
