@@ -244,11 +244,11 @@ def test_two_runs_stand_side_by_side_with_what_differs_in_their_flags(tmp_path):
     rows = [text for text in read.texts["tr"] if text.startswith("--")]
     assert rows[0] == "--lr12" and "--seed00" not in rows # of all flags the one that differs
     names = [a["data-name"] for a in read.pictures]
-    assert names == ["control", "base", f"LoRA {runs[0]}", f"LoRA {runs[1]}", "target"]
+    assert names == ["control", "base", "LoRA a/run", "LoRA b/run", "target"]
     slider, = [json.loads(a["data-steps"]) for tag, a in read.tags if "data-steps" in a]
     assert slider == [40, 50, 80, 100, 120, 150, 160, 200]
-    assert [text for text in read.texts["span"] if text.startswith("base")] == [f"base, {runs[0]}"] # theirs is the same
-    assert {(("Loss"), str(run)) for run in runs} <= ends_of(runs[0] / "index.html").keys()
+    assert [text for text in read.texts["span"] if text.startswith("base")] == ["base, a/run"] # theirs is the same
+    assert {("Loss", name) for name in ("a/run", "b/run")} <= ends_of(runs[0] / "index.html").keys()
 
 def test_watching_writes_the_page_again_at_each_validation_until_the_end(tmp_path, monkeypatch):
     """A run that has only begun is waited for."""

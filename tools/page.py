@@ -368,7 +368,7 @@ def make_page(folders, page, most):
     for n, run in enumerate(runs):
         run.colour, run.accent, run.title = "ink", "c0", ""
         if names.count(run.name) > 1:
-            run.name = to_share(run.folder)
+            run.name = os.path.relpath(run.folder, os.path.commonpath([os.path.abspath(r.folder) for r in runs]))
         if len(runs) > 1:
             run.colour = run.accent = f"c{n % 6}"
             run.title = f": {run.name}"
