@@ -24,7 +24,7 @@ import predict
 import rope_patch
 
 try:
-    from extras import compile, cuda, fit, plan, quantize # noqa: F401 (some for those that import this)
+    from extras import cuda, fit, quantize
 except ImportError as e:
     raise common.InputError(f"{Path(sys.argv[0]).name}: needs all of extras/ ({e}); copy it beside tools/")
 

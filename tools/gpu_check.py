@@ -46,9 +46,13 @@ import predict
 from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
                                 peak_gib, recompute, run_on, start, started, timed, used_gib, with_lora)
-from extras import fit, plan # which bench_common has found
-from extras.compile import compile_blocks
-from tools import gpu_numbers
+
+try:
+    from extras import fit, plan
+    from extras.compile import compile_blocks
+    from tools import gpu_numbers
+except ImportError as e:
+    raise common.InputError(f"tools/gpu_check.py: needs all of extras/ ({e}); copy it beside tools/")
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PACKS = dict(
