@@ -4,7 +4,7 @@ the documents' text, where its numbers stand in the output of a command, and how
 
 $ python tests/figures.py                        # lists the commands, and what the documents say they print
 $ python tests/figures.py --only demo bench      # runs these, and compares
-$ python tests/figures.py --all                  # runs all: four hours on one core
+$ python tests/figures.py --all                  # runs all: hours on one core
 $ python tests/figures.py --all --reuse          # compares the outputs of earlier runs with the documents of today
 
 The outputs stay in out/figures/. The exit status is 1 if a figure differs, stands in no document or was not measured.
@@ -43,9 +43,8 @@ BOTH = r"\b{0}, outputs: # .*\s+.*\b{0}, LoRA gradients: # " # errors of a base 
 
 # name: (command, rows of (text, output, which, limit)). text: of a document; # is a number, or `bit-equal`, which is 0;
 # a space is any white space; ... is anything short. which: the "last" numbers that the first seed's output has, or of
-# all the "mean", "most" or "sum", the "range" (least, most), the "spread" (mean, least and most of the first, means of
-# the others). limit: how far the two may be apart, as a number or in percent of the claim; "up to": the output has at
-# most the claim; "time": both are only printed. Without these the command has to succeed.
+# all the "mean", "most", "sum" or "range" (least and most). limit: how far the two may be apart, as a number or in
+# percent of the claim; "up to": the output has at most the claim. Without these the command has to succeed.
 FIGURES = {
     "tiny": ("cat tiny/*/*.safetensors | wc -c | awk '{print $1 / 1e6}'", [("Edit of # MB", "^#$", "last", "0.6")]),
     "demo": (TRAIN + "--cache_dir $OUT/cache", [
@@ -128,16 +127,15 @@ def output_of(name, command, seed, reuse):
         folder.mkdir(parents=True)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}" # in which `python` is this one
         env = dict(PATH=path, OUT=str(folder), SEED=str(seed), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        timed = f'TIMEFORMAT="CPU seconds: %U"; time ({command}); echo "exit status $?"'
-        subprocess.run(["bash", "-c", f"{{ {timed}; }} &> {kept}"], cwd=HERE, env=os.environ | env)
+        subprocess.run(["bash", "-c", f"({command}; echo exit status $?) &> {kept}"], cwd=HERE, env=os.environ | env)
     return kept.read_text(errors="replace")
 
 def pick(which, found):
     """found: of each seed, what find_numbers returned -> the numbers to compare."""
     places = np.concatenate(found)
-    least, mean, most = places.min(0), places.mean(0), places.max(0)
-    return np.array(dict(last=found[0][-1], mean=mean, most=most, sum=places.sum(0), range=[*least, *most],
-                         spread=[mean[0], least[0], most[0], *mean[1:]])[which])
+    least, most = places.min(0), places.max(0)
+    return dict(last=found[0][-1], mean=places.mean(0), most=most, sum=places.sum(0),
+                range=np.array([*least, *most]))[which]
 
 def agree(claim, measured, limit):
     if limit == "up to":
@@ -168,7 +166,7 @@ for name in args.only or FIGURES:
             verdict = "the command failed"
         elif outputs and pattern and not len(measured):
             verdict = "not measured"
-        elif len(measured) and limit != "time" and not all(agree(claim, measured, limit) for claim in claims):
+        elif len(measured) and not all(agree(claim, measured, limit) for claim in claims):
             verdict = "differs"
         differences += verdict not in ("ok", "")
         said, got = [" ".join(f"{x:.5g}" for x in numbers) for numbers in (claims[0] if claims else [], measured)]

@@ -257,8 +257,8 @@ def sample(model, items, steps=8, shift=5):
     """Runs Euler steps without guidance for one bucket, at the noise levels of predict.TINY_SAMPLING -> latents (B, I,
     64)."""
     x = torch.randn((len(items), len(items[0]["x0"]), 64), generator=torch.Generator().manual_seed(args.seed))
-    sigmas = torch.linspace(1, 0, steps + 1)[:-1]
-    sigmas = torch.cat([shift * sigmas / (1 + (shift - 1) * sigmas), torch.zeros(1)])
+    sigmas = torch.linspace(1, 0, steps + 1)
+    sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     for s, s_next in zip(sigmas[:-1], sigmas[1:]):
         x = x + (s_next - s) * velocity(model, items, x, s.expand(len(x)))
     return x
@@ -345,7 +345,8 @@ def tune_decoder(vae, model, items, steps, lr=1e-3):
     error = torch.cat([(sample(model, group) - x).flatten(0, 1) for group, x in zip(groups, x0)])
     root = torch.linalg.cholesky(64 * error.T @ error / error.square().sum() + 1e-4 * torch.eye(64))
     pictures = [vae_picture(rng) for _ in range(3600)]
-    area = np.array([p.width * p.height for p in pictures], float)
+    share = np.array([p.width * p.height for p in pictures], float)
+    share /= share.sum()
     with torch.no_grad():
         latents = [encode_pictures([p]) for p in pictures]
     params = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
@@ -356,7 +357,7 @@ def tune_decoder(vae, model, items, steps, lr=1e-3):
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1, (step + 1) / 50, 1.003 - step / steps)
-        i = rng.choice(len(pictures), p=area / area.sum())
+        i = rng.choice(len(pictures), p=share)
         noise = 0.3 * torch.rand(()) ** 2 * torch.randn_like(latents[i]) @ root.T
         width, height = pictures[i].size
         d = decode(latents[i] + noise, height // 16, width // 16) - to_tensor([pictures[i]])[:, :, 0]
