@@ -449,9 +449,9 @@ def test_the_doctor_says_what_it_found_and_its_page_begins_with_a_verdict(tmp_pa
     found = {name: [line.split(": ")[0] for line in row["findings"]] for name, row in rows.items() if row["findings"]}
     assert found == {"04": ["other picture"], "05": ["other picture"], "09": ["mirrored"], "12": ["swapped"]}, found
     assert rows["04"]["findings"] == ["other picture: shows the control of 05"]
-    assert "12 of 16 pairs: nothing found." in result.out
+    assert "4 of 16 pairs have a finding: look below." in result.out
     read = Reader(tmp_path / "out/index.html")
-    assert read.texts["p"][0] == "12 of 16 pairs: nothing found. Look at the others below."
+    assert read.texts["p"][0] == "4 of 16 pairs have a finding: look below."
     assert read.texts["h2"][:3] == ["Other picture", "Mirrored", "Swapped"]
     for kind in ("other picture", "mirrored", "swapped"):
         assert doctor.KINDS[kind] in read.texts["p"], kind # what it means, and what to do
@@ -481,5 +481,5 @@ def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
     result, rows = diagnose(tmp_path / "data", "--target_pixels", "native", "--control_pixels", "native",
                             out=tmp_path / "out")
     assert sum("recoloured" in str(row["findings"]) for row in rows.values()) >= 5, rows
-    assert f"7 of 8 pairs: nothing found. {doctor.PERHAPS}" in result.out # but for the identical one
+    assert f"1 of 8 pairs has a finding: look below. {doctor.PERHAPS}" in result.out # the identical one
     assert Reader(tmp_path / "out/index.html").texts["p"][0].endswith(doctor.PERHAPS)

@@ -1,9 +1,9 @@
 """
-extras/motion.py, and what uses it: automatic masks cover what was edited, and --align repairs what has moved. On
-photographs that scikit-image brings, through JPEG, with edits that no threshold was chosen on (another
-seed; but the photographs are the same).
+extras/mask.py, and what uses it: automatic masks cover what was edited, and --align repairs what has moved. On
+photographs that scikit-image brings, through JPEG, with edits that no threshold was chosen on (another seed; but the
+photographs are the same).
 
-$ python -m pytest -q tests/test_motion.py -s     # a minute; --full: 100 pairs of each kind
+$ python -m pytest -q tests/test_mask.py -s     # a minute; --full: 100 pairs of each kind
 """
 import io
 import json

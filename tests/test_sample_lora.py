@@ -119,6 +119,7 @@ def test_it_works_with(tmp_path, flags, other, more):
     train(tmp_path / "a", flags, *FEW, "--sample_lora", other, *more)
     want = predicted(tmp_path, flags, [tmp_path / "a", other], *FEW, *(more if "--quantize" in more else []))
     assert same(pictures_of(tmp_path / "a/samples/step_000002"), want)
+    assert ("--quantize int8" in page_command(tmp_path / "a")) == ("--quantize" in more)
     train(tmp_path / "b", [*flags, "--sample_every", 0, "--val_data"], *more)
     assert curve(log_of(tmp_path / "a")) == curve(log_of(tmp_path / "b"))
 

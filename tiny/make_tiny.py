@@ -38,9 +38,10 @@ from make_data import (BASE_SIZES, COLORS, PHOTO_SIZES, PHOTO_TASKS, SHAPES, SID
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), help="folder to write")
 parser.add_argument("--seed", type=int, default=0, help="seed of pictures, weights, batches and noise")
-parser.add_argument("--random", action="store_true", help="save untrained weights and stop")
-parser.add_argument("--reuse", choices=["vae", "transformer"],
-                    help="keep the VAE in --out, or VAE and transformer; the decoder is tuned (once more) all the same")
+only = parser.add_mutually_exclusive_group()
+only.add_argument("--random", action="store_true", help="save untrained weights and stop")
+only.add_argument("--reuse", choices=["vae", "transformer"],
+                  help="keep the VAE in --out, or VAE and transformer; the decoder is tuned (once more) all the same")
 parser.add_argument("--vae_steps", type=int, default=45000,
                     help="training steps of the VAE, about 30 ms each on one core")
 parser.add_argument("--steps", type=int, default=18000,

@@ -94,7 +94,7 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
     "the prompts tell them apart."}
-PERHAPS = "Most of your pairs are recoloured, so this is perhaps the edit; then there is nothing to do."
+PERHAPS = "Most are recoloured, which is not counted: it is perhaps the edit, and then there is nothing to do."
 NUMBERS = ("aspect: width / height of the target. rounding: by how much that changes, as sides are rounded to 32. "
            "tokens: what a sample costs in memory and time; the image's are 16x16 pixels each.")
 ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels and --control_pixels")
@@ -437,14 +437,14 @@ def read_samples(roots):
     return samples, problems
 
 def verdict_of(samples, findings):
-    """-> what the page begins with: how many pairs have no finding. A change of colours that most pairs share is
+    """-> what the page begins with: how many pairs have a finding. A change of colours that most pairs share is
     none."""
     perhaps = 2 * len(findings["recoloured"]) > sum(bool(sample.controls) for sample in samples)
     found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
              if not (perhaps and kind == "recoloured")}
     what = "pairs" if all(sample.controls for sample in samples) else "samples"
-    line = f"{len(samples) - len(found)} of {len(samples)} {what}: nothing found. "
-    return line + (PERHAPS if perhaps else "Look at the others below." if found else "")
+    line = f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} a finding"
+    return line + (": look below." if found else ".") + (f" {PERHAPS}" if perhaps else "")
 
 def print_findings(title, numbers, findings, verdict):
     print(f"{title}\n{'':16}     min  median     max")
