@@ -217,11 +217,13 @@ def text_of(name):
     return (HERE / name).read_text(encoding="utf-8")
 
 def commands_of(name):
-    return [line.strip() for block in re.findall(r"^```\n(.*?)^```", text_of(name), re.M | re.S)
-            for line in block.splitlines()]
+    """-> the lines of the blocks of code, without their comments. Lines in Chinese are none."""
+    blocks = re.findall(r"^```\n(.*?)^```", text_of(name), re.M | re.S)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.isascii()]
 
 def test_the_chinese_readme_has_readmes_commands():
-    """Those that it has, without their comments, and as many of python and pip."""
+    """All that it has, and as many of python and pip."""
     ours, theirs = commands_of("README.md"), commands_of("README.zh.md")
     assert all(any(line.startswith(command) for line in ours) for command in theirs)
     count = lambda commands: sum(command.startswith(("python ", "pip ")) for command in commands)
