@@ -116,8 +116,8 @@ flag("--resume", False, "continue the run in --out_dir, or the newest run of thi
 # trains more layers than the real model, which learns an edit with its attention alone, and learns faster with Muon.
 args = cache.parse_data_args(parser, dict(
     **common.TINY, **predict.TINY_SAMPLING, max_steps=500, batch_size=8, max_tokens=4096,
-    optimizer="torch.optim.Muon", optimizer_args=[("adjust_lr_fn", "match_rms_adamw"), ("ns_steps", 3)], lr=6e-3,
-    lr_scheduler="linear", warmup_steps=10, val_pictures=32, gradient_checkpointing=0, lora_targets="to_q to_k to_v "
+    optimizer="torch.optim.Muon", optimizer_args=[("adjust_lr_fn", "match_rms_adamw"), ("ns_steps", 3)], lr=5e-3,
+    lr_scheduler="cosine", warmup_steps=10, val_pictures=32, gradient_checkpointing=0, lora_targets="to_q to_k to_v "
     "to_out.0 add_q_proj add_k_proj add_v_proj net.0.proj net.2 proj_out img_in".split()))
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
