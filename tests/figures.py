@@ -52,7 +52,8 @@ FIGURES = {
         ("val # # # # #", "^val +# +# +# +# +#", "last", "0.3"),
         ("known/keep # # # # #", "^known/keep +# +# +# +# +#", "last", "0.3"),
         ("dB and Muon # dB", VAL, "mean", "0.2")]),
-    "adamw": (TRAIN + "--optimizer torch.optim.AdamW --lr 4e-3", [("AdamW reaches # dB", VAL, "mean", "0.2")]),
+    "adamw": (TRAIN + "--optimizer torch.optim.AdamW --lr 4e-3 --lr_scheduler linear", [
+        ("AdamW reaches # dB", VAL, "mean", "0.2")]),
     "positions": ("pytest -s tests/test_train.py --full -k shared_positions", [
         ("reaches # dB instead of", "^shared +# dB", "last", "0.3"),
         ("dB instead of #", "^mixed +# dB", "last", "0.3")]),
