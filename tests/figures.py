@@ -75,10 +75,8 @@ FIGURES = {
         ("in one batch against each alone | up to # |", "from alone: #", "most", "up to"),
         ("text positions of the first sample for all | **#, #**", r"errors: \[[^,]*, #, #\]", "last", "0.01")]),
     "bf16": ("pytest -s test_consistency.py -k 'mixed_batch and bfloat16'", [
-        ("these widths: packed / padded | ... / up to #", OUTPUT, "most", "up to"),
+        ("outputs in bf16 | up to # |", OUTPUT, "most", "up to"),
         ("LoRA gradients in bf16 | up to # |", GRADIENT, "most", "up to")]),
-    "packed": ("pytest -s test_consistency.py -k 'mixed_batch and bfloat16 and packed'", [
-        ("these widths: packed / padded | # / up to", OUTPUT, "most", "up to")]),
     "compiled": ("pytest -s tests/test_rope_patch.py -k thousands", [
         ("gradients, from fp32 | # to # |", r"weight: # \(limit", "range", "30 %")]),
     "bench": ("python tools/bench.py --preset mixed", [
