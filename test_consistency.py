@@ -41,13 +41,13 @@ import common
 import predict
 import rope_patch
 from rope_patch import extract_batch_field, get_image_shapes_multi_resolution, patch_qwen_model_for_multi_resolution
-from tests.harness import (BATCHES, DEVICE, DTYPE, E, EXACT, FULL, HERE, HOLES, MIXED, MIXED_MODES, MODES, O, TINY,
-                           add_item, as_v1, assert_bitwise, assert_equals_stock, assert_one_by_one, copy_model, curve,
-                           demo_cache, everything, free_port, globals_of_train, hot_model, image_lens, image_mask_of,
-                           job_of, joint_mask_of, log_of, lora_of, losses_of, make_batch, one_by_one, padded_call,
-                           paint_picture, patched_copy, patched_model, precomputed_call, rel, run, run_script, show,
-                           stock_answer, stock_area, stock_pipeline, take_apart, text_mask_of, train_log,
-                           with_gradients)
+from tests.harness import (ADAMW, BATCHES, DEVICE, DTYPE, E, EXACT, FULL, HERE, HOLES, MIXED, MIXED_MODES, MODES, O,
+                           TINY, add_item, as_v1, assert_bitwise, assert_equals_stock, assert_one_by_one, copy_model,
+                           curve, demo_cache, everything, free_port, globals_of_train, hot_model, image_lens,
+                           image_mask_of, job_of, joint_mask_of, log_of, lora_of, losses_of, make_batch, one_by_one,
+                           padded_call, paint_picture, patched_copy, patched_model, precomputed_call, rel, run,
+                           run_script, show, stock_answer, stock_area, stock_pipeline, take_apart, text_mask_of,
+                           train_log, with_gradients)
 
 # ==== claim 1: a call that stock diffusers knows is bit-equal to stock ================================================
 
@@ -311,7 +311,7 @@ WAYS = {
 def packed_log(tmp_path_factory):
     return train_log(tmp_path_factory.mktemp("packed") / "a", *SIX)
 
-SIX = ["--caption_dropout_rate", 0.1, "--batch_size", 6]
+SIX = [*ADAMW, "--caption_dropout_rate", 0.1, "--batch_size", 6]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_batching_does_not_change_training(tmp_path, packed_log, way):
@@ -336,7 +336,7 @@ def test_another_mixture_would_change_the_losses(tmp_path, packed_log, monkeypat
 def test_two_ranks_equal_one(tmp_path):
     """torchrun: the same samples with the same noise, losses to 3e-6, one LoRA file. 5 samples a step, of which one has
     two and the other three."""
-    flags = ["--max_steps", 3, "--batch_size", 5]
+    flags = [*ADAMW, "--max_steps", 3, "--batch_size", 5]
     one = train_log(tmp_path / "one", *flags)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", free_port(),
                HERE / "train.py", "--cache_dir", demo_cache(), "--val_data", *EXACT, "--device", "cpu",

@@ -22,9 +22,9 @@ import common
 import predict
 from extras import plan
 from extras import quantize as low_bit
-from tests.harness import (DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve, hot_model,
-                           is_one_line, log_of, lora_of, lora_tensors, losses_of, make_batch, patched_copy, rel, run,
-                           run_script, show, start_ranks, train)
+from tests.harness import (ADAMW, DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve,
+                           hot_model, is_one_line, log_of, lora_of, lora_tensors, losses_of, make_batch, patched_copy,
+                           rel, run, run_script, show, start_ranks, train)
 
 def needs(quantize):
     """nf4 comes from a package that requirements.txt does not name."""
@@ -41,7 +41,7 @@ COMBINATIONS = [
     ("packed", "1", "fp8", 0, 3), ("padded", "2", "fp8", 3, 0), ("packed", "fsdp", "fp8", 3, 0),
     ("padded", "1", "nf4", 3, 0), ("packed", "2", "nf4", 0, 3), ("padded", "fsdp", "nf4", 0, 0),
 ]
-FIVE_STEPS = ["--max_steps", 5, "--batch_size", 5, "--lr", 1e-3, "--max_tokens", 200]
+FIVE_STEPS = [*ADAMW, "--max_steps", 5, "--batch_size", 5, "--max_tokens", 200]
 
 def test_every_pair_of_values_is_among_the_combinations():
     for a, b in itertools.combinations(zip(*COMBINATIONS), 2):
@@ -78,7 +78,7 @@ def test_combinations_agree_with_the_plain_run(tmp_path, small, start, plain, ba
 def test_fsdp_is_data_parallel_bit_for_bit_and_takes_turns(tmp_path, small, start, ranks):
     """--fsdp trains the same LoRA as data parallel processes, with uneven packs, and with a process that has nothing to
     do; a run may change from the one to the other, and to another number of processes."""
-    flags = [*small.flags, "--batch_size", 3, "--max_tokens", 100, "--max_steps", 4]
+    flags = [*small.flags, *ADAMW, "--batch_size", 3, "--max_tokens", 100, "--max_steps", 4]
 
     def train_on(out_dir, n, *more):
         processes = start_ranks(start, *flags, *more, "--out_dir", tmp_path / out_dir, preludes=[None] * n)
@@ -95,7 +95,7 @@ def test_fsdp_is_data_parallel_bit_for_bit_and_takes_turns(tmp_path, small, star
 def test_validation_under_fsdp_is_that_of_one_process(tmp_path, start, data):
     """Twice: pictures of the base are drawn the first time only, on all processes or on none."""
     flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "c", "--max_steps", 2, "--batch_size", 2,
-             "--sample_every", 1, *NATIVE, *EXACT, "--device", "cpu"]
+             "--sample_every", 1, *NATIVE, *EXACT, *ADAMW, "--device", "cpu"]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
     ranks = start_ranks(start, *flags, "--fsdp", "--out_dir", tmp_path / "two")
     assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]

@@ -12,7 +12,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 import cache
-from tests.harness import (EXACT, FULL, NATIVE, TINY, add_item, curve, is_one_line, log_of, lora_of, losses_of,
+from tests.harness import (ADAMW, EXACT, FULL, NATIVE, TINY, add_item, curve, is_one_line, log_of, lora_of, losses_of,
                            paint_picture, rel, run_script, show, start_ranks, toy_functions, validations_of)
 
 LINES = ["keep the image", "make the background blue", "remove the circle"]
@@ -22,7 +22,7 @@ def flags(tmp_path, data):
     """Of a training on three samples of different sizes, of which half the draws are preserved."""
     add_item(data, "wide", [(128, 64), (96, 64), (32, 32)], mask=paint_picture((128, 64)))
     return ["--data", data, "--val_data", "--cache_dir", tmp_path / "c", "--batch_size", 4, "--max_tokens", 150,
-            "--lora_rank", 2, "--lr", 1e-3, "--lr_scheduler", "constant", "--device", "cpu", *NATIVE, *EXACT,
+            "--lora_rank", 2, *ADAMW, "--lr_scheduler", "constant", "--device", "cpu", *NATIVE, *EXACT,
             "--preserve", 0.5, "--preserve_prompts", *LINES]
 
 def trained(flags, out_dir, *more):
@@ -118,7 +118,7 @@ def test_without_lines_the_instruction_is_empty_and_an_index_knows_the_lines(tmp
     result = run_script("train.py", "--data", *index, "--out_dir", tmp_path / "b")
     assert result.status == 1 and is_one_line(result.errors[0], "keep the image", "--preserve*"), result.err
     encoded = run_script("cache.py", *[f for f in flags if f not in ("--batch_size", 4, "--max_tokens", 150,
-        "--lora_rank", 2, "--lr", 1e-3, "--lr_scheduler", "constant")])
+        "--lora_rank", 2, *ADAMW, "--lr_scheduler", "constant")])
     assert encoded.status == 0, encoded.err
     trained(["--data", *index], tmp_path / "b")
 

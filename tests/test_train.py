@@ -24,10 +24,10 @@ import cache
 import common
 import predict
 import rope_patch
-from tests.harness import (EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve, damage_tensors,
-                           demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of, losses_of,
-                           paint_picture, recipe, rel, run_script, save, show, start_ranks, train, train_demo,
-                           train_log, until, validations_of)
+from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
+                           damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
+                           losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks, train,
+                           train_demo, train_log, until, validations_of)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -209,7 +209,7 @@ def test_packs_are_dealt_to_all_by_cost_and_evened_out(tmp_path):
 @pytest.mark.parametrize("ranks, batch_size", [(4, 3)])
 def test_four_processes_with_three_samples_equal_one(tmp_path, start, ranks, batch_size):
     """One has nothing to do."""
-    flags = ["--max_steps", 3, "--batch_size", batch_size]
+    flags = [*ADAMW, "--max_steps", 3, "--batch_size", batch_size]
     one = train_log(tmp_path / "one", *flags)
     processes = start_ranks(start, "--cache_dir", demo_cache(), "--val_data", *EXACT, *flags,
                             "--out_dir", tmp_path / "many", preludes=[None] * ranks)
@@ -697,7 +697,7 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
         assert abs(psnr[way] - psnr["mixed"]) < 0.3
     assert psnr["shared"] < psnr["mixed"] - 3
 
-TWENTY = ["--max_steps", 20, "--batch_size", 8, "--optimizer", "torch.optim.AdamW", "--lr", 4e-3] # Muon rounds to bf16
+TWENTY = [*ADAMW, "--max_steps", 20, "--batch_size", 8]
 
 @pytest.mark.skipif(not FULL, reason="as in test_consistency.py, but for twenty steps: --full")
 @pytest.mark.parametrize("flags", [["--batching", "padded"], ["--max_tokens", 1]])

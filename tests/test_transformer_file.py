@@ -23,8 +23,8 @@ import common
 import predict
 from extras import quantize
 from extras.transformer import MARK_2511
-from tests.harness import (NATIVE, TINY, add_item, assert_bitwise, copy_model, curve, is_one_line, log_of, lora_file,
-                           lora_of, lora_tensors, refused, run_script, start_ranks)
+from tests.harness import (ADAMW, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve, is_one_line, log_of,
+                           lora_file, lora_of, lora_tensors, refused, run_script, start_ranks)
 
 OURS = safetensors.torch.load_file(TINY / "transformer/diffusion_pytorch_model.safetensors")
 COMFY, E4M3 = "model.diffusion_model.", torch.float8_e4m3fn
@@ -348,7 +348,7 @@ def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
 
 def test_shards_of_a_file_train_as_one_process(tmp_path, home, start):
     file = write(file_of("rows")[0], tmp_path / "x.safetensors")
-    flags = ["--transformer", file, "--quantize", "fp8"]
+    flags = [*ADAMW, "--transformer", file, "--quantize", "fp8"]
     one = train_three(home, tmp_path / "one", *flags)
     assert one.status == 0, one.err
     flags += ["--data", home / "data", "--val_data", "--cache_dir", home / "cache-float32", "--max_steps", 3,
