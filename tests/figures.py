@@ -51,7 +51,7 @@ FIGURES = {
         ("step 500: validation loss #", "^step 500: validation loss #", "last", "0.005"),
         ("val # # # # #", "^val +# +# +# +# +#", "last", "0.3"),
         ("known/keep # # # # #", "^known/keep +# +# +# +# +#", "last", "0.3"),
-        ("dB and Muon # dB", VAL, "mean", "0.2")]),
+        ("and Muon # dB", VAL, "mean", "0.2")]),
     "adamw": (TRAIN + "--optimizer torch.optim.AdamW --lr 4e-3 --lr_scheduler linear", [
         ("AdamW reaches # dB", VAL, "mean", "0.2")]),
     "positions": ("pytest -s tests/test_train.py --full -k shared_positions", [
