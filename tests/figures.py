@@ -107,6 +107,8 @@ FIGURES = {
         ("Of # pairs with planted motions it called", "^turned.*: # of", "last", "0"),
         ("# of them were within a quarter", "^turned.*, # within", "last", "0"),
         ("pixel (median # px;", "^turned.*median #", "last", "0.005")]),
+    "sizes": ("pytest -s tests/test_sizes.py --full", [
+        ("aspect ratios it reached # dB and # dB", r"^native, .*result #[\s\S]*?^buckets, .*result #", "mean", "0.3")]),
     "preserve": ("pytest -s tests/test_preserve.py --full -k forgets", [
         (f"| {label} |" + " # |" * 7, f"^{way}: val # #" + r" \| \w+ #" * 5, "last", "0.2") # time: on an idle core
         for way, label in {"nothing": "no `--preserve`", "empty 0.4": "0.4, empty prompt",

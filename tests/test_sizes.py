@@ -48,7 +48,7 @@ def plot(path, table):
     axes.set(xscale="log", xlabel="aspect, width / height", ylabel="PSNR to the target, dB")
     axes.set_xticks([1 / 3, 0.5, 0.75, 4 / 3, 2, 3], ["1:3", "1:2", "3:4", "4:3", "2:1", "3:1"], minor=False)
     axes.minorticks_off()
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, frameon=False) # above, where it hides no point
     figure.savefig(path, dpi=100)
 
 @pytest.mark.skipif(not FULL, reason="six trainings of a minute and more each: --full -s")

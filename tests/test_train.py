@@ -61,9 +61,9 @@ def test_only_the_lora_trains_and_is_float32(tmp_path):
 
 # ---- the stream ------------------------------------------------------------------------------------------------------
 
-def noise_at(ns, position, img_len=24):
-    g = ns["generator"]("noise", position)
-    return ns["pick_timestep"](g, img_len), torch.randn(img_len, 64, generator=g)
+def noise_at(ns, position):
+    picked = ns["pick"](position)
+    return picked.s, torch.randn(24, 64, generator=picked.noise_generator)
 
 def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     """The stream does not know of batch size, ranks or time: epochs are permutations, noise belongs to a position."""
@@ -81,6 +81,7 @@ def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     assert abs(np.mean([a["pick"](p).prompt == "" for p in range(2000)]) - 0.25) < 0.04
     noise = torch.cat([noise_at(a, p)[1].flatten() for p in range(100)])
     assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
+    assert len({noise_at(a, p)[1][0, 0].item() for p in range(2 * n)}) == 2 * n # no epoch repeats another's noise
     for p in range(50): # wording and picture dropout have streams of their own: the others do not feel them
         g = a["generator"]("draw", p)
         torch.randint(1, (), generator=g)
@@ -705,6 +706,16 @@ def test_twenty_steps_are_the_same_steps(tmp_path, flags):
     """Twenty optimizer steps at the demo's own settings: one packed batch a step, padded, one at a time."""
     want, got = train_log(tmp_path / "a", *TWENTY), train_log(tmp_path / "b", *TWENTY, *flags)
     assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-5)
+
+def test_a_long_gradient_is_scaled_down(tmp_path):
+    """SGD moves the LoRA by the learning rate times the gradient, which is as long as --max_grad_norm."""
+    flags = ["--max_steps", 1, "--optimizer", "torch.optim.SGD", "--weight_decay", 0, "--warmup_steps", 0,
+             "--max_grad_norm", 1e-3]
+    log = train_log(tmp_path / "a", *flags, "--lr", 2)
+    train_log(tmp_path / "b", *flags, "--lr", 0)
+    a, b = lora_of(tmp_path / "a"), lora_of(tmp_path / "b")
+    moved = torch.cat([(a[key] - b[key]).flatten() for key in a]).norm()
+    assert log[0]["grad_norm"] > 0.01 and moved.item() == pytest.approx(2e-3, rel=1e-3)
 
 def test_a_loss_that_explodes_is_said_and_the_remedy_after_nan_works(small, tmp_path):
     """A new run with a lower --lr, or one from a checkpoint: of an unfinished run the newest."""

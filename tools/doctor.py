@@ -94,7 +94,7 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
     "the prompts tell them apart."}
-PERHAPS = "Most are recoloured, which is not counted: it is perhaps the edit, and then there is nothing to do."
+PERHAPS = "are recoloured. That is perhaps the edit, and then there is nothing to do."
 NUMBERS = ("aspect: width / height of the target. rounding: by how much that changes, as sides are rounded to 32. "
            "tokens: what a sample costs in memory and time; the image's are 16x16 pixels each.")
 ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels and --control_pixels")
@@ -300,7 +300,7 @@ def numbers_of(rows):
                "rounding, %": [100 * row["rounding"] for row in rows],
                "image tokens": [n for row in rows for n in row["image_tokens"]],
                "text tokens": [n for row in rows for n in row.get("text_tokens", [])]}
-    return [[title, *[f"{n:.5g}" for n in (min(values), np.median(values), max(values))]]
+    return [[title, *[f"{n:.4g}" if n < 100 else f"{n:.0f}" for n in (min(values), np.median(values), max(values))]]
             for title, values in columns.items() if values] # (without --model there are no text tokens)
 
 # ---- --align ---------------------------------------------------------------------------------------------------------
@@ -437,19 +437,21 @@ def read_samples(roots):
     return samples, problems
 
 def verdict_of(samples, findings):
-    """-> what the page begins with: how many pairs have a finding. A change of colours that most pairs share is
-    none."""
-    perhaps = 2 * len(findings["recoloured"]) > sum(bool(sample.controls) for sample in samples)
+    """-> what the page begins with: how many pairs have a finding. A change of colours that most pairs share is counted
+    apart."""
+    recoloured = len(findings["recoloured"])
+    perhaps = 2 * recoloured > sum(bool(sample.controls) for sample in samples)
     found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
              if not (perhaps and kind == "recoloured")}
     what = "pairs" if all(sample.controls for sample in samples) else "samples"
-    line = f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} a finding"
-    return line + (": look below." if found else ".") + (f" {PERHAPS}" if perhaps else "")
+    line = f"{recoloured} of {len(samples)} {what} {PERHAPS} " if perhaps else ""
+    line += f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} "
+    return line + ("another finding" if perhaps else "a finding") + (": look below." if found else ".")
 
 def print_findings(title, numbers, findings, verdict):
     print(f"{title}\n{'':16}     min  median     max")
     for name, *values in numbers:
-        print(f"{name:16}" + "".join(f"{value:>8}" for value in values))
+        print(f"{name:16}" + "".join(f" {value:>7}" for value in values))
     for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
             print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"

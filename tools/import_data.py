@@ -214,21 +214,22 @@ def read_caption(files, controls, suffix, prompt, trigger):
     captions = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
         captions = [path.with_suffix(suffix) for path in (target, *controls) if path.with_suffix(suffix).exists()]
-    if not captions and prompt:
-        return target, prompt
-    if not captions:
+    if captions:
+        file, text = captions[0], common.read_text(captions[0]).strip()
+    elif prompt:
+        file, text = target, prompt
+    else:
         raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all targets "
                          "without one")
-    text = common.read_text(captions[0]).strip()
-    if suffix == ".json":
-        raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
+    if captions and suffix == ".json":
+        raise InputError(f"{file}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if "[trigger]" in text and not trigger:
-        raise InputError(f"{captions[0]}: contains [trigger]; write the word itself, or give the .yaml with its "
-                         "trigger_word as SOURCE")
+        raise InputError(f"{file}: contains [trigger]; write the word itself, or give the .yaml with its trigger_word "
+                         "as SOURCE")
     text = text.replace("[trigger]", str(trigger))
     if trigger and str(trigger) not in text: # as ai-toolkit does
         text = f"{trigger} {text}"
-    return captions[0], text
+    return file, text
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -398,8 +399,9 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
-# settings that the script does not convert; it prints a line if one of them is set
-NOT_CONVERTED = ("num_repeats", "default_caption", "multiple_target", "is_reg")
+NOT_CONVERTED = dict( # settings that belong to the training, or to another one; the script says what to do about them
+    num_repeats="; use train.py --repeats", default_caption="; give it as --prompt", multiple_target="", is_reg="",
+    resolution="; use train.py --target_pixels", caption_dropout_rate="; use train.py --caption_dropout_rate")
 
 def read_config(path):
     """-> for each dataset in a configuration the arguments of read_folders or read_tables."""
@@ -416,9 +418,11 @@ def read_config(path):
     except Exception as e: # a foreign file can fail in any way
         why = f"no {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {common.first_words(e)}"
         raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
-    for key in NOT_CONVERTED:
+    for key, remedy in NOT_CONVERTED.items():
         if any(dataset.get(key) not in (None, "", 1, False) for dataset in datasets):
-            print(f"{path}: {key} is not converted" + "; use train.py --repeats" * (key == "num_repeats"))
+            print(f"{path}: {key} is not converted{remedy}")
+    for trigger in {part["trigger"] for part in parts if part.get("trigger")}:
+        print(f"{path}: captions without {trigger!r} begin with it now, as trigger_word says")
     return parts
 
 def locate(config, name):

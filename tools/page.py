@@ -177,9 +177,10 @@ def curves(runs):
             records = [r["psnr"][group] | dict(step=r["step"]) for r in run.validations if group in r.get("psnr", {})]
             first = title not in charts
             add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
-            if first: # base and VAE alone are the same for all runs
-                add(run, title, "base", "dash ink", *column(records, "base"))
-                add(run, title, "VAE alone", "dash mute", *column(records, "vae"))
+            if first: # base and VAE alone are the same for all runs, and at step 0
+                for name, key, style in (("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")):
+                    x, y = column(records, key)
+                    add(run, title, name, style, np.insert(x, 0, 0), np.insert(y, 0, y[0]))
         quarter = max(1, len(run.steps) // 4)
         parts = [("last quarter", f"line {run.accent}", run.steps[-quarter:])]
         if not several:
@@ -213,8 +214,8 @@ def measures(run):
     max_steps = run.flags.get("max_steps", math.nan)
     values["Steps"] = f"{run.steps[-1]['step']:,}", f"of {short(max_steps)}; {state} {written}"
     if seconds.size and memory.size:
-        hours = timedelta(seconds=round(seconds.sum()))
-        values["Hours of training"] = str(hours), f"{short(seconds.mean())} s a step, without validations"
+        duration = timedelta(seconds=round(seconds.sum()))
+        values["Time of training"] = str(duration), f"{short(seconds.mean())} s a step, without validations"
         values["Tokens per second"] = short(tokens.sum() / seconds.sum()), f"{memory.max():.1f} GiB of memory at most"
     return values
 
@@ -300,7 +301,7 @@ def hardest_pairs(run, most):
         print(f"{ratio:6.2f}  {name}  (seen {times} times)")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
-        detail = f"{name}: {ratio:.2f} times the mean loss at its noise levels, seen {times} times"
+        detail = f"{name}: {ratio:.2f} times the mean loss at its noise levels, seen {times} times in the second half"
         cards.append(card(s.prompts[0], detail, [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
     remark = "These have the largest losses for their noise levels. Look at them: a target may be wrong."
     return section(f"Hardest training pairs{run.title}", node("p", remark, class_="detail"),
@@ -342,8 +343,8 @@ def commands(run):
         image, prompt = run.folder / "samples/control" / picture["file"], picture["prompt"]
     return {"Continue it (if it is finished: give a larger --max_steps; its learning rate must be constant)": resume,
             "Edit a picture with it": [*predict, "--image", image, "--prompt", prompt],
-            "Convert it for ComfyUI": ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out",
-                                       f"{run.name}.safetensors"]}
+            "Convert it for ComfyUI (a finished run's LoRA works there as it is)": [
+                "python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out", f"{run.name}.safetensors"]}
 
 def settings(run):
     """-> the section with commands, flags and versions."""
