@@ -7,7 +7,7 @@ Five claims, each with a negative control that shows its teeth. The oracle is st
 4. A resumed run is the unbroken run, a cached sample is the live one, and the LoRA loads in the stock pipeline.
 5. What predict.py generates is what the stock pipeline draws.
 
-$ pytest test_consistency.py                                    # float32 on the CPU, 90 seconds on one core
+$ pytest test_consistency.py                                    # float32 on the CPU, two minutes on one core
 $ pytest test_consistency.py --dtype bfloat16 --device cuda     # one GPU
 $ pytest test_consistency.py --full -k "split or full_batch"    # with the samples of 8,192 tokens, 2 minutes
 $ pytest test_consistency.py -k mixed -s                        # -s prints each measured error beside its limit
@@ -326,7 +326,7 @@ SIX = [*ADAMW, "--caption_dropout_rate", 0.1, "--batch_size", 6]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_batching_does_not_change_training(tmp_path, masked, packed_log, way):
-    """Two controls, edit masks and dropped captions included: the same losses, the same LoRA."""
+    """Two controls, edit masks and dropped captions included: the same losses and gradient norms."""
     log = train_log(tmp_path / "a", *masked, *SIX, *WAYS[way])
     show(way, max(abs(a / b - 1) for a, b in zip(losses_of(log), losses_of(packed_log))), 1e-5)
     assert losses_of(log) == pytest.approx(losses_of(packed_log), rel=1e-5)

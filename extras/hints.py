@@ -33,7 +33,7 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     timestep_sampling="flow_schedule_auto_shift timestep_type")
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     enable_bucket="no buckets are needed: any sizes share a batch", bucket_no_upscale="give --no-upscale",
-    loss_norm="each sample's loss is the mean over its own tokens; README, 'How do I change', has the mean over all",
+    loss_norm="each sample's loss is the mean over its own tokens; flow_loss in train.py is the place for another",
     betas="--optimizer_args betas=[0.9,0.99]", init_lora_weights="--lora_args init_lora_weights=...",
     vae="it is --model's, in vae/; --vae_device says where it runs",
     text_encoder="it is --model's, in text_encoder/; --text_encoder_device says where it runs",
@@ -123,8 +123,9 @@ def explain_word(word, known):
     name = word.split("=")[0].strip("-").replace("-", "_")
     if "epoch" in name:
         return f"{word}: unknown; count in steps: --max_steps, --save_every, --sample_every"
-    if name in NOT_FLAGS:
-        return f"{word}: unknown; {NOT_FLAGS[name]}"
+    remedy = NOT_FLAGS.get(name, "")
+    if remedy and (not remedy.startswith("--") or remedy.split()[0].rstrip(",") in known): # not every script has it
+        return f"{word}: unknown; {remedy}"
     meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
     if len(name) > 3: # a shorter one is like too many
         meant += difflib.get_close_matches(f"--{name}", known, 1, 0.8)

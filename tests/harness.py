@@ -51,8 +51,8 @@ HERE = Path(cache.__file__).parent
 TINY = HERE / "tiny"
 EXACT = ["--dtype", "float32"] # where a training is compared to 1e-5, whatever pytest's --dtype
 NATIVE = ["--target_pixels", "native", "--control_pixels", "native"] # the default of --model tiny only
-# For runs that are compared, and add up in different orders. Muon, tiny's optimizer, computes in bf16: a sum that it
-# rounds to the other side moves the losses by 1e-6 to 1e-5, seldom here and often on another CPU.
+# For comparing runs that sum in different orders. Muon, tiny's optimizer, rounds to bf16, which enlarges such
+# differences: losses move by 1e-6 to 1e-5, on some CPUs more often than on others.
 ADAMW = ["--optimizer", "torch.optim.AdamW", "--lr", 4e-3]
 
 # ---- models, samples, comparison with stock --------------------------------------------------------------------------

@@ -481,5 +481,6 @@ def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
     result, rows = diagnose(tmp_path / "data", "--target_pixels", "native", "--control_pixels", "native",
                             out=tmp_path / "out")
     assert sum("recoloured" in str(row["findings"]) for row in rows.values()) >= 5, rows
-    verdict = f"7 of 8 pairs {doctor.PERHAPS} 1 of 8 pairs has another finding: look below." # the identical one
+    verdict = (f"7 of 8 pairs are recoloured. {doctor.PERHAPS} "
+               "1 of 8 pairs has another finding: look below.") # the identical one
     assert verdict in result.out and Reader(tmp_path / "out/index.html").texts["p"][0] == verdict

@@ -229,6 +229,10 @@ def test_the_chinese_readme_has_readmes_commands():
     count = lambda commands: sum(command.startswith(("python ", "pip ")) for command in commands)
     assert count(theirs) == count(ours)
 
+def test_the_chinese_readme_has_no_other_numbers_than_readme():
+    ours, theirs = [set(re.findall(r"\d[\d,.]*\d|\d", text_of(name))) for name in ("README.md", "README.zh.md")]
+    assert len(theirs) > 50 and not theirs - ours
+
 @pytest.mark.parametrize("name", DOCS)
 def test_links_lead_somewhere(name):
     """Files that exist, and headings as GitHub names them."""

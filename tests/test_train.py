@@ -81,7 +81,7 @@ def test_samples_and_noise_are_functions_of_seed_and_position(tmp_path):
     assert abs(np.mean([a["pick"](p).prompt == "" for p in range(2000)]) - 0.25) < 0.04
     noise = torch.cat([noise_at(a, p)[1].flatten() for p in range(100)])
     assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
-    assert len({noise_at(a, p)[1][0, 0].item() for p in range(2 * n)}) == 2 * n # no epoch repeats another's noise
+    assert len({noise_at(a, p)[1][0, 0].item() for p in range(2 * n)}) == 2 * n # two epochs have different noise
     for p in range(50): # wording and picture dropout have streams of their own: the others do not feel them
         g = a["generator"]("draw", p)
         torch.randint(1, (), generator=g)
@@ -680,7 +680,7 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
         if not torch.is_grad_enabled(): # pictures are drawn with the right positions, as the stock pipeline does
             return real(pos_embed, shapes, txt_len, device)
         img_freqs, txt_freqs = real(pos_embed, first[0], txt_len, device)
-        if name == "text":
+        if name == "text": # the way that trains now, see below
             return real(pos_embed, shapes, txt_len, device)[0], txt_freqs
         return img_freqs[torch.arange(sum(map(prod, shapes))) % len(img_freqs)], txt_freqs
 
@@ -699,7 +699,7 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
     for way in ("one", "padded"):
         show(f"{way}, dB from mixed", abs(psnr[way] - psnr["mixed"]), 0.3)
         assert abs(psnr[way] - psnr["mixed"]) < 0.3
-    assert psnr["shared"] < psnr["mixed"] - 3
+    assert psnr["shared"] < psnr["mixed"] - 3 and abs(psnr["text"] - psnr["mixed"]) < 1
 
 TWENTY = [*ADAMW, "--max_steps", 20, "--batch_size", 8]
 
@@ -711,7 +711,7 @@ def test_twenty_steps_are_the_same_steps(tmp_path, flags):
     assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-5)
 
 def test_a_long_gradient_is_scaled_down(tmp_path):
-    """SGD moves the LoRA by the learning rate times the gradient, which is as long as --max_grad_norm."""
+    """SGD moves the LoRA by the learning rate times the clipped gradient, whose norm is --max_grad_norm."""
     flags = ["--max_steps", 1, "--optimizer", "torch.optim.SGD", "--weight_decay", 0, "--warmup_steps", 0,
              "--max_grad_norm", 1e-3]
     log = train_log(tmp_path / "a", *flags, "--lr", 2)

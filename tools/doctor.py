@@ -94,7 +94,7 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
     "the prompts tell them apart."}
-PERHAPS = "are recoloured. That is perhaps the edit, and then there is nothing to do."
+PERHAPS = "That is perhaps the edit, and then there is nothing to do."
 NUMBERS = ("aspect: width / height of the target. rounding: by how much that changes, as sides are rounded to 32. "
            "tokens: what a sample costs in memory and time; the image's are 16x16 pixels each.")
 ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels and --control_pixels")
@@ -444,7 +444,7 @@ def verdict_of(samples, findings):
     found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
              if not (perhaps and kind == "recoloured")}
     what = "pairs" if all(sample.controls for sample in samples) else "samples"
-    line = f"{recoloured} of {len(samples)} {what} {PERHAPS} " if perhaps else ""
+    line = f"{recoloured} of {len(samples)} {what} are recoloured. {PERHAPS} " if perhaps else ""
     line += f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} "
     return line + ("another finding" if perhaps else "a finding") + (": look below." if found else ".")
 

@@ -214,6 +214,8 @@ def read_caption(files, controls, suffix, prompt, trigger):
     captions = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
         captions = [path.with_suffix(suffix) for path in (target, *controls) if path.with_suffix(suffix).exists()]
+    if captions and suffix == ".json":
+        raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
         file, text = captions[0], common.read_text(captions[0]).strip()
     elif prompt:
@@ -221,8 +223,6 @@ def read_caption(files, controls, suffix, prompt, trigger):
     else:
         raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all targets "
                          "without one")
-    if captions and suffix == ".json":
-        raise InputError(f"{file}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if "[trigger]" in text and not trigger:
         raise InputError(f"{file}: contains [trigger]; write the word itself, or give the .yaml with its trigger_word "
                          "as SOURCE")
@@ -399,7 +399,7 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
-NOT_CONVERTED = dict( # settings that belong to the training, or to another one; the script says what to do about them
+NOT_CONVERTED = dict( # settings, and what to do instead; the script prints a line if one of them is set
     num_repeats="; use train.py --repeats", default_caption="; give it as --prompt", multiple_target="", is_reg="",
     resolution="; use train.py --target_pixels", caption_dropout_rate="; use train.py --caption_dropout_rate")
 
@@ -422,7 +422,7 @@ def read_config(path):
         if any(dataset.get(key) not in (None, "", 1, False) for dataset in datasets):
             print(f"{path}: {key} is not converted{remedy}")
     for trigger in {part["trigger"] for part in parts if part.get("trigger")}:
-        print(f"{path}: captions without {trigger!r} begin with it now, as trigger_word says")
+        print(f"{path}: captions without {trigger!r}, the trigger_word, will begin with it")
     return parts
 
 def locate(config, name):

@@ -177,7 +177,7 @@ def curves(runs):
             records = [r["psnr"][group] | dict(step=r["step"]) for r in run.validations if group in r.get("psnr", {})]
             first = title not in charts
             add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
-            if first: # base and VAE alone are the same for all runs, and at step 0
+            if first: # base and VAE alone are the same for all runs and steps, so their lines begin at 0
                 for name, key, style in (("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")):
                     x, y = column(records, key)
                     add(run, title, name, style, np.insert(x, 0, 0), np.insert(y, 0, y[0]))
