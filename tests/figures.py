@@ -97,7 +97,7 @@ FIGURES = {
         ("| `--quantize nf4` | # |", NF4, "last", "3 %"),
         ("| `--offload 30` | # | # |", PLANNED + "#.*60 --quantize none --offload 30", "last", "3 %"),
         ("| `--offload all` | # | # |", PLANNED + "#.*60 --quantize none --offload 60", "last", "3 %"),
-        ("# GiB for the text encoder in bf16, # with", r"text #; one[\s\S]*text #; one", "last", "3 %"),
+        ("# GiB for the text encoder in bf16, # with", r"text #; one[\s\S]*?text #; one", "last", "3 %"),
         ("| `--quantize int8 --offload 20` | # | # |", OFFLOADED, "last", "3 %"),
         ("| 24 GB (4090) | ... | # GiB | # s | # h |", PLANNED + ".*--offload 20" + TIME.format("4090"), "last", "5 %"),
         ("# s a step, and `nf4` # s", TIME.format("4090").replace("# h", "h") + r"[\s\S]*?nf4 --offload 0"

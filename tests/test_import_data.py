@@ -503,6 +503,18 @@ def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
     write_rows(tmp_path / "b.yaml", config.replace("trigger_word: p3rson, ", ""))
     [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", status=1).errors
     assert is_one_line(error, "a.txt", "[trigger]", "trigger_word")
+    (tmp_path / "after/b.txt").unlink() # --prompt is a caption as well; YAML has numbers, and another placeholder
+    (tmp_path / "after/a.txt").write_text("[name] so")
+    write_rows(tmp_path / "c.yaml", config.replace("p3rson", "0, resolution: [512, 768], caption_dropout_rate: 1.0"))
+    got = import_data(tmp_path / "c.yaml", tmp_path / "third", "--prompt", "[trigger] here")
+    assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["0 so"], b=["0 here"])
+    for words in ("resolution is not converted; use train.py --target_pixels", "caption_dropout_rate is not", "'0'"):
+        assert got.out.count(words) == 1, got.out
+    [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", "--prompt", "[trigger]", status=1).errors
+    assert is_one_line(error, "--prompt", "[trigger]")
+    write_rows(tmp_path / "d.yaml", config.replace("p3rson", "[a, b]"))
+    [error] = import_data(tmp_path / "d.yaml", tmp_path / "none", status=1).errors
+    assert is_one_line(error, "d.yaml", "trigger_word")
 
 def test_the_folders_that_are_given_are_only_read(tmp_path):
     put(tmp_path, "a/x.png b/x.png", ["a/x.txt"])

@@ -102,7 +102,7 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
     page was made; no path of the disk is in the page, for whoever gets it."""
     run = tmp_path / "it's a run"
     flags = [*small.flags, "--val_data", small.folder / "data", "--sample_every", 2, "--max_steps", 3, "--out_dir", run,
-             "--lora_args", "use_rslora=true", "init_lora_weights=gaussian"]
+             "--lora_args", "use_rslora=true", "init_lora_weights=gaussian", "--offload", "all"]
     assert run_script("train.py", *flags).status == 0
     with open(run / "log.jsonl", "a") as f:
         f.write('{"step": 4, "lo')
@@ -110,6 +110,7 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
     read = Reader(run / "index.html")
     again, sample, convert = map(shlex.split, read.texts["pre"])
     assert sample[:2] == ["python", "predict.py"] and run.name in sample and run.name in convert
+    assert sample[sample.index("--offload") + 1] == "all"
     root = Path(os.path.commonpath([tmp_path, small.folder]))
     monkeypatch.chdir(root)
     page.make_page([run], run / "index.html", 6)

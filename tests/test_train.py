@@ -550,10 +550,12 @@ def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, m
 def test_the_last_words_of_a_run_are_a_command_that_works(tmp_path):
     """With the base that it was trained on, and what a small card needs for it; the run's name may have a space."""
     result = train(add_item(tmp_path / "data", "cat"), tmp_path, "--cache_dir", tmp_path / "c", "--transformer", TINY,
-                   "--quantize", "int8", "--quantize_text_encoder", "int8", "--out_dir", tmp_path / "my run")
+                   "--quantize", "int8", "--quantize_text_encoder", "int8", "--offload", "all", "--out_dir",
+                   tmp_path / "my run")
     [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
     flags = shlex.split(line.replace("CONTROL.png", str(tmp_path / "data/control/cat.png")))[2:]
     assert {"--transformer", "--quantize", "--quantize_text_encoder", str(tmp_path / "my run")} <= {*flags}
+    assert "--offload all" in line
     drawn = run_script("predict.py", *flags, "--out", tmp_path / "cat.png", "--num_inference_steps", 2, "--cache_dir",
                        tmp_path / "c", *ON_DEVICE)
     assert drawn.status == 0 and (tmp_path / "cat.png").exists(), drawn.err

@@ -439,12 +439,12 @@ def read_samples(roots):
 def verdict_of(samples, findings):
     """-> what the page begins with: how many pairs have a finding. A change of colours that most pairs share is counted
     apart."""
-    recoloured = len(findings["recoloured"])
-    perhaps = 2 * recoloured > sum(bool(sample.controls) for sample in samples)
+    recoloured, pairs = len(findings["recoloured"]), sum(bool(sample.controls) for sample in samples)
+    perhaps = 2 * recoloured > max(pairs, 2) # a single pair tells nothing
     found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
              if not (perhaps and kind == "recoloured")}
     what = "pairs" if all(sample.controls for sample in samples) else "samples"
-    line = f"{recoloured} of {len(samples)} {what} are recoloured. {PERHAPS} " if perhaps else ""
+    line = f"{recoloured} of {pairs} pairs are recoloured. {PERHAPS} " if perhaps else ""
     line += f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} "
     return line + ("another finding" if perhaps else "a finding") + (": look below." if found else ".")
 

@@ -151,6 +151,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     for folder in folders.values():
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; correct it, or {ASK}")
+    if prompt and "[trigger]" in prompt and not trigger:
+        raise InputError("--prompt: contains [trigger]; write the word itself")
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     if alone and controls:
@@ -226,9 +228,9 @@ def read_caption(files, controls, suffix, prompt, trigger):
     if "[trigger]" in text and not trigger:
         raise InputError(f"{file}: contains [trigger]; write the word itself, or give the .yaml with its trigger_word "
                          "as SOURCE")
-    text = text.replace("[trigger]", str(trigger))
-    if trigger and str(trigger) not in text: # as ai-toolkit does
-        text = f"{trigger} {text}"
+    if trigger: # as ai-toolkit does
+        text = text.replace("[trigger]", trigger).replace("[name]", trigger)
+        text = text if trigger in text else f"{trigger} {text}"
     return file, text
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -419,9 +421,10 @@ def read_config(path):
         why = f"no {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {common.first_words(e)}"
         raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
     for key, remedy in NOT_CONVERTED.items():
-        if any(dataset.get(key) not in (None, "", 1, False) for dataset in datasets):
+        usual = 1 if key == "num_repeats" else 0
+        if any(dataset.get(key) not in (None, "", usual) for dataset in datasets):
             print(f"{path}: {key} is not converted{remedy}")
-    for trigger in {part["trigger"] for part in parts if part.get("trigger")}:
+    for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
         print(f"{path}: captions without {trigger!r}, the trigger_word, will begin with it")
     return parts
 
@@ -449,9 +452,13 @@ def aitoolkit_part(config, dataset):
     for key in sorted(dataset):
         if re.fullmatch(r"control_path(_?\d)?", key) and dataset[key]:
             controls += dataset[key] if isinstance(dataset[key], list) else [dataset[key]]
+    trigger = dataset.get("trigger_word")
+    if isinstance(trigger, (list, dict)):
+        raise ValueError(f"trigger_word {trigger} is no word")
     return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
                 mask=locate(config, dataset["mask_path"]) if dataset.get("mask_path") else None,
-                suffix=caption_suffix(dataset.get("caption_ext", "txt")), trigger=dataset.get("trigger_word"))
+                suffix=caption_suffix(dataset.get("caption_ext", "txt")),
+                trigger=None if trigger is None else str(trigger).strip())
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
 

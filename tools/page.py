@@ -180,7 +180,7 @@ def curves(runs):
             if first: # base and VAE alone are the same for all runs and steps, so their lines begin at 0
                 for name, key, style in (("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")):
                     x, y = column(records, key)
-                    add(run, title, name, style, np.insert(x, 0, 0), np.insert(y, 0, y[0]))
+                    add(run, title, name, style, np.append(np.zeros(len(y[:1])), x), np.append(y[:1], y))
         quarter = max(1, len(run.steps) // 4)
         parts = [("last quarter", f"line {run.accent}", run.steps[-quarter:])]
         if not several:
@@ -332,11 +332,12 @@ def commands(run):
     for validation in run.validations[-1:]:
         flags = flags | validation.get("flags", {})
     predict = ["python", "predict.py", "--model", flags.get("model", "tiny")]
-    for name in ("transformer", "quantize", "quantize_text_encoder", "negative_prompt", "num_inference_steps",
-                 "true_cfg_scale", "shift"):
+    for name in ("transformer", "quantize", "quantize_text_encoder", "offload", "negative_prompt",
+                 "num_inference_steps", "true_cfg_scale", "shift"):
         changed = f"--{name}" in given or flags.get(name) != run.flags.get(name)
         if changed and flags.get(name) is not None:
-            predict += [f"--{name}", flags[name]]
+            all_blocks = name == "offload" and flags[name] == 10**9 # as predict.py reads `all`
+            predict += [f"--{name}", "all" if all_blocks else flags[name]]
     predict += ["--lora", run.folder, *flags.get("sample_lora", [])]
     image, prompt = "CONTROL.png", "..."
     for picture in [picture for r in run.validations for picture in r.get("pictures", [])][:1]:
