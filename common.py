@@ -157,6 +157,8 @@ def add_model_flags(parser):
     flag("--text_encoder_device", None, "default: --device; cpu if memory runs out while encoding")
     add_quantize_flag(flag, "--quantize_text_encoder", "the text encoder's linear layers, 16 GB in bf16")
 
+ALL_BLOCKS = 10**9 # what --offload all is: more than any model has
+
 def add_quantize_flag(flag, name, what):
     flag(name, "none", f"{what}: int8 or fp8 (half the memory) or nf4 (a quarter; pip install bitsandbytes)",
          choices=["none", "int8", "fp8", "nf4"])

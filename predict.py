@@ -121,10 +121,8 @@ def load_transformer(folder, dtype, weights=True, file=None):
             load_extra("transformer").attach(transformer, file)
     return patch_qwen_model_for_multi_resolution(transformer)
 
-ALL_BLOCKS = 10**9 # more than any model has
-
 def number_of_blocks(text):
-    return ALL_BLOCKS if text == "all" else natural(text)
+    return common.ALL_BLOCKS if text == "all" else natural(text)
 
 def is_one_file(name):
     return Path(name or "").is_file() or str(name).endswith((".safetensors", ".gguf"))

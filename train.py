@@ -830,7 +830,7 @@ def next_commands(samples):
     for name in "model transformer quantize quantize_text_encoder offload".split() + SAMPLING_FLAGS: # predict.py's, too
         value = getattr(args, name)
         if value != parser.get_default(name):
-            flags += [f"--{name}", "all" if value == predict.ALL_BLOCKS else str(value)]
+            flags += [f"--{name}", "all" if value == common.ALL_BLOCKS else str(value)]
     return (f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples. next:\n"
             f"  python predict.py {shlex.join([*flags, '--lora', str(out_dir), *args.sample_lora])} "
             "--image CONTROL.png --prompt \"...\"\n"

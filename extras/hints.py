@@ -14,7 +14,7 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     lr="learning_rate", lora_rank="r rank network_dim linear", lora_alpha="alpha linear_alpha network_alpha",
     lora_dropout="dropout network_dropout",
     max_steps="steps max_train_steps", offload="blocks_to_swap layer_offloading enable_model_cpu_offload "
-    "musubi_blocks_to_swap",
+    "musubi_blocks_to_swap low_vram",
     num_inference_steps="steps", true_cfg_scale="cfg cfg_scale guidance_scale",
     target_pixels="resolution image_size max_pixels multi_resolutions", vae_device="vae_encoder_device",
     lora="adapter lora_path load_lora",
@@ -23,26 +23,21 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     batch_size="gradient_accumulation_steps train_batch_size",
     lora_scale="lora_weight lora_multiplier",
     data="dataset_config dataset_path train_data_dir dataset_base_path folder_path image_dir reg_data",
-    model="pretrained_model_name_or_path", out="output output_path save_path",
+    model="pretrained_model_name_or_path", transformer="dit", out="output output_path save_path",
     save_every="checkpointing_steps save_every_n_steps", keep="checkpoints_total_limit",
     dtype="mixed_precision", tracker="report_to log_with", warmup_steps="lr_warmup_steps",
-    quantize="quant_options base_model_precision", out_dir="save_dir output_name",
+    quantize="fp8_base fp8_scaled quant_options base_model_precision", out_dir="save_dir output_name",
     jobs="from_file", resume="resume_from_checkpoint", repeats="dataset_repeat num_repeats",
-    val_data="validation_prompts", sample_every="validation_step_interval sample_every_n_steps",
+    val_data="validation_prompts sample_prompts", sample_every="validation_step_interval sample_every_n_steps",
     lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
-    timestep_sampling="flow_schedule_auto_shift timestep_type")
+    timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift", shift="discrete_flow_shift")
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     enable_bucket="no buckets are needed: any sizes share a batch", bucket_no_upscale="give --no-upscale",
     loss_norm="each sample's loss is the mean over its own tokens; flow_loss in train.py is the place for another",
     betas="--optimizer_args betas=[0.9,0.99]", init_lora_weights="--lora_args init_lora_weights=...",
     vae="it is --model's, in vae/; --vae_device says where it runs",
     text_encoder="it is --model's, in text_encoder/; --text_encoder_device says where it runs",
-    dit="--transformer FILE, with --model for all but the transformer",
-    low_vram="--quantize int8 --offload 20, or more blocks",
-    discrete_flow_shift="--timestep_sampling for the training, --shift for its pictures",
-    sample_prompts="--val_data has held-out samples with their prompts",
     trigger_word="write it into the captions",
-    **dict.fromkeys("fp8_base fp8_scaled".split(), "--quantize fp8"),
     **dict.fromkeys("edit_plus model_version network_module".split(), "not needed: --model's files say what it is"),
     logging="--out_dir says where the log is, --tracker where else",
     save_lora="a run's LoRA is OUT_DIR/pytorch_lora_weights.safetensors, and --save_every writes checkpoints",
@@ -123,9 +118,8 @@ def explain_word(word, known):
     name = word.split("=")[0].strip("-").replace("-", "_")
     if "epoch" in name:
         return f"{word}: unknown; count in steps: --max_steps, --save_every, --sample_every"
-    remedy = NOT_FLAGS.get(name, "")
-    if remedy and (not remedy.startswith("--") or remedy.split()[0].rstrip(",") in known): # not every script has it
-        return f"{word}: unknown; {remedy}"
+    if name in NOT_FLAGS:
+        return f"{word}: unknown; {NOT_FLAGS[name]}"
     meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
     if len(name) > 3: # a shorter one is like too many
         meant += difflib.get_close_matches(f"--{name}", known, 1, 0.8)

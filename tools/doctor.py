@@ -300,7 +300,10 @@ def numbers_of(rows):
                "rounding, %": [100 * row["rounding"] for row in rows],
                "image tokens": [n for row in rows for n in row["image_tokens"]],
                "text tokens": [n for row in rows for n in row.get("text_tokens", [])]}
-    return [[title, *[f"{n:.4g}" if n < 100 else f"{n:.0f}" for n in (min(values), np.median(values), max(values))]]
+
+    def shown(n):
+        return f"{n:.4g}" if n < 100 else f"{n:.0f}"
+    return [[title, *map(shown, (min(values), np.median(values), max(values)))]
             for title, values in columns.items() if values] # (without --model there are no text tokens)
 
 # ---- --align ---------------------------------------------------------------------------------------------------------

@@ -180,7 +180,8 @@ def curves(runs):
             if first: # base and VAE alone are the same for all runs and steps, so their lines begin at 0
                 for name, key, style in (("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")):
                     x, y = column(records, key)
-                    add(run, title, name, style, np.append(np.zeros(len(y[:1])), x), np.append(y[:1], y))
+                    if len(y):
+                        add(run, title, name, style, np.insert(x, 0, 0), np.insert(y, 0, y[0]))
         quarter = max(1, len(run.steps) // 4)
         parts = [("last quarter", f"line {run.accent}", run.steps[-quarter:])]
         if not several:
@@ -336,8 +337,7 @@ def commands(run):
                  "num_inference_steps", "true_cfg_scale", "shift"):
         changed = f"--{name}" in given or flags.get(name) != run.flags.get(name)
         if changed and flags.get(name) is not None:
-            all_blocks = name == "offload" and flags[name] == 10**9 # as predict.py reads `all`
-            predict += [f"--{name}", "all" if all_blocks else flags[name]]
+            predict += [f"--{name}", "all" if flags[name] == common.ALL_BLOCKS else flags[name]]
     predict += ["--lora", run.folder, *flags.get("sample_lora", [])]
     image, prompt = "CONTROL.png", "..."
     for picture in [picture for r in run.validations for picture in r.get("pictures", [])][:1]:
