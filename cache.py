@@ -25,9 +25,10 @@ import gc
 import hashlib
 import inspect
 import json
+import os
 import re
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import product
 from pathlib import Path
 
@@ -49,7 +50,7 @@ except ModuleNotFoundError:
 
 import common
 from common import (TINY, TINY_DATA, VERSION, InputError, Sample, content_key, file_hash, first_words, fit_size,
-                    fraction, image_size, load_extra, pixels, positive, print_problems, read_image, read_tensors)
+                    fraction, image_size, load_extra, pixels, positive, print_problems, read_image, read_mask, read_tensors)
 from rope_patch import ROPE_TABLE
 
 PREPROCESSING = 2 # part of every key: add 1 when the preparation of pictures or prompts changes
@@ -255,31 +256,28 @@ def drop_encoders(pipe):
 def is_plus(pipe):
     return type(pipe).__name__ == "QwenImageEditPlusPipeline"
 
-def fingerprint(model):
-    """Identifies a model's folder, or its one file, which may be renamed: every small file whole, of each large one the
-    size and three 1 MiB windows. (Hashing all 16 GB of a text encoder would cost a minute at every start; two different
-    checkpoints are very unlikely to agree in all windows.)"""
-    h, model = hashlib.sha256(), Path(model)
-    for path in [model] if model.is_file() else sorted(filter(Path.is_file, model.glob("[!.]*"))):
-        size = path.stat().st_size
-        h.update(f"{path.relative_to(model)} {size}\n".encode())
-        with open(path, "rb") as f:
-            if size <= 2**24:
-                h.update(f.read())
-                continue
-            for start in (0, size // 2, size - 2**20):
-                f.seek(start)
-                h.update(f.read(2**20))
-    return h.hexdigest()[:16]
+def hash_parts(parts, cache_dir):
+    """{part: its folder or one file} of a model -> {part: a hash of every file's content}, because a merged LoRA may
+    change any tensor, and no length. A folder's name does not matter, nor does a README. CACHE_DIR/models.txt
+    remembers the hashes of the files, because to read 58 GB takes a minute."""
+    files = {}
+    for part, place in parts.items():
+        inside = sorted(place.glob("[!.]*")) if place.is_dir() else [place]
+        files[part] = [file for file in inside if file.is_file() and file.suffix != ".md"]
+    look = common.look_ahead(sum(files.values(), []), file_hash, Path(cache_dir, "models.txt"))
+    found = {}
+    for part, place in parts.items():
+        found[part] = content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files[part]])
+    return found
 
-def encoder_fingerprints(folder):
+def encoder_fingerprints(folder, cache_dir):
     """What decides encoded files, of a model -> dict(pipeline: its class, vae: a hash, text: a hash). An encoder whose
     weights are not here is left out."""
-    fingerprints = dict(pipeline=json.loads((folder / "model_index.json").read_text())["_class_name"])
+    found = dict(pipeline=json.loads((folder / "model_index.json").read_text())["_class_name"])
     for encoder, parts in dict(vae=["vae"], text=["text_encoder", "tokenizer", "processor"]).items():
         if any((folder / parts[0]).glob("*.safetensors")):
-            fingerprints[encoder] = content_key(**{part: fingerprint(folder / part) for part in parts})
-    return fingerprints
+            found[encoder] = content_key(**hash_parts({part: folder / part for part in parts}, cache_dir))
+    return found
 
 # ---- encoding: what the stock pipeline computes, one picture or prompt at a time -------------------------------------
 
@@ -312,9 +310,13 @@ def prompt_length(pipe, prompt, sizes):
 def read_pictures(pipe, sample, encoder, what):
     """Reads and resizes the pictures that encode_text or encode_latents encodes; threads can do it ahead, as PIL
     releases the GIL. encoder "text": `what` is a text key -> the controls, or []. encoder "vae": `what` is one of
-    sample.encodings -> [*controls, target or None, mask or None]; the mask has one pixel a token."""
+    sample.encodings -> [*controls, target or None, mask or None]; the mask has one pixel a token. InputError for a
+    picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
+    def read_planned(path):
+        return read_image(path, sample.contents[path])
+
     def read(path, size):
-        return pipe.image_processor.resize(read_image(path), size[1], size[0])
+        return pipe.image_processor.resize(read_planned(path), size[1], size[0])
 
     # the text encoder sees small copies of the controls
     if encoder == "text":
@@ -324,12 +326,13 @@ def read_pictures(pipe, sample, encoder, what):
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
     target = mask = None
     if sample.target:
-        whole = read_image(sample.target)
+        whole = read_planned(sample.target)
         target = pipe.image_processor.resize(whole, height, width)
     if "mask" in what: # --mask auto compares the pictures at their own sizes
-        mask = load_extra("mask").auto_mask(whole, read_image(sample.controls[0]), (width, height))
+        mask = load_extra("mask").auto_mask(whole, read_planned(sample.controls[0]), (width, height))
     elif sample.mask:
-        mask = read_image(sample.mask).convert("L").resize((width // 16, height // 16), Image.BOX)
+        mask = read_mask(sample.mask, sample.contents[sample.mask])
+        mask = mask.resize((width // 16, height // 16), Image.BOX)
     return [*map(read, sample.controls, control_sizes), target, mask]
 
 def encode_latents(pipe, sample, encoding, pictures=None):
@@ -366,8 +369,19 @@ def check_finite(tensors, sample):
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
 
 def look_at(path):
-    """-> ((width, height), content hash) of a picture. InputErrors are image_size's."""
-    return image_size(path), file_hash(path)
+    """-> [(width, height), content hash] of a picture. InputErrors are image_size's."""
+    return [image_size(path), file_hash(path)]
+
+def look_ahead(samples, args):
+    """-> look_at, which already knows the answers for the pictures of these samples."""
+    paths = [path for sample in samples for path in (sample.target, *sample.controls) if path]
+    return common.look_ahead(paths, look_at, Path(args.cache_dir, "pictures.txt"))
+
+def look_at_mask(path):
+    """-> [(width, height), content hash, whether it marks a part] of a mask. InputErrors are read_mask's."""
+    content = file_hash(path)
+    low, high = read_mask(path, content).getextrema()
+    return [image_size(path), content, low < 128 <= high]
 
 def plan_sizes(pipe, sample, geometry, look):
     """Sets sample.sizes and prompt_sizes -> [(width, height)] of the target at each of its encodings, and of the
@@ -390,8 +404,6 @@ def plan_sizes(pipe, sample, geometry, look):
     if is_plus(pipe):
         sample.prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in own_sizes]
     sample.sizes = [base_size, *own_sizes]
-    if sample.mask:
-        check_mask(sample.mask, base_size, look)
     return target_sizes, control_sizes
 
 def check_sample(pipe, sample, max_sequence_length):
@@ -408,20 +420,29 @@ def check_sample(pipe, sample, max_sequence_length):
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {left} have positions; "
                          "shorten the prompt, or give fewer pictures")
 
-def check_mask(mask, target_size, look=look_at):
+def check_mask(mask, size, target_size):
     """InputError for a mask of another shape (it may have another size)."""
-    (w, h), (target_w, target_h) = look(mask)[0], target_size
+    (w, h), (target_w, target_h) = size, target_size
     if abs(w / h / (target_w / target_h) - 1) > 0.02:
         raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
 
-def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look_at):
-    """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
-    encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
-    names what is wrong with it. look: look_at, or extras/pictures.py's, which knows its answers."""
+def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look_at, look_mask=look_at_mask):
+    """Adds to the sample what will be encoded of it, in which files. A mask that marks nothing or everything is left
+    out. geometry: as for plan_sizes; fingerprints: encoder_fingerprints; args: cache_dir, dtype, max_sequence_length,
+    quantize_text_encoder and maybe mask. InputError names what is wrong with it. look, look_mask: look_at and
+    look_at_mask, or common.look_ahead's, which know their answers."""
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")
     target_sizes, control_sizes = plan_sizes(pipe, sample, geometry, look)
+    if sample.mask:
+        size, content, marks = look_mask(sample.mask)
+        check_mask(sample.mask, size, sample.sizes[0])
+        sample.contents = {sample.mask: content}
+        sample.mask = sample.mask if marks else None
+    for path in (sample.target, *sample.controls):
+        if path:
+            sample.contents[path] = look(path)[1]
     # what decides the content of every file
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
 
@@ -429,8 +450,8 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look
         return Path(args.cache_dir, folder, content_key(**shared, **fields) + ".safetensors")
 
     # latents: one file for each area of the target, with the controls in it
-    control_hashes = [look(path)[1] for path in sample.controls]
-    hashes = control_hashes + [path and look(path)[1] for path in (sample.target, sample.mask)]
+    control_hashes = [sample.contents[path] for path in sample.controls]
+    hashes = control_hashes + [sample.contents.get(path) for path in (sample.target, sample.mask)]
     auto = {} # goes into the key as well: with the mask the file has other content
     if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:
         auto = dict(mask="auto")
@@ -452,16 +473,18 @@ def plan_samples(pipe, samples, texts_of, geometry, args, quiet):
     """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
     good = []
     problems = []
-    fingerprints = encoder_fingerprints(Path(pipe.name_or_path))
-    # threads read what pictures.txt does not know
-    look = look_at
-    if pictures := common.find_extra("pictures"): # without it each start reads every picture, twice
-        look = pictures.look_ahead(samples, look_at, args.cache_dir, quiet)
+    fingerprints = encoder_fingerprints(Path(pipe.name_or_path), args.cache_dir)
+    look = look_ahead(samples, args)
+    masks = [sample.mask for sample in samples]
+    look_mask = common.look_ahead(filter(None, masks), look_at_mask, Path(args.cache_dir, "masks.txt"))
     # disable=None here and elsewhere: no bar where the output is not a terminal
     for sample in tqdm(samples, desc="planning", unit=" samples", disable=quiet or None, leave=False):
         with common.noted(problems):
-            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look)
+            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look, look_mask)
             good.append(sample)
+    if empty := [mask for sample, mask in zip(samples, masks) if mask and not sample.mask]:
+        print(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are trained "
+              "without a mask", file=sys.stderr)
     return good, problems
 
 # ---- the cache: encoded files ----------------------------------------------------------------------------------------
@@ -473,13 +496,18 @@ def files_of(sample):
         files[text["file"]] = "text", key
     return files
 
-def is_cached(sample):
-    return all(map(Path.exists, files_of(sample)))
+def write_plan(samples, cache_dir):
+    """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone, until
+    an index names them, or pictures are generated, and the list is deleted."""
+    files = sorted({file.relative_to(cache_dir).as_posix() for sample in samples for file in files_of(sample)})
+    path = Path(cache_dir, f".planned-{content_key(files=files)}")
+    common.write_file(path, "\n".join(files).encode())
+    return path
 
 def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
-    """Each process encodes its share of what the cache lacks -> problems, the same on every process; a bad sample does
-    not stop the others. The encoders are loaded only if needed, one after the other, and unloaded before this returns.
-    With `verify` every file is read, and damaged ones are encoded again."""
+    """Each process encodes its share of what the cache lacks -> {file: error line} of what cannot be encoded, the same
+    on every process; a bad sample does not stop the others. The encoders are loaded only if needed, one after the
+    other, and unloaded before this returns. With `verify` every file is read, and damaged ones are encoded again."""
     jobs = {} # {file: (sample, encoder, what)}: a file that several samples share is encoded once
     for sample in samples:
         for file, job in files_of(sample).items():
@@ -488,16 +516,22 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
     my_files = {file for file in jobs if int(file.stem, 16) % world_size == rank}
     if verify:
         remove_damaged(filter(Path.is_file, my_files), rank > 0)
-    missing, problems = [file for file in jobs if not file.is_file()], []
+    missing, failed = [file for file in jobs if not file.is_file()], {}
     if missing:
         for folder in ("latents", "text"):
             common.prepare_folder(Path(args.cache_dir, folder))
         if rank == 0:
             print(f"encoding {len(missing)} files into {args.cache_dir}")
-        problems = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args, rank > 0)
-    # waits until the others have written their files; two may have met the same problem
-    shares = common.gather_objects(problems)
-    return list(dict.fromkeys(sum(shares, [])))
+        failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args, rank > 0)
+    # what is neither here nor failed has gone meanwhile; to leave it out would train on fewer samples than were planned
+    gone = [file for file in my_files if file not in failed and not file.is_file()]
+    # waits until the others have written their files
+    shares = common.gather_objects((failed, gone))
+    for _, gone in shares:
+        if gone:
+            raise InputError(f"{gone[0]}: was deleted while {args.cache_dir} was filled, and {len(gone) - 1} more; run "
+                             "the same command again, and nothing else that deletes there")
+    return {file: line for failed, _ in shares for file, line in failed.items()}
 
 def remove_damaged(files, quiet):
     for file in tqdm(list(files), desc="verifying", unit=" files", disable=quiet or None):
@@ -509,9 +543,9 @@ def remove_damaged(files, quiet):
             file.unlink()
 
 def encode_files(pipe, jobs, args, quiet):
-    """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> problems. Other threads read
-    and write, as they wait for the disk."""
-    problems = []
+    """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> {file: error line}. Other
+    threads read and write, as they wait for the disk."""
+    failed = {}
     # sorted: the encoders are loaded once each, and are never in memory together
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
     reads = common.run_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
@@ -530,8 +564,9 @@ def encode_files(pipe, jobs, args, quiet):
             encode = encode_latents if encoder == "vae" else encode_text
             meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls])
             try:
-                with common.noted(problems):
-                    yield file, encode(pipe, sample, what, pictures.result()), meta
+                yield file, encode(pipe, sample, what, pictures.result()), meta
+            except InputError as e:
+                failed[file] = str(e)
             except torch.OutOfMemoryError:
                 raise InputError(f"{sample.name}: out of memory in the {encoder} encoder; lower --control_pixels and "
                                  "--target_pixels, or give cpu for --vae_device or --text_encoder_device")
@@ -545,7 +580,7 @@ def encode_files(pipe, jobs, args, quiet):
             tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
             sys.exit(128 + signals_seen[0])
     drop_encoders(pipe)
-    return problems
+    return failed
 
 def load_latents(sample, encoding, encoders=None):
     """encode_latents of one of sample.encodings: from the cache, or encoded now by the pipeline `encoders`."""
@@ -569,9 +604,10 @@ def run_name(model, roots):
     names = [Path(root).stem if is_index(root) else common.root_name(root) for root in roots]
     return f"{model}-{'+'.join(names).removeprefix(model + '-')}" # an index has that name already
 
-def write_index(path, samples, geometry, fingerprints):
-    """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone. Files
-    are named relative to the index's folder, so that the folder may be copied elsewhere."""
+def write_index(path, samples, geometry, fingerprints, roots=()):
+    """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
+    of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
+    folder, so that the folder may be copied elsewhere."""
     def below(file):
         return file.relative_to(path.parent).as_posix()
 
@@ -580,10 +616,18 @@ def write_index(path, samples, geometry, fingerprints):
     for s in samples:
         texts = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
         rows.append(vars(s) | dict(texts=texts))
-    index = dict(version=VERSION, models=fingerprints, geometry=geometry, samples=rows)
+    roots = [str(Path(root).resolve()) for root in roots]
+    index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
     data = json.dumps(index, default=below).replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    if not path.is_file() or path.read_bytes() != data:
-        common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
+    if path.is_file() and path.read_bytes() == data:
+        return
+    with suppress(OSError, ValueError, LookupError, TypeError): # there is none, or a damaged one
+        old = json.loads(path.read_text())
+        for what in ("roots", "geometry"):
+            if old[what] != index[what]:
+                print(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
+                      f"({old[what]}); give another --cache_dir to keep both", file=sys.stderr)
+    common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
 
 def read_index(path):
     """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
@@ -602,12 +646,12 @@ def read_index(path):
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {e}); run cache.py again")
 
-def open_index(path, folder, texts_of):
+def open_index(path, folder, texts_of, args):
     """read_index -> (samples, geometry). InputError if another model than that in `folder` has encoded them, or if a
-    file is missing, or a text that texts_of(sample) asks for."""
+    file is missing, or a text that texts_of(sample) asks for. A line says if pictures were edited since."""
     samples, geometry, fingerprints = read_index(path)
     # each encoder that is here must be the one that has encoded
-    for encoder, here in encoder_fingerprints(folder).items():
+    for encoder, here in encoder_fingerprints(folder, args.cache_dir).items():
         if fingerprints.get(encoder, here) != here: # (tools/import_data.py does not know who encoded a cache)
             raise InputError(f"{path}: encoded with another model than {folder} ({encoder}); run cache.py with this "
                              "one")
@@ -620,6 +664,19 @@ def open_index(path, folder, texts_of):
         for file in files_of(sample):
             if not file.is_file():
                 raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")
+    # pictures need not be on this machine, but those that are here should be the ones that were encoded
+    here = [s for s in samples if all(map(os.path.isfile, s.contents))]
+    look = look_ahead(here, args)
+    edited = []
+    for sample in here:
+        for picture in (sample.target, *sample.controls):
+            with suppress(InputError): # the file is another one, and no picture
+                if look(picture)[1] == sample.contents[picture]:
+                    continue
+            edited.append(picture)
+    if edited:
+        print(f"warning: {path}: {len(edited)} of its pictures are not those that were encoded, for instance "
+              f"{edited[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
     return samples, geometry
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
@@ -631,26 +688,35 @@ def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=Fal
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(
         lambda: plan_training(pipe, folder, args), rank)
+    datasets = [] # what gets an index
+    for roots, planned, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
+        if encode and planned and not any(map(is_index, roots)):
+            datasets.append((roots, planned, end))
     # encode; a sample whose encoding failed is no sample
+    plan = None
+    if datasets and rank == 0:
+        plan = write_plan([sample for _, planned, _ in datasets for sample in planned], args.cache_dir)
     if encode:
-        encoding_problems = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
-        samples = list(filter(is_cached, samples))
-        val_samples = list(filter(is_cached, val_samples))
+        failed = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
+        for one_of in (samples, val_samples):
+            one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
+        failures = list(dict.fromkeys(failed.values())) # two files may have met the same problem
         if rank == 0:
-            print_problems(encoding_problems)
-        problems += encoding_problems
+            print_problems(failures)
+        problems += failures
     if problems and not args.skip_bad:
         sys.exit("correct these samples, or go on without them: --skip_bad" if rank == 0 else 1)
     if not samples:
         raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
     # the indexes, which another machine can train from
-    if rank == 0 and encode:
-        for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
-            if encoded and not any(map(is_index, roots)):
-                index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
-                write_index(index, encoded, geometry, encoder_fingerprints(folder))
-                print(f"{index}: {len(encoded)} samples")
     if rank == 0:
+        for roots, encoded, end in datasets:
+            if encoded:
+                index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
+                write_index(index, encoded, geometry, encoder_fingerprints(folder, args.cache_dir), roots)
+                print(f"{index}: {len(encoded)} samples")
+        if plan:
+            plan.unlink(missing_ok=True)
         if hints := common.find_extra("hints"):
             print(hints.describe(samples, val_samples))
     return samples, val_samples, geometry
@@ -680,7 +746,7 @@ def plan_training(pipe, folder, args):
         samples = []
         for n, root in enumerate(roots):
             if is_index(root): # which stands alone, and brings its own geometry
-                found, geometry = open_index(root, folder, wanted_texts)
+                found, geometry = open_index(root, folder, wanted_texts, args)
             else:
                 found, wrong = common.read_dataset(root)
                 found, more = plan_samples(pipe, found, wanted_texts, geometry, args, quiet=False)

@@ -637,10 +637,11 @@ def picture_stem(sample):
     """A sample's name may lead through folders of its dataset; its picture's name does not."""
     return sample.name.replace("/", "-")
 
-def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
+def plan_pictures(samples, inputs, args, sheet, models):
     """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
-    would be written to one file, or one to `sheet`, or over a file that is not ours. sheet: None for --image FILES."""
+    would be written to one file, or one to `sheet`, or over a file that is not ours. sheet: None for --image FILES;
+    models: fingerprints of transformer and scheduler."""
     # LoRAs go into the key by content, so one that is trained on is another one
     loras = [[file_hash(path), lora_scale] for path, lora_scale in zip(args.lora, args.lora_scale)]
     pictures = []
@@ -661,10 +662,10 @@ def plan_pictures(samples, inputs, args, sheet, model_fingerprint):
             if len(args.scales) > 1:
                 words.append(f"LoRA x {scale:g}")
                 end += f"-x{scale:g}"
-            # its key: the encoded files stand for pictures, prompts and sizes
+            # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
             strengths = [[lora, lora_scale * scale] for lora, lora_scale in loras]
-            key = common.content_key(files=encoded, transformer=model_fingerprint, quantize=args.quantize, seed=seed,
-                                     loras=strengths, **settings)
+            key = common.content_key(files=encoded, **models, quantize=args.quantize, seed=seed, loras=strengths,
+                                     **settings)
             path = out.with_stem(out.stem + end)
             number = 1
             while not (sheet or args.out or finished(path, key)) and path.exists(): # another photograph's result
@@ -733,7 +734,9 @@ def main():
     samples, problems = read_samples(args)
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
-    model_fingerprint = cache.fingerprint(transformer_file or transformer_folder / "transformer")
+    models = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
+                  scheduler=folder / "scheduler")
+    models = common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir), rank)
     pipe = cache.load_pipeline(folder)
 
     def complete(sample): # its settings, and so the prompts that it needs; plan_samples notes an InputError
@@ -745,7 +748,7 @@ def main():
     good, wrong = cache.plan_samples(pipe, samples, complete, geometry, args, rank > 0)
     if rank == 0 and (hints := common.find_extra("hints")):
         common.print_problems(hints.warnings(args, good))
-    pictures = plan_pictures(good, inputs, args, sheet, model_fingerprint)
+    pictures = plan_pictures(good, inputs, args, sheet, models)
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
         common.prepare_folder(args.out_dir)
@@ -758,12 +761,16 @@ def main():
 
     # encode everything, let the encoders go, then generate. encode_samples also waits until every process has looked
     # which pictures are there
-    problems += wrong
-    problems += cache.encode_samples(pipe, [p.sample for p in missing], args, rank, world_size, verify=True)
+    chosen = [p.sample for p in missing]
+    if missing and rank == 0:
+        plan = cache.write_plan(chosen, args.cache_dir)
+    failed = cache.encode_samples(pipe, chosen, args, rank, world_size, verify=True)
+    problems += [*wrong, *dict.fromkeys(failed.values())]
     if rank == 0:
         common.print_problems(problems)
-    # this process's share. first the slice, then the filter: all processes must slice the same list
-    my_pictures = [p for p in missing[rank::world_size] if cache.is_cached(p.sample)]
+    # this process's share of what could be encoded
+    missing = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
+    my_pictures = missing[rank::world_size]
     try:
         if my_pictures:
             problems += generate(args, folder, transformer_folder, transformer_file, pipe.scheduler.config, my_pictures,
@@ -773,8 +780,9 @@ def main():
                          "where it decodes, --vae_device cpu. the same command continues with what is missing")
     if world_size > 1:
         dist.barrier() # wait for all: torchrun would end the others when one returns 1
-    if rank == 0 and missing:
+    if rank == 0 and chosen:
         write_sheet(sheet, pictures)
+        plan.unlink(missing_ok=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)

@@ -473,6 +473,18 @@ def refuse_changes(old):
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
                          "ones, or start a new run")
 
+def refuse_differences(assumed):
+    """InputError names what the processes do not agree on. Each would train its own order of samples, silently."""
+    views = common.gather_objects(assumed)
+
+    def compare():
+        for n, view in enumerate(views):
+            for name, value in view.items():
+                if value != views[0][name] and not name.endswith("device"):
+                    raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; start "
+                                     "all with the same command and the same files")
+    common.on_first_process(compare, rank)
+
 def data_hash(epoch):
     """A hash of what is trained: the samples' names, and their encoded files, which are named by their content."""
     contents = []
@@ -745,16 +757,23 @@ def picture_file(sample):
 def compare(place, base, picture, step):
     """Compares one validation sample's pictures, without and with the LoRA, with its target, and saves all in samples/
     -> (its place in val_samples, a record for the log with the PSNRs to the target in dB: of the input, the base, the
-    LoRA, and the VAE alone, which is the upper bound). If an original is not on this machine, the VAE decodes its
-    latents instead."""
+    LoRA, and the VAE alone, which is the upper bound). If an original is not on this machine, or was edited since it
+    was encoded, the VAE decodes its latents instead."""
     sample = val_samples[place]
     shapes, tensors = sample.encodings[0]["img_shapes"], cache.load_latents(sample, sample.encodings[0], encoders)
     latents = torch.cat([tensors["pixel_latent"], tensors["control_latent"]]).split([h * w for _, h, w in shapes])
 
     def by_vae(n):
         return predict.decode(vae, latents[n].to(args.device), [shapes[n]])
-    target, *controls = [common.read_image(path) if Path(path).is_file() else by_vae(n)
-                         for n, path in enumerate([sample.target, *sample.controls])]
+
+    def original(n, path):
+        try:
+            return common.read_image(path, sample.contents[path])
+        except InputError as e:
+            if Path(path).exists():
+                tqdm.write(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
+            return by_vae(n)
+    target, *controls = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
     # compared at the size that was generated
     target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
     psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
@@ -844,10 +863,16 @@ rank, world_size = common.start_processes(args)
 if args.batch_size < world_size:
     say(f"warning: --batch_size {args.batch_size} for {world_size} processes: some have no sample")
 
-# The run folder, and the checkpoint to continue from. We look at both before anything slow begins, so that a forbidden
-# change or a finished run is reported within seconds.
+# The run folder. Two runs in one folder would spoil each other, so rank 0 locks it, as long as `lock` lives. --plan
+# writes nothing.
 run_name = cache.run_name(args.model, args.data)
 out_dir = find_folder(run_name)
+if rank == 0 and not args.plan:
+    out_dir, lock = lock_folder(out_dir, run_name)
+out_dir = common.gather_objects(out_dir)[0]
+
+# The checkpoint to continue from, behind the lock: a run that is just ending may still write one. We look at it before
+# anything slow begins, so that a forbidden change or a finished run is reported within seconds.
 checkpoint, step = find_checkpoint(), 0
 if checkpoint:
     refuse_changes(checkpoint.info["config"])
@@ -855,13 +880,6 @@ if checkpoint:
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
-
-# Two runs in one folder would spoil each other, so rank 0 locks it, as long as `lock` lives. gather_objects also waits
-# until every process has looked for a checkpoint, before rank 0 changes anything there. --plan writes nothing.
-if not args.plan:
-    if rank == 0:
-        out_dir, lock = lock_folder(out_dir, run_name)
-    out_dir = common.gather_objects(out_dir)[0]
 
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
 # memory together with the transformer. pipe is None if all was encoded before (--data INDEX.json).
@@ -906,12 +924,17 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
-model_hash = cache.fingerprint(transformer_file or transformer_folder / "transformer")
-config.update(geometry=geometry, data_hash=data_hash(epoch), model_hash=model_hash)
+models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
+common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir), rank) # the others then find its answers
+hashes = {f"{part}_hash": value for part, value in cache.hash_parts(models, args.cache_dir).items()}
+config.update(geometry=geometry, data_hash=data_hash(epoch), **hashes)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
 if args.transformer:
     meta["transformer"] = args.transformer
+
+# Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
+refuse_differences(vars(args) | config | dict(step=step, val_data=data_hash(val_samples)))
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
 # learning rate follow from the step alone.
@@ -947,7 +970,7 @@ jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_st
 loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
 
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
-begun, first_step = time.monotonic(), step
+begun, first_step, saving = time.monotonic(), step, True
 while step < args.max_steps and not stop:
     # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
     if validation_due(step):
@@ -958,13 +981,19 @@ while step < args.max_steps and not stop:
     # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a mean
     # is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
     picks, packs = plan_step(step)
-    sample_losses = torch.zeros(len(picks), device=args.device)
+    sample_losses, failure = torch.zeros(len(picks), device=args.device), None
     for pack in packs:
         # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first sample), so a
         # resumed run drops the same inputs; other packs or processes drop others.
         torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
         try:
-            items = ask_base(transformer, list(map(to_device, next(loaded).result())))
+            items = list(map(to_device, next(loaded).result()))
+        except InputError as e: # a file is damaged or has changed
+            if step == first_step: # nothing is lost
+                raise
+            failure = e # the items stay those of the pack before: with --fsdp all processes run the same passes
+        try:
+            items = ask_base(transformer, items)
             losses = flow_loss(transformer, items)
             (sum(losses) / len(picks)).backward()
         except torch.OutOfMemoryError:
@@ -972,10 +1001,15 @@ while step < args.max_steps and not stop:
         for place, loss in zip(pack, losses):
             sample_losses[place] = loss.detach()
 
-    # One all-reduce carries all that the processes share: gradients, losses, and the number of signals that they saw.
-    signals_here = torch.full((1,), float(len(signals_seen)), device=args.device)
-    *sample_losses, stop = sum_over_processes(lora.values(), torch.cat([sample_losses, signals_here]))
+    # One all-reduce carries all that the processes share: gradients, losses, and how many signals and failures they saw.
+    seen_here = torch.tensor([len(signals_seen), failure is not None], dtype=torch.float32, device=args.device)
+    *sample_losses, stop, failed = sum_over_processes(lora.values(), torch.cat([sample_losses, seen_here]))
     loss = sum(sample_losses) / len(sample_losses)
+    if failed: # this step is given up; what the run has learned until now is saved
+        if rank == 0 and not saving:
+            save_checkpoint(step, transformer, lora, optimizer, meta)
+            say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")
+        raise failure or SystemExit(1)
 
     # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()

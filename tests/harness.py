@@ -495,7 +495,8 @@ def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red borde
     sample.settings = dict(predict.SAMPLING, num_inference_steps=3) | settings
     texts = [(prompt, True), (sample.settings["negative_prompt"], True)]
     cache.plan_sample(pipe, sample, texts, dict(target_pixels=[area], control_pixels=area, upscale=True),
-                      cache.encoder_fingerprints(Path(pipe.name_or_path)), encoder_flags(cache_dir=tmp_path / "c"))
+                      cache.encoder_fingerprints(Path(pipe.name_or_path), tmp_path / "c"),
+                      encoder_flags(cache_dir=tmp_path / "c"))
     return predict.load_job(sample, sample.settings, seed, "cpu", pipe)
 
 class Reader(HTMLParser): # a class because HTMLParser calls its methods

@@ -28,7 +28,7 @@ from transformers import Qwen2VLProcessor
 import cache
 import common
 import predict
-from extras import pictures
+from extras import known
 from tests.harness import (DEVICE, DTYPE, DTYPE_NAME, NATIVE, ON_DEVICE, TINY, add_item, as_v1, assert_same,
                            cached_files, change_weight, copy_model, damage_tensors, encode, encoder_flags, flip,
                            index_of, is_one_line, load, make_cache, paint_picture, refused, rel, run_script, samples_of,
@@ -226,7 +226,7 @@ def test_a_picture_that_breaks_after_the_check_is_named_and_stops_no_other(data,
     monkeypatch.setattr(cache, "encode_files", encode_files)
     result = make_cache(data, tmp_path / "c")
     assert result.status == 1 and len(result.errors) == 2 and len(cached_files(tmp_path / "c")) == 2 * good, result.err
-    assert is_one_line(min(result.errors), "broken") or is_one_line(max(result.errors), "broken")
+    assert is_one_line(max(result.errors), "7.png", "has changed")
     for n in bad:
         assert any(is_one_line(line, data / f"control/{n}.png") for line in result.errors)
 
@@ -321,18 +321,6 @@ def test_the_text_encoder_in_few_bits_gives_other_texts_and_the_same_latents(roo
     show("int8 text encoder", error, 0.05)
     assert 0 < error < 0.05 and [path.parent.name for path in new] == ["text", "text"]
 
-def test_a_large_weight_file_is_known_by_its_name_its_length_its_begin_its_middle_and_its_end(tmp_path):
-    path, size = tmp_path / "a", 2**25
-    path.write_bytes(bytes(size))
-    prints = [cache.fingerprint(tmp_path)]
-    for place in (0, size // 2, size - 1, size): # the last makes it longer
-        with open(path, "r+b") as f:
-            f.seek(place)
-            f.write(b"x")
-        prints.append(cache.fingerprint(tmp_path))
-    path.rename(tmp_path / "b")
-    assert len({*prints, cache.fingerprint(tmp_path)}) == 6
-
 # ---- files and indexes -----------------------------------------------------------------------------------------------
 
 def test_no_damage_to_a_cache_file_goes_unnoticed(tmp_path):
@@ -423,7 +411,7 @@ def test_a_model_folder_without_weights_is_no_other_model(root):
     """As a download for --plan leaves it."""
     for part in ("vae", "text_encoder"):
         next((root.model / part).glob("*.safetensors")).unlink()
-    samples, _ = cache.open_index(root.index, root.model, lambda s: [])
+    samples, _ = cache.open_index(root.index, root.model, lambda s: [], SimpleNamespace(cache_dir=root.cache))
     assert len(samples) == 2
 
 def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(tmp_path, data):
@@ -440,6 +428,9 @@ def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(t
     assert looks[0] == looks[1] and len(looks[0]) == len(list((tmp_path / "run-1/samples").glob("*.png"))) == 2
 
 # ---- several calls, datasets and processes share a cache, good items and bad ones ------------------------------------
+
+def is_cached(sample):
+    return all(map(Path.is_file, cache.files_of(sample)))
 
 def prune(cache_dir, *flags):
     result = run_script("tools/prune.py", cache_dir, *flags)
@@ -470,7 +461,7 @@ def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data,
         assert make_cache(other, tmp_path / "c", "--val_data", data, *flags).status == 0
         prune(tmp_path / "c", "--delete")
         sample, = [s for s in cache.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
-        assert len(sample.encodings) == 2 and ("", True) in sample.texts and cache.is_cached(sample)
+        assert len(sample.encodings) == 2 and ("", True) in sample.texts and is_cached(sample)
 
 def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_datasets_always(data, tmp_path):
     cache_dir, index = tmp_path / "c", tmp_path / "c/tiny-others.json"
@@ -493,7 +484,7 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     assert make_cache(data, cache_dir).status == 1
     assert "2 files" in prune(cache_dir, "--delete") and len(cached_files(cache_dir)) == 4
     assert "0 files" in prune(cache_dir)
-    assert all(cache.is_cached(s) for path in cache_dir.glob("*.json") for s in cache.read_index(path)[0])
+    assert all(is_cached(s) for path in cache_dir.glob("*.json") for s in cache.read_index(path)[0])
 
 def read_counter():
     """In a process of its own: says on stderr that it has opened a picture."""
@@ -504,7 +495,7 @@ def read_counter():
 def opened(monkeypatch):
     """The names of the pictures that were opened for a plan. All that this test writes counts as settled."""
     names, real = [], cache.look_at
-    monkeypatch.setattr(pictures, "SETTLED", -10**15)
+    monkeypatch.setattr(known, "SETTLED", -10**15)
     monkeypatch.setattr(cache, "look_at", lambda path: names.append(Path(path).name) or real(path))
     return names
 
@@ -512,7 +503,9 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
     """Also if a change leaves length and age as they were: other pixels, or two pictures that change places. An index
     that is right is not written again."""
     for n in range(3):
-        add_item(data, f"{n}", mask=Image.new("L", (64, 64), 255))
+        mask = Image.new("L", (64, 64))
+        mask.paste(255, (0, 0, 32, 64))
+        add_item(data, f"{n}", mask=mask)
     for n, seed in enumerate((7, 8)): # a BMP's length tells its size alone
         paint_picture(seed=seed).save(data / f"control/{n}.bmp")
         (data / f"control/{n}.png").unlink()
@@ -526,7 +519,8 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
         changed = {path.name for path in (tmp_path / "c").glob("*.*") if before.get(path) != path.stat().st_mtime_ns}
         return "encoding" in result.out, changed
     both = {"pictures.txt", "tiny-data.json"}
-    assert start() == (True, both) and len(set(opened)) == 7
+    all_new = both | {"masks.txt"} # (tiny's files are too young for models.txt where this repository is)
+    assert start()[1] - {"models.txt"} == all_new and len(set(opened)) == 7
     assert start() == (False, set()) and not opened
     shutil.copy(data / "target/2.png", data / "target/0.png")
     assert start() == (True, both) and {*opened} == {"0.png"}
@@ -556,11 +550,11 @@ def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(
     (data / "target/cat.png").unlink()
     with pytest.raises(common.InputError): # planned a moment before it went
         sample, = [s for s in index_of(tmp_path / "c").values() if s.name == "cat"]
-        look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True)
+        look = cache.look_ahead([sample], SimpleNamespace(cache_dir=tmp_path / "c"))
         look(sample.target)
-    stamp_of = pictures.stamp_of
-    monkeypatch.setattr(pictures, "stamp_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
-    look = pictures.look_ahead([sample], cache.look_at, tmp_path / "c", True) # it has come since
+    stamp_of = known.stamp_of
+    monkeypatch.setattr(known, "stamp_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
+    look = cache.look_ahead([sample], SimpleNamespace(cache_dir=tmp_path / "c")) # it has come since
     assert look(sample.controls[0]) == cache.look_at(sample.controls[0])
 
 def test_folders_that_change_places_are_read_again_where_all_times_are_equal(data, tmp_path, opened, monkeypatch):
@@ -571,7 +565,7 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
 
     def stat(path):
         return SimpleNamespace(st_size=os.stat(path).st_size, st_mtime_ns=0, st_ctime_ns=0, st_ino=os.stat(path).st_ino)
-    monkeypatch.setattr(pictures, "os", SimpleNamespace(stat=stat, path=os.path))
+    monkeypatch.setattr(known, "os", SimpleNamespace(stat=stat, path=os.path, environ={}))
     assert make_cache(data, tmp_path / "c").status == 0
     for source, to in (("target", "x"), ("control", "target"), ("x", "control")):
         (data / source).rename(data / to)
@@ -579,8 +573,8 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
     (data / "control/good.txt").rename(data / "target/good.txt")
     opened.clear()
     assert "encoding" in make_cache(data, tmp_path / "c").out and opened.count("cat.bmp") == 2
-    for form, names in ((pictures.FORM, set()), (pictures.FORM + 1, {"cat.bmp", "good.png"})):
-        monkeypatch.setattr(pictures, "FORM", form)
+    for form, names in ((known.FORM, set()), (known.FORM + 1, {"cat.bmp", "good.png"})):
+        monkeypatch.setattr(known, "FORM", form)
         opened.clear()
         assert make_cache(data, tmp_path / "c").status == 0 and {*opened} == names
 
@@ -599,8 +593,8 @@ def test_what_was_read_before_ctrl_c_is_remembered(data, tmp_path, opened, monke
 
 def test_a_picture_that_has_just_changed_is_not_remembered(data, tmp_path, opened, monkeypatch):
     """It may change once more within a tick of the clock."""
-    assert pictures.SETTLED == -10**15
-    monkeypatch.setattr(pictures, "SETTLED", 10**15)
+    assert known.SETTLED == -10**15
+    monkeypatch.setattr(known, "SETTLED", 10**15)
     for _ in range(2):
         opened.clear()
         assert make_cache(data, tmp_path / "c").status == 0
@@ -675,7 +669,7 @@ def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
     for rank in range(3):
         assert not cache.encode_samples(pipe, samples, flags, rank, 3)
         written.append(len(cached_files(tmp_path / "c")))
-    assert written[0] < written[1] < written[2] == 10 and all(map(cache.is_cached, samples))
+    assert written[0] < written[1] < written[2] == 10 and all(map(is_cached, samples))
 
 def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypatch):
     """Each is named once: before the encoding, or if it shows only when the picture is decoded, after it."""

@@ -16,7 +16,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import pictures
+from extras import known
 from tests.harness import DTYPE_NAME, TINY, encoder_flags, paint_picture
 
 FEW, MANY = 1000, 10_000
@@ -82,7 +82,7 @@ def starts(tmp_path_factory):
             cache.write_index(index, samples, geometry, {})
             return samples
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pictures, "SETTLED", -10**15) # the links are new
+            patch.setattr(known, "SETTLED", -10**15) # the links are new
             samples = begin()
         assert len(samples) == n
         starts[n] = SimpleNamespace(again=begin, samples=samples, index=index)

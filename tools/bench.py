@@ -243,7 +243,7 @@ def bench_predict():
     area, sizes = 192 * 192, [(192, 192), (256, 128), (128, 256), (288, 160), (96, 96), (160, 224)]
     geometry = dict(target_pixels=[area], control_pixels=area, upscale=True)
     folder = cache.find_model("tiny", cache.ENCODERS)
-    pipe, models = cache.load_pipeline(folder), cache.encoder_fingerprints(folder)
+    pipe = cache.load_pipeline(folder)
     flags = SimpleNamespace(dtype=str(dtype)[6:], vae_device=args.device, text_encoder_device=args.device,
                             quantize_text_encoder="none", max_sequence_length=1024)
     for part in ("vae", "text"):
@@ -254,7 +254,7 @@ def bench_predict():
     pipe.set_progress_bar_config(disable=True)
     stock_code.VAE_IMAGE_SIZE = area # (it was 1024 * 1024)
     with tempfile.TemporaryDirectory() as flags.cache_dir:
-        jobs = []
+        jobs, models = [], cache.encoder_fingerprints(folder, flags.cache_dir)
         for i, (width, height) in enumerate(sizes):
             file = f"{flags.cache_dir}/{i}.png"
             Image.fromarray(np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)).save(file)

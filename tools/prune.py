@@ -1,7 +1,8 @@
 """
 Counts the files in a cache folder that no index there lists, i.e. that no dataset needs; --delete deletes them.
 cache.py and train.py keep such files, so that you can return to earlier flags or samples without encoding them again.
-predict.py's files are among them: it writes no index, and encodes again what is missing.
+predict.py's files are among them: it writes no index, and encodes again what is missing. What a script is about to
+encode or to generate is left alone: .planned-HASH lists it, also that of a script that was killed.
 
 $ python tools/prune.py cache
 $ python tools/prune.py cache --delete
@@ -25,9 +26,13 @@ def main():
                                 "--cache_dir")
     known = {file for index in args.cache_dir.glob("*.json") # an index that cannot be read ends the script here
              for sample in cache.read_index(index)[0] for file in cache.files_of(sample)}
+    kept = set() # of scripts at work, or killed
+    for plan in args.cache_dir.glob(".planned-*"):
+        kept |= {args.cache_dir / line for line in plan.read_text().splitlines()} - known
+        print(f"{plan}: lists what a script needs; if none is at work and you will not start it again, delete this list")
     # only what is named like ours: 32 digits of a hash
     here = [file for folder in ("latents", "text") for file in args.cache_dir.glob(f"{folder}/*.safetensors")]
-    unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known)
+    unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
     # killed processes leave temporary files; a younger one may belong to a process that still runs
     unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*")
                 if re.fullmatch(r"\.tmp-[0-9a-f]{16}", tmp.name) and time.time() - tmp.stat().st_mtime > 3600]

@@ -1,52 +1,57 @@
 """
-Remembers hash and size of a dataset's pictures, so that a start opens only those that are new or changed. Without this
-file every start reads every picture.
+What earlier starts have found out about files: a start reads only those that are new or have changed. Without this
+extra every start reads every picture, and every byte of the model.
 
-CACHE_DIR/pictures.txt lists, by path, a picture's content hash and size, and the file's length, times and number on the
-disk when it was read. A picture that has not passed all checks is never listed. If two processes write it at once, the
-last one wins, and the next start reads again what the other has seen. Deleting it does no harm.
+CACHE_DIR/pictures.txt, masks.txt and models.txt list, by path, what was found out about a file (its content hash, a
+picture's size), and the file's length, times and number on the disk when it was read. A file that has not passed all
+checks is never listed. If two processes write a list at once, the last one wins, and the next start reads again what
+the other has seen. Deleting a list does no harm.
 """
 import contextlib
 import hashlib
 import json
 import os
 import time
-from pathlib import Path
 
 from tqdm import tqdm
 
 from common import InputError, run_ahead, write_file
 
-OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; another pictures.txt is not replaced
-FORM = 1 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
+OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
+FORM = 2 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
 SETTLED = 2 * 10**9 # ns: a file that changes twice within one tick of its disk's clock (2 s on FAT) keeps its times
 
 
-def look_ahead(samples, look, cache_dir, quiet):
-    """-> a function like `look`, which is cache.py's look_at(path), but one that knows the answers for these samples'
-    pictures: from pictures.txt, or read now by threads. It raises look's InputErrors only when it is asked."""
-    memory = Path(cache_dir, "pictures.txt")
+def look_ahead(paths, look, memory):
+    """-> a function like look(path), but one that knows the answers for these paths: from the file `memory`, or found
+    now by threads. Answers are what JSON holds. It raises look's InputErrors only when it is asked."""
     remembered = read_memory(memory)
     known = {} # {path: look's answer}
     new = [] # [(path, stamp)], to be read now
     fresh = {} # what of them will be remembered
-    for path in dict.fromkeys(path for s in samples for path in (s.target, s.mask, *s.controls) if path):
+    for path in dict.fromkeys(paths):
         stamp = stamp_of(path)
-        old_stamp, size, content = remembered.get(os.path.abspath(path), (None, None, None))
+        old_stamp, answer = remembered.get(os.path.abspath(path), (None, None))
         if stamp and stamp == old_stamp:
-            known[path] = tuple(size), content
+            known[path] = answer
         else:
             new.append((path, stamp))
     before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
     found = run_ahead(lambda item: look(item[0]), new, threads=8, most=32)
+    lengths = [stamp[0] if stamp else 0 for _, stamp in new]
+    quiet = not new or os.environ.get("RANK", "0") != "0"
+    bar = tqdm(total=sum(lengths), desc=f"reading {memory.stem}", unit="B", unit_scale=True, disable=quiet or None,
+               leave=False)
     try:
-        for path, stamp in tqdm(new, desc="reading pictures", unit=" pictures", disable=quiet or None, leave=False):
+        for (path, stamp), length in zip(new, lengths):
             with contextlib.suppress(InputError): # plan_sample says it, when it asks about the picture
                 known[path] = next(found).result()
                 if stamp and max(stamp[1:3]) < before: # (None: it has come meanwhile)
-                    fresh[os.path.abspath(path)] = stamp, *known[path]
+                    fresh[os.path.abspath(path)] = stamp, known[path]
+            bar.update(length)
     finally: # also after Ctrl-C, as reading a hundred thousand pictures takes an hour
-        if fresh: # read the file once more, as another process may have written it
+        bar.close()
+        if fresh: # read the list once more, as another process may have written it
             write_memory(memory, read_memory(memory) | fresh)
     return lambda path: known.get(path) or look(path)
 
@@ -63,7 +68,7 @@ def stamp_of(path):
 
 
 def read_memory(path):
-    """{absolute path: (stamp, size, content hash)}, or {} if there is none, or a damaged one."""
+    """{absolute path: (stamp, what was found out)}, or {} if there is none, or a damaged one."""
     with contextlib.suppress(OSError, ValueError):
         digest, text = path.read_text().split("\n", 1)
         if digest == digest_of(text):
