@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib
+import io
 import json
 import math
 import os
@@ -558,7 +559,7 @@ def take_sample(data, folders, left, name):
                          f"{name}; rename one of the two targets")
     if not caption:
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
-    lines = [line for line in re.split("[\r\n]", read_text(caption[0])) if line.strip()]
+    lines = list(filter(is_visible, re.split("[\r\n]", read_text(caption[0]))))
     return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, mask[0] if mask else None)
 
 def read_manifest(path, job_types=None):
@@ -576,6 +577,17 @@ def read_manifest(path, job_types=None):
                 samples.append(read_row(path, n, line, job_types))
     return samples, problems
 
+def read_json(text):
+    """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
+    def unique(pairs):
+        found = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{key!r} is given twice; keep one")
+            found[key] = value
+        return found
+    return json.loads(text, object_pairs_hook=unique)
+
 def as_list(value):
     if not isinstance(value, (str, list)):
         raise TypeError(f"{value!r} is neither a text nor a list")
@@ -586,13 +598,15 @@ def read_row(manifest, n, line, job_types):
     where = f"{manifest}:{n}"
     is_job = job_types is not None
     try:
-        row = json.loads(line)
+        row = read_json(line)
         if not isinstance(row, dict):
             raise TypeError(f"no object: {row}")
         controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
         prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
         if not target and not is_job:
             raise KeyError("target")
+        if not target and len(prompts) > 1: # a target's are wordings
+            raise ValueError("several prompts, and a job has one; write a line for each")
     except KeyError as e:
         want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
         raise InputError(f"{where}: no field {e}; want {want}")
@@ -627,22 +641,31 @@ def find_picture(manifest, where, name, anywhere):
 def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
     for prompt in prompts or [""]:
-        if not isinstance(prompt, str) or not prompt.strip():
+        if not isinstance(prompt, str) or not is_visible(prompt):
             raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
         check_text(where, prompt)
     return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(p.strip() for p in prompts)),
                   target and str(target), mask and str(mask), settings=settings or {})
 
+INVISIBLE = "\u115f\u1160\u2800\u3164\uffa0" # fillers and a blank, which count as letters or symbols
+
+def is_visible(text):
+    """Whether it has a character that can be seen: no space, control or format character (such as U+200B), or mark."""
+    return any(unicodedata.category(c) not in "Cc Cf Mn Zl Zp Zs" and c not in INVISIBLE for c in text)
+
 def check_text(where, prompt):
     if "<|" in prompt or re.search("[\ud800-\udfff]", prompt):
         raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
+    if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
+        raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r}; write the word itself")
 
 def read_text(path):
-    """A text file in UTF-8 (editors on Windows write a mark before it). InputError names the file."""
+    """A text file in UTF-8, without the marks that editors on Windows write before it (and that `cat` leaves inside).
+    InputError names the file."""
     if not path.exists():
         raise InputError(f"{path}: does not exist; check the name")
     with contextlib.suppress(OSError, ValueError):
-        text = path.read_bytes().decode("utf-8-sig") if path.is_file() else "\0" # a FIFO would hang
+        text = path.read_bytes().decode().replace("\ufeff", "") if path.is_file() else "\0" # a FIFO would hang
         if "\0" not in text: # UTF-16 can pass for UTF-8
             return text
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
@@ -652,13 +675,20 @@ def read_text(path):
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
-def open_image(path):
-    """Header only: a PIL image whose size is known and allowed. InputError names the file."""
+def open_image(path, content=None):
+    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: the sha256 that the
+    file's bytes, which are then read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         remedy = "download it first" if str(path).startswith(("http:", "https:")) else "add it"
         raise InputError(f"{path}: no file of that name; {remedy}")
+    source = path
     try:
-        image = Image.open(path, formats=["PNG", "JPEG", "WEBP", "BMP"])
+        if content:
+            data = Path(path).read_bytes()
+            if hashlib.sha256(data).hexdigest() != content:
+                raise InputError(f"{path}: has changed since it was looked at; run the same command again")
+            source = io.BytesIO(data)
+        image = Image.open(source, formats=["PNG", "JPEG", "WEBP", "BMP"])
     except PermissionError:
         raise InputError(f"{path}: may not be read; mend its permissions")
     except Exception: # a damaged picture can fail in any way
@@ -668,7 +698,25 @@ def open_image(path):
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
     if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{path}: animated; export one frame")
+    if image.format == "PNG":
+        with contextlib.suppress(Exception): # damaged notes must not matter
+            image.info |= Image.open(notes_of(image.fp), formats=["PNG"]).info
     return image
+
+def notes_of(png):
+    """An open PNG -> a copy of its texts and EXIF without the pixels: what stands behind these, PIL would see only once
+    it has decoded them, and a dataset's sizes are read from headers."""
+    place = png.tell()
+    png.seek(0)
+    kept, head = [png.read(8)], b""
+    while head[4:] != b"IEND" and (head := png.read(8))[4:].isalpha(): # a chunk's length and kind
+        length = int.from_bytes(head[:4], "big") + 4 # with the checksum
+        if head[4:] in b"IHDR eXIf tEXt zTXt iTXt IEND":
+            kept += [head, png.read(length)]
+        else:
+            png.seek(length, os.SEEK_CUR)
+    png.seek(place)
+    return io.BytesIO(b"".join(kept))
 
 TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
         6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
@@ -692,21 +740,67 @@ def image_size(path):
         raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
     return w, h
 
-def read_image(path):
-    """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips it)."""
-    with open_image(path) as image:
+def decode(path, content):
+    """-> PIL image in the file's own mode and format, after the EXIF rotation. content: as for open_image."""
+    with open_image(path, content) as image:
         turn = TURN.get(orientation(image))
         try:
             image.load()
         except Exception as e: # a damaged picture can fail in any way
             raise InputError(f"{path}: broken picture ({e}); replace it")
-        image = image.transpose(turn) if turn is not None else image
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
+    turned = image.transpose(turn) if turn is not None else image
+    turned.format = image.format # which transpose drops
+    return turned
+
+def read_image(path, content=None):
+    """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips it).
+    content: the file_hash that it had when it was looked at; InputError if that has changed."""
+    image = decode(path, content)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+def read_mask(path, content=None):
+    """-> PIL image "L", white = the edited region. Other programs write masks in these forms:
+
+        gray, also soft; 1 bit; 16 bits   white is the region; in 16 bits 65535 or, if no level is above it, 255
+        labels 0 and 1 only               1 is the region
+        black and one other colour        the other colour is the region
+        white on transparency             the white is the region, as opaque as it is
+        black, or a photo, with a hole    the hole is the region (as ComfyUI's mask editor and MagicBrush have it)
+
+    Alpha that is the same everywhere, and any colour under alpha 0, mean nothing. content: as for read_image. InputError
+    if the mask could mean several things. One that selects nothing or everything is returned: see mask_is_empty."""
+    image = decode(path, content)
+    if image.mode.startswith("I;16"):
+        mask_HW = np.asarray(image)
+        if mask_HW.max() >= 2**14:
+            mask_HW = (mask_HW / np.float32(257)).round().astype(np.uint8)
+    else:
+        rgba_HW4, extra = np.asarray(image.convert("RGBA")), find_extra("mask")
+        if rgba_HW4[..., 3].min() == 255 and np.ptp(rgba_HW4[..., :3], -1).max() <= 32: # gray, through JPEG or WebP
+            mask_HW = np.asarray(image.convert("RGB").convert("L"))
+        else: # without the extra, such a mask is refused
+            mask_HW = extra and extra.region_of(rgba_HW4)
+    levels = [256] if mask_HW is None else np.flatnonzero(np.bincount(mask_HW.flatten())).tolist()
+    dark = [level for level in levels if level < 255]
+    # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white. As
+    # JPEG or WebP they are noise.
+    is_labels = image.format in ("PNG", "BMP") and 1 < len(dark) <= 32 and dark[-1] < 96
+    if is_labels and levels == [0, 1]:
+        mask_HW = mask_HW * 255
+    elif is_labels or levels[-1] > 255:
+        raise InputError(f"{path}: its colours, labels or transparency do not tell which region is edited; paint the "
+                         "edited region white on black")
+    return Image.fromarray(mask_HW.astype(np.uint8))
+
+def mask_is_empty(mask):
+    """Whether read_mask's mask selects nothing or everything: all of it weighs the same (but for noise of JPEG)."""
+    low, high = mask.getextrema()
+    return high - low < 8
 
 def fit_size(size, area, upscale=True):
     """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;

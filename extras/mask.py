@@ -39,6 +39,9 @@ ALL = 0.9 # share of the tokens: beyond, the edit is everywhere
 EDITED = 12.0 # levels by which it differs; JPEG of quality 70 makes up to 7 in 99 % of a photograph
 CLOSE = 6 # pixels: gaps of twice this in the edit are edited too
 GAIN = 3.5 # times the edited share: a token with over a seventh edited has 0.5, with two sevenths it counts in full
+# masks by hand
+WHITE, BLACK = 192, 63 # levels that white has at least, and black at most: JPEG and WebP change both
+OFF = 32 # levels that a channel may be off the colour that it is taken for
 
 # ---- moved: robust least squares on gradients (Lucas and Kanade 1981), coarse to fine --------------------------------
 # A motion is (shift x, shift y, zoom, turn) of the control against the target: with x and y counted from the middle,
@@ -285,3 +288,34 @@ def auto_mask(target, control, size):
     edited = edited.filter(ImageFilter.MinFilter(2 * CLOSE + 3)) # and back, with the pixel that the blur has added
     mask = edited.resize((w // 16, h // 16), Image.BOX).point(lambda share: min(255, round(GAIN * share)))
     return mask if 0 < np.mean(np.asarray(mask) >= 128) < ALL else None
+
+# ---- a mask by hand in another program's colours ---------------------------------------------------------------------
+
+def region_of(rgba_HW4):
+    """The pixels of a mask that has colours or transparency -> its region: uint8 (H, W), white = edited. None if it
+    could be another region just as well. common.read_mask lists the forms."""
+    colours_HW3, alpha_HW = rgba_HW4[..., :3], rgba_HW4[..., 3]
+    if not alpha_HW.any(): # a layer that nothing was painted on
+        return alpha_HW
+    if alpha_HW.min() < alpha_HW.max():
+        shown_N3 = colours_HW3[alpha_HW >= alpha_HW.max() / 2] # where less is seen, programs round the colour
+        if shown_N3.min() >= WHITE:
+            return alpha_HW
+        is_hole = shown_N3.max() <= BLACK or is_photo(shown_N3)
+        # else they are strokes of a colour, or black ones beside white ones: what is transparent may be the region, or
+        # what is not edited
+        return 255 - alpha_HW if is_hole else None
+    if np.ptp(colours_HW3, -1).max() <= OFF: # gray, all of it half transparent
+        return np.asarray(Image.fromarray(colours_HW3).convert("L"))
+    bright_HW = colours_HW3.max(-1)
+    brightest = colours_HW3.reshape(-1, 3)[bright_HW.argmax()]
+    share_HW = bright_HW / np.float32(brightest.max()) # of this colour; less at soft edges
+    off_HW3 = share_HW[..., None] * brightest - colours_HW3
+    return (255 * share_HW).round().astype(np.uint8) if abs(off_HW3).max() <= OFF else None
+
+def is_photo(shown_N3):
+    """Whether a tenth of these colours, uint8 (N, 3), has other ones than the eight commonest, of 32 levels a channel.
+    Strokes and labels have not, nor have drawings in flat colours: these cannot be told from labels."""
+    some_N3 = shown_N3[::len(shown_N3) // 10**5 + 1]
+    counts = np.sort(np.bincount(some_N3 // 8 @ [1024, 32, 1]))
+    return counts[:-8].sum() > len(some_N3) / 10
