@@ -380,8 +380,7 @@ def look_ahead(samples, args):
 def look_at_mask(path):
     """-> [(width, height), content hash, whether it marks a part] of a mask. InputErrors are read_mask's."""
     content = file_hash(path)
-    low, high = read_mask(path, content).getextrema()
-    return [image_size(path), content, low < 128 <= high]
+    return [image_size(path), content, not common.mask_is_empty(read_mask(path, content))]
 
 def plan_sizes(pipe, sample, geometry, look):
     """Sets sample.sizes and prompt_sizes -> [(width, height)] of the target at each of its encodings, and of the

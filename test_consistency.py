@@ -434,7 +434,7 @@ def test_resume_is_bitwise(tmp_path, optimizer, flags):
     assert curve(train_log(tmp_path / "c", *flags, "--seed", 1)) != curve(whole) # the negative control
 
 def test_cached_and_live_training_log_the_same_losses(data, tmp_path):
-    add_item(data, "dog", [(64, 32), (64, 64), (64, 64), (32, 64)], "one\ntwo", mask=paint_picture((64, 32)))
+    add_item(data, "dog", [(64, 32), (64, 64), (64, 64), (32, 64)], "one\ntwo", mask=paint_picture((64, 32), mode="L"))
     flags = ["--data", data, "--cache_dir", tmp_path / "cache", "--target_pixels", "native", "32*64",
              "--caption_dropout_rate", 0.5, "--prompt_image_dropout_rate", 0.3]
     cached, live = train_log(tmp_path / "a", *flags), train_log(tmp_path / "b", *flags, "--no-use_cache")

@@ -111,6 +111,22 @@ def test_the_edit_mask_is_the_edited_share_of_each_token(tmp_path, plus, mode, s
     sample, want = samples_of(plus, tmp_path)[0]["cat"], torch.tensor([[1, 0.5, 0, 0]] * 3 + [[1, 0.5, 0, 1 / 256]])
     torch.testing.assert_close(encode(plus, sample)["edit_mask"].reshape(4, 4), want, rtol=0, atol=0.5 / 255 + 1e-6)
 
+def test_a_mask_is_read_by_the_rules_of_masks_and_one_that_marks_nothing_is_none(tmp_path):
+    """Strokes on a transparent layer are the same tensor as white on black; all black and all white are told."""
+    gray = Image.new("L", (64, 96))
+    gray.paste(255, (0, 0, 32, 48))
+    strokes = Image.merge("LA", [Image.new("L", gray.size, 255), gray])
+    masks = dict(gray=gray, strokes=strokes, labels=gray.point(lambda level: level // 255),
+                 black=Image.new("L", gray.size), white=Image.new("L", gray.size, 255))
+    for name, mask in masks.items():
+        add_item(tmp_path / "data", name, ((64, 96), (64, 64)), mask=mask)
+    result = make_cache(tmp_path / "data", tmp_path / "c", *NATIVE)
+    assert result.status == 0 and "masks: 3 of 5 pairs" in result.out, result.out
+    assert re.search("warning: 2 masks mark nothing or everything, .*(black|white).png", result.err)
+    tensors = {name: load(tmp_path / "c", name)[0].get("edit_mask") for name in masks}
+    assert tensors["black"] is tensors["white"] is None and tensors["gray"].mean() == 0.25
+    assert torch.equal(tensors["gray"], tensors["strokes"]) and torch.equal(tensors["gray"], tensors["labels"])
+
 def test_every_target_area_has_its_own_latents_and_all_share_the_text(data, tmp_path):
     add_item(data, "wide", [(70, 64), (64, 64)])
     areas = ["64*64", "128x64", "16384", "native"] # native is 64*64 here, so that its file is the first one's
@@ -250,11 +266,17 @@ def test_a_model_may_be_pinned_to_a_revision(monkeypatch):
 
 # ---- what a cached file depends on -----------------------------------------------------------------------------------
 
+def paint_mask(width):
+    """A mask of 64x64 pixels, white on the left."""
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (0, 0, width, 64))
+    return mask
+
 @pytest.fixture(scope="session")
 def cached(tmp_path_factory):
     """A folder with model, data and cache, to be copied."""
     folder = copy_model(tmp_path_factory.mktemp("cached") / "model").parent
-    add_item(folder / "data", "cat", mask=paint_picture())
+    add_item(folder / "data", "cat", mask=paint_mask(32))
     add_item(folder / "data", "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
     for path in folder.glob("data/*/*.png"):
         overwrite(path, Image.open(path))
@@ -282,7 +304,8 @@ CHANGES = { # of two items, cat with a mask and dog with three controls: how man
     "item's name": (lambda r, patch: [p.rename(p.with_stem("tom")) for p in r.data.glob("*/cat.*")], 0, 0),
     "transformer": (lambda r, patch: change_weight(r.model / "transformer"), 0, 0),
     "target": (lambda r, patch: overwrite(r.data / "target/cat.png"), 1, 0),
-    "mask": (lambda r, patch: overwrite(r.data / "mask/cat.png"), 1, 0),
+    "mask": (lambda r, patch: overwrite(r.data / "mask/cat.png", paint_mask(16)), 1, 0),
+    "mask that marks all": (lambda r, patch: overwrite(r.data / "mask/cat.png", paint_mask(64)), 1, 0),
     "mask of a pair that has none": (["--mask", "auto"], 1, 0),
     "control": (lambda r, patch: overwrite(r.data / "control/cat.png"), 1, 1),
     "second control": (lambda r, patch: overwrite(r.data / "control/dog_1.png"), 1, 1),
@@ -503,9 +526,7 @@ def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, ope
     """Also if a change leaves length and age as they were: other pixels, or two pictures that change places. An index
     that is right is not written again."""
     for n in range(3):
-        mask = Image.new("L", (64, 64))
-        mask.paste(255, (0, 0, 32, 64))
-        add_item(data, f"{n}", mask=mask)
+        add_item(data, f"{n}", mask=paint_mask(32))
     for n, seed in enumerate((7, 8)): # a BMP's length tells its size alone
         paint_picture(seed=seed).save(data / f"control/{n}.bmp")
         (data / f"control/{n}.png").unlink()

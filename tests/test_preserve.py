@@ -20,7 +20,7 @@ LINES = ["keep the image", "make the background blue", "remove the circle"]
 @pytest.fixture
 def flags(tmp_path, data):
     """Of a training on three samples of different sizes, of which half the draws are preserved."""
-    add_item(data, "wide", [(128, 64), (96, 64), (32, 32)], mask=paint_picture((128, 64)))
+    add_item(data, "wide", [(128, 64), (96, 64), (32, 32)], mask=paint_picture((128, 64), mode="L"))
     return ["--data", data, "--val_data", "--cache_dir", tmp_path / "c", "--batch_size", 4, "--max_tokens", 150,
             "--lora_rank", 2, *ADAMW, "--lr_scheduler", "constant", "--device", "cpu", *NATIVE, *EXACT,
             "--preserve", 0.5, "--preserve_prompts", *LINES]
