@@ -257,6 +257,14 @@ def parse_args(parser, tiny):
 
 # ---- processes and devices -------------------------------------------------------------------------------------------
 
+def rank():
+    """The number of this process, from 0, as torchrun says."""
+    return int(os.environ.get("RANK", 0))
+
+def world():
+    """The number of processes."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
 def start_processes(args):
     """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
     import diffusers

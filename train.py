@@ -41,11 +41,9 @@ from pathlib import Path
 from pydoc import locate
 
 import filelock
-import numpy as np
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
-from PIL import Image, ImageOps
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
@@ -703,8 +701,8 @@ def diverged(step, picks, loss, grad_norm):
                       "samples, and start a new run with a lower --lr (--pretrained_lora takes a checkpoint from "
                       "before the loss rose)")
 
-# ---- validation: loss and pictures of samples that are not trained ---------------------------------------------------
-# These functions also read what THE RUN has made: transformer, scheduler_config, encoders, val_samples, vae.
+# ---- validation: the loss of samples that are not trained; extras/draw.py draws them ---------------------------------
+# These functions also read what THE RUN has made: transformer, val_samples, drawer.
 
 def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
@@ -728,120 +726,30 @@ def validation_loss():
         dist.all_reduce(total)
     return total.item() / len(picks)
 
-def generate_pictures(trained=True):
-    """{place in val_samples: PIL image} of at most --val_pictures, with --sample_lora's LoRAs, and with the trained one
-    or without. All processes together generate them; this one returns its share."""
-    # share: which of the packs of generate_samples are this process's
-    share, decoder = slice(rank, None, world_size), vae
-    # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes it
-    if args.fsdp:
-        share, decoder = slice(None), (None if rank else vae)
-    # spread over all samples, as neighbours are often alike
-    count = min(args.val_pictures, len(val_samples))
-    places = [n * len(val_samples) // count for n in range(count)]
-    jobs = [(val_samples[place], sampling, args.seed) for place in places]
-    # with peft's adapters of these names: the trained one's is default. validate makes this one active again
-    transformer.set_adapter([name for name in transformer.peft_config if trained or name != "default"])
-    images = predict.generate_samples(transformer, decoder, scheduler_config, jobs, args.max_tokens, args.device,
-                                      encoders, share)
-    images = tqdm(images, desc="validation pictures", disable=rank > 0 or None, leave=False)
-    return {places[n]: image for n, image in images}
-
-@lru_cache # once, as the base does not change
-def generate_base_pictures():
-    return generate_pictures(trained=False)
-
-def picture_file(sample):
-    return f"{sample.root}/{predict.picture_stem(sample)}.png"
-
-def compare(place, base, picture, step):
-    """Compares one validation sample's pictures, without and with the LoRA, with its target, and saves all in samples/
-    -> (its place in val_samples, a record for the log with the PSNRs to the target in dB: of the input, the base, the
-    LoRA, and the VAE alone, which is the upper bound). If an original is not on this machine, or was edited since it
-    was encoded, the VAE decodes its latents instead."""
-    sample = val_samples[place]
-    shapes, tensors = sample.encodings[0]["img_shapes"], cache.load_latents(sample, sample.encodings[0], encoders)
-    latents = torch.cat([tensors["pixel_latent"], tensors["control_latent"]]).split([h * w for _, h, w in shapes])
-
-    def by_vae(n):
-        return predict.decode(vae, latents[n].to(args.device), [shapes[n]])
-
-    def original(n, path):
-        try:
-            return common.read_image(path, sample.contents[path])
-        except InputError as e:
-            if Path(path).exists():
-                tqdm.write(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
-            return by_vae(n)
-    target, *controls = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
-    # compared at the size that was generated
-    target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
-    psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
-    # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves that
-    # once: what an earlier one has saved may be of another --val_data, or generated with other flags
-    shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}
-    shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
-    for name, image in shown.items():
-        path = out_dir / "samples" / name / picture_file(sample)
-        if path not in saved:
-            predict.save_png(image, path)
-            saved.add(path)
-    return place, dict(file=picture_file(sample), prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs)
-
-def write_report(step, val_loss, rows, track):
-    """Prints and logs the loss and each folder's mean PSNRs; a contact sheet of each dataset goes to samples/. rows:
-    what compare returns, in the order of val_samples."""
-    say(f"step {step}: validation loss {val_loss:.4f}")
-    if rows:
-        say(f"mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone")
-    groups, means = {}, {} # by folder of a dataset
-    for place, record in rows:
-        folder = "/".join([val_samples[place].root, *Path(val_samples[place].name).parent.parts])
-        groups.setdefault(folder, []).append(record["psnr"])
-    for name, psnrs in groups.items():
-        means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
-        say("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs), **means[name]))
-    records = [record for _, record in rows]
-    # with the flags of sampling, which --resume may have changed
-    write_log(dict(step=step, val_loss=val_loss, psnr=means, pictures=records,
-                   flags=dict(sampling, sample_lora=args.sample_lora)))
-    # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
-    for old in sorted((out_dir / "samples").glob("step_*[0-9]/"))[:-20]:
-        shutil.rmtree(old)
-    sheets, sheet = {}, common.find_extra("sheet")
-    if sheet and rows:
-        sheets = sheet.validation_sheets(out_dir / "samples", step, records)
-        say(f"{out_dir / 'samples'}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
-    for name, image in sheets.items():
-        predict.save_png(image, out_dir / "samples" / f"step_{step:06d}_{name}.png")
-    if track:
-        track(step, dict(val_loss=val_loss), sheets)
-
 def validate(step, track):
     """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports."""
     say(f"step {step}: validation on {len(val_samples)} samples")
-    # free torch's cached memory, because cuDNN allocates outside of it (without a GPU this does nothing)
-    torch.cuda.empty_cache()
-    vae.to(args.vae_device)
+    record, sheets = dict(step=step, psnr={}, pictures=[]), {}
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            val_loss, base_pictures = validation_loss(), generate_base_pictures()
-            rows = [compare(place, base_pictures[place], picture, step)
-                    for place, picture in generate_pictures().items()]
-            rows = sorted(sum(common.gather_objects(rows), []))
-            if rank == 0:
-                write_report(step, val_loss, rows, track)
+            record["val_loss"] = validation_loss()
+            say(f"step {step}: validation loss {record['val_loss']:.4f}")
+            drawn = drawer and drawer.draw(step)
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share
             raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
         say(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
+        return
     finally:
         transformer.train()
-        transformer.set_adapter("default")
-        (vae.decoder if encoders else vae).to("cpu") # a training that encodes live needs the VAE's encoder
-        if args.device.startswith("cuda"):
-            torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
+    if drawn:
+        more, sheets = drawn
+        record |= more
+    if rank == 0:
+        write_log(record)
+        if track:
+            track(step, dict(val_loss=record["val_loss"]), sheets)
 
 def next_commands(samples):
     """What a person may want to do with a finished run."""
@@ -952,10 +860,12 @@ if rank == 0:
     clean_folder(step)
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
-# The VAE decodes the pictures of validations. `saved`: the files that this process has written of these.
-vae, saved = None, set()
-if val_samples:
-    vae = encoders.vae if encoders else cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
+# Validations also draw pictures.
+drawer = None
+if val_samples and (extra := common.find_extra("draw")):
+    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sampling, args)
+elif val_samples:
+    say("extras/draw.py is missing: validations draw no pictures")
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,138 @@
+"""
+The pictures of a validation: at most --val_pictures of --val_data, without and with the trained LoRA, compared with
+their targets. train.py makes a Drawer before its first step, and calls it in each validation. Without this file a
+validation computes its loss alone.
+"""
+import shutil
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage
+from PIL import Image, ImageOps
+from tqdm import tqdm
+
+import cache
+import common
+import predict
+from common import InputError
+
+
+class Drawer: # a class because the base's pictures stay from one validation to the next
+    """Draws with the transformer, as it is when draw() is called, on all processes together.
+
+    scheduler_config: of the scheduler. samples: the validation samples, planned and, but for `encoders`, encoded.
+    encoders: the pipeline that encodes live, or None. settings: those of predict.SAMPLING. args: of train.py."""
+
+    def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, settings, args):
+        self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
+        self.encoders, self.out_dir, self.settings, self.args = encoders, out_dir, settings, args
+        if encoders:
+            self.vae = encoders.vae
+        else:
+            self.vae = cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
+        # what this process has saved of the pictures that do not change from step to step
+        self.saved = set()
+
+    def draw(self, step):
+        """Draws, compares and saves -> (what the log says about it: psnr, pictures, flags; {dataset: contact sheet}),
+        on the first process; None on others."""
+        torch.cuda.empty_cache() # as cuDNN allocates outside of torch's cache (without a GPU this does nothing)
+        self.vae.to(self.args.vae_device)
+        try:
+            base = self.base_pictures
+            rows = [self.compare(place, base[place], picture, step)
+                    for place, picture in self.generate(trained=True).items()]
+            rows = sorted(sum(common.gather_objects(rows), []))
+            return self.report(step, rows) if common.rank() == 0 else None
+        finally:
+            self.transformer.set_adapter("default")
+            (self.vae.decoder if self.encoders else self.vae).to("cpu") # live encoding needs the VAE's encoder
+            if self.args.device.startswith("cuda"):
+                torch.cuda.reset_peak_memory_stats() # the log's `memory` is the training's
+
+    @cached_property
+    def base_pictures(self): # once, as the base does not change
+        return self.generate(trained=False)
+
+    def generate(self, trained):
+        """{place in samples: PIL image} of at most --val_pictures, with --sample_lora's LoRAs, and with the trained one
+        or without. All processes together generate them; this one returns its share."""
+        # share: which of the packs of generate_samples are this process's
+        share, decoder = slice(common.rank(), None, common.world()), self.vae
+        # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes
+        if self.args.fsdp:
+            share, decoder = slice(None), (None if common.rank() else self.vae)
+        # spread over all samples, as neighbours are often alike
+        count = min(self.args.val_pictures, len(self.samples))
+        places = [n * len(self.samples) // count for n in range(count)]
+        jobs = [(self.samples[place], self.settings, self.args.seed) for place in places]
+        # with peft's adapters of these names: the trained one's is default
+        self.transformer.set_adapter([name for name in self.transformer.peft_config if trained or name != "default"])
+        images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, jobs, self.args.max_tokens,
+                                          self.args.device, self.encoders, share)
+        images = tqdm(images, desc="validation pictures", disable=common.rank() > 0 or None, leave=False)
+        return {places[n]: image for n, image in images}
+
+    def compare(self, place, base, picture, step):
+        """Compares one sample's pictures, without and with the LoRA, with its target, and saves all in samples/ -> (its
+        place, a record for the log with the PSNRs to the target in dB: of the input, the base, the LoRA, and the VAE
+        alone, which is the upper bound). If an original is not on this machine, or was edited since it was encoded, the
+        VAE decodes its latents instead."""
+        sample = self.samples[place]
+        shapes = sample.encodings[0]["img_shapes"]
+        tensors = cache.load_latents(sample, sample.encodings[0], self.encoders)
+        latents = torch.cat([tensors["pixel_latent"], tensors["control_latent"]]).split([h * w for _, h, w in shapes])
+
+        def by_vae(n):
+            return predict.decode(self.vae, latents[n].to(self.args.device), [shapes[n]])
+
+        def original(n, path):
+            try:
+                return common.read_image(path, sample.contents[path])
+            except InputError as e:
+                if Path(path).exists():
+                    tqdm.write(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
+                return by_vae(n)
+        target, *controls = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
+        # compared at the size that was generated
+        target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
+        psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
+        # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves
+        # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
+        shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}
+        shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
+        file = f"{sample.root}/{predict.picture_stem(sample)}.png"
+        for name, image in shown.items():
+            path = self.out_dir / "samples" / name / file
+            if path not in self.saved:
+                predict.save_png(image, path)
+                self.saved.add(path)
+        return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs)
+
+    def report(self, step, rows):
+        """Prints each folder's mean PSNRs, and writes a contact sheet of each dataset into samples/ -> what draw
+        returns. rows: what compare returns, in the order of samples."""
+        folder, groups, means = self.out_dir / "samples", {}, {}
+        for place, record in rows:
+            sample = self.samples[place]
+            groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(record["psnr"])
+        if rows:
+            tqdm.write(f"mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone")
+        for name, psnrs in groups.items():
+            means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
+            tqdm.write("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs),
+                                                                                         **means[name]))
+        # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
+        for old in sorted(folder.glob("step_*[0-9]/"))[:-20]:
+            shutil.rmtree(old)
+        records = [record for _, record in rows]
+        sheets, sheet = {}, common.find_extra("sheet")
+        if sheet and rows:
+            sheets = sheet.validation_sheets(folder, step, records)
+            tqdm.write(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
+        for name, image in sheets.items():
+            predict.save_png(image, folder / f"step_{step:06d}_{name}.png")
+        # with the flags of sampling, which --resume may have changed
+        return dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora)), sheets
