@@ -468,7 +468,7 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look
         sample.texts[prompt, with_pictures] = dict(tokens=prompt_length(pipe, prompt, sizes), file=file)
     check_sample(pipe, sample, args.max_sequence_length)
 
-def plan_samples(pipe, samples, texts_of, geometry, args, quiet):
+def plan_samples(pipe, samples, texts_of, geometry, args):
     """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
     good = []
     problems = []
@@ -476,8 +476,7 @@ def plan_samples(pipe, samples, texts_of, geometry, args, quiet):
     look = look_ahead(samples, args)
     masks = [sample.mask for sample in samples]
     look_mask = common.look_ahead(filter(None, masks), look_at_mask, Path(args.cache_dir, "masks.txt"))
-    # disable=None here and elsewhere: no bar where the output is not a terminal
-    for sample in tqdm(samples, desc="planning", unit=" samples", disable=quiet or None, leave=False):
+    for sample in tqdm(samples, desc="planning", unit=" samples", disable=common.quiet(), leave=False):
         with common.noted(problems):
             plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look, look_mask)
             good.append(sample)
@@ -503,7 +502,7 @@ def write_plan(samples, cache_dir):
     common.write_file(path, "\n".join(files).encode())
     return path
 
-def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
+def encode_samples(pipe, samples, args, verify=False):
     """Each process encodes its share of what the cache lacks -> {file: error line} of what cannot be encoded, the same
     on every process; a bad sample does not stop the others. The encoders are loaded only if needed, one after the
     other, and unloaded before this returns. With `verify` every file is read, and damaged ones are encoded again."""
@@ -512,16 +511,16 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
         for file, job in files_of(sample).items():
             jobs[file] = sample, *job
     # by key, and not by place: the processes' lists of missing files may differ, as one may have written some already
-    my_files = {file for file in jobs if int(file.stem, 16) % world_size == rank}
+    my_files = {file for file in jobs if int(file.stem, 16) % common.world() == common.rank()}
     if verify:
-        remove_damaged(filter(Path.is_file, my_files), rank > 0)
+        remove_damaged(filter(Path.is_file, my_files))
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if missing:
         for folder in ("latents", "text"):
             common.prepare_folder(Path(args.cache_dir, folder))
-        if rank == 0:
+        if common.rank() == 0:
             print(f"encoding {len(missing)} files into {args.cache_dir}")
-        failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args, rank > 0)
+        failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args)
     # what is neither here nor failed has gone meanwhile; to leave it out would train on fewer samples than were planned
     gone = [file for file in my_files if file not in failed and not file.is_file()]
     # waits until the others have written their files
@@ -532,8 +531,8 @@ def encode_samples(pipe, samples, args, rank=0, world_size=1, verify=False):
                              "the same command again, and nothing else that deletes there")
     return {file: line for failed, _ in shares for file, line in failed.items()}
 
-def remove_damaged(files, quiet):
-    for file in tqdm(list(files), desc="verifying", unit=" files", disable=quiet or None):
+def remove_damaged(files):
+    for file in tqdm(list(files), desc="verifying", unit=" files", disable=common.quiet()):
         # reading compares the digest that the file carries with its content
         try:
             read_tensors(file, key=file.stem)
@@ -541,7 +540,7 @@ def remove_damaged(files, quiet):
             tqdm.write(f"{file}: damaged; encoding it again", file=sys.stderr)
             file.unlink()
 
-def encode_files(pipe, jobs, args, quiet):
+def encode_files(pipe, jobs, args):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> {file: error line}. Other
     threads read and write, as they wait for the disk."""
     failed = {}
@@ -551,7 +550,7 @@ def encode_files(pipe, jobs, args, quiet):
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
-        for file in tqdm(order, desc="encoding", unit=" files", disable=quiet or None):
+        for file in tqdm(order, desc="encoding", unit=" files", disable=common.quiet()):
             if signals_seen:
                 return
             pictures = next(reads)
@@ -680,35 +679,35 @@ def open_index(path, folder, texts_of, args):
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
 
-def make_cache(pipe, folder, args, rank=0, world_size=1, encode=True, verify=False):
+def make_cache(pipe, folder, args, encode=True, verify=False):
     """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
     every process. What the cache lacks is encoded, and the indexes are written (unless `encode` is False). Ends the
     script if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(
-        lambda: plan_training(pipe, folder, args), rank)
+        lambda: plan_training(pipe, folder, args))
     datasets = [] # what gets an index
     for roots, planned, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
         if encode and planned and not any(map(is_index, roots)):
             datasets.append((roots, planned, end))
     # encode; a sample whose encoding failed is no sample
     plan = None
-    if datasets and rank == 0:
+    if datasets and common.rank() == 0:
         plan = write_plan([sample for _, planned, _ in datasets for sample in planned], args.cache_dir)
     if encode:
-        failed = encode_samples(pipe, samples + val_samples, args, rank, world_size, verify)
+        failed = encode_samples(pipe, samples + val_samples, args, verify)
         for one_of in (samples, val_samples):
             one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
         failures = list(dict.fromkeys(failed.values())) # two files may have met the same problem
-        if rank == 0:
+        if common.rank() == 0:
             print_problems(failures)
         problems += failures
     if problems and not args.skip_bad:
-        sys.exit("correct these samples, or go on without them: --skip_bad" if rank == 0 else 1)
+        sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
     if not samples:
         raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
     # the indexes, which another machine can train from
-    if rank == 0:
+    if common.rank() == 0:
         for roots, encoded, end in datasets:
             if encoded:
                 index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
@@ -748,7 +747,7 @@ def plan_training(pipe, folder, args):
                 found, geometry = open_index(root, folder, wanted_texts, args)
             else:
                 found, wrong = common.read_dataset(root)
-                found, more = plan_samples(pipe, found, wanted_texts, geometry, args, quiet=False)
+                found, more = plan_samples(pipe, found, wanted_texts, geometry, args)
                 problems.extend(wrong + more)
             if repeats:
                 for sample in found:
@@ -784,13 +783,13 @@ def main():
     add_data_flags(parser)
     parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
     args = parse_data_args(parser, TINY)
-    rank, world_size = common.start_processes(args)
+    common.start_processes(args)
     folder, pipe = find_pipeline(args)
-    samples, val_samples, _ = make_cache(pipe, folder, args, rank, world_size, verify=args.verify)
-    if rank == 0:
+    samples, val_samples, _ = make_cache(pipe, folder, args, verify=args.verify)
+    if common.rank() == 0:
         print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
               "next: python train.py, with the same flags")
-    if world_size > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def parse_args(parser, tiny):
         device = getattr(args, name) or default
         if device == "cuda": # each process its own
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        elif device.startswith("cuda") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        elif device.startswith("cuda") and world() > 1:
             parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
         if cards:
             cards.check(parser, name, device, args.dtype)
@@ -265,8 +265,13 @@ def world():
     """The number of processes."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
+def quiet():
+    """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
+    return True if rank() else None
+
 def start_processes(args):
-    """-> (rank, number of processes), as torchrun says. Objects are sent over the CPU, gradients over --device."""
+    """Lets the processes that torchrun has started find each other. Objects are sent over the CPU, gradients over
+    --device."""
     import diffusers
     import torch
     import transformers
@@ -274,19 +279,18 @@ def start_processes(args):
         library.utils.logging.disable_progress_bar()
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
-    rank, world_size, backend = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), "gloo"
+    backend = "gloo"
     if args.device.startswith("cuda"):
         cards, backend = find_extra("cuda"), "cpu:gloo,cuda:nccl"
         card = cards.prepare(args.device, args.flash_attention) if cards else "extras/cuda.py is missing: slower"
         torch.cuda.set_device(args.device) # where NCCL works
-        if rank == 0:
+        if rank() == 0:
             print(card)
-    if world_size > 1:
+    if world() > 1:
         # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
         torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
         if "nccl" in backend and cards:
             cards.start_nccl(args.device)
-    return rank, world_size
 
 def gather_objects(value):
     """-> [value of each process]. Waits for all of them."""
@@ -297,16 +301,16 @@ def gather_objects(value):
         dist.all_gather_object(values, value)
     return values
 
-def on_first_process(make, rank):
+def on_first_process(make):
     """What make() returns on the first process, for all of them. If it fails, all processes exit, and the first one
     prints the error."""
     result, problems = None, []
-    if rank == 0:
+    if rank() == 0:
         with noted(problems):
             result = make()
     result, problems = gather_objects((result, problems))[0]
     if problems:
-        sys.exit(problems[0] if rank == 0 else 1)
+        sys.exit(problems[0] if rank() == 0 else 1)
     return result
 
 def memory_of(device):

@@ -682,12 +682,12 @@ def plan_pictures(samples, inputs, args, sheet, models):
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, folder, transformer_folder, transformer_file, scheduler_config, pictures, quiet):
+def generate(args, folder, transformer_folder, transformer_file, scheduler_config, pictures):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
     others."""
     transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
     names = load_loras(transformer, args.lora, args.lora_scale)
-    if not quiet:
+    if common.rank() == 0:
         print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
@@ -695,7 +695,7 @@ def generate(args, folder, transformer_folder, transformer_file, scheduler_confi
     t0 = monotonic()
     # the bar counts steps, as a picture of the real model takes half a minute
     bar = tqdm(total=sum(p.sample.settings["num_inference_steps"] for p in pictures), desc=f"{len(pictures)} pictures",
-               unit="step", disable=quiet or None)
+               unit="step", disable=common.quiet())
     for scale in args.scales: # two strengths of a LoRA cannot share a forward pass
         chosen = [p for p in pictures if p.scale == scale]
         if args.lora:
@@ -710,7 +710,7 @@ def generate(args, folder, transformer_folder, transformer_file, scheduler_confi
                 problems.append(str(e))
                 tqdm.write(str(e), file=sys.stderr)
     bar.close()
-    if not quiet:
+    if common.rank() == 0:
         gib = common.memory_of(args.transformer_device)
         print(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
@@ -724,7 +724,8 @@ def write_sheet(path, pictures):
 
 def main():
     args = read_flags()
-    rank, world_size = common.start_processes(args)
+    common.start_processes(args)
+    rank = common.rank()
     geometry, place = find_geometry(args), args.out_dir.resolve()
     sheet = args.out_dir / "sheet.png" if args.jobs or args.image[0].is_dir() else None
     if args.image and args.image[0].resolve() in (place, *place.parents):
@@ -736,7 +737,7 @@ def main():
     transformer_folder, transformer_file = find_transformer(args)
     models = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
                   scheduler=folder / "scheduler")
-    models = common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir), rank)
+    models = common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir))
     pipe = cache.load_pipeline(folder)
 
     def complete(sample): # its settings, and so the prompts that it needs; plan_samples notes an InputError
@@ -745,7 +746,7 @@ def main():
 
     # which files: one for each sample, seed and scale; those that are there already stay
     inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
-    good, wrong = cache.plan_samples(pipe, samples, complete, geometry, args, rank > 0)
+    good, wrong = cache.plan_samples(pipe, samples, complete, geometry, args)
     if rank == 0 and (hints := common.find_extra("hints")):
         common.print_problems(hints.warnings(args, good))
     pictures = plan_pictures(good, inputs, args, sheet, models)
@@ -764,21 +765,20 @@ def main():
     chosen = [p.sample for p in missing]
     if missing and rank == 0:
         plan = cache.write_plan(chosen, args.cache_dir)
-    failed = cache.encode_samples(pipe, chosen, args, rank, world_size, verify=True)
+    failed = cache.encode_samples(pipe, chosen, args, verify=True)
     problems += [*wrong, *dict.fromkeys(failed.values())]
     if rank == 0:
         common.print_problems(problems)
     # this process's share of what could be encoded
     missing = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
-    my_pictures = missing[rank::world_size]
+    my_pictures = missing[rank::common.world()]
     try:
         if my_pictures:
-            problems += generate(args, folder, transformer_folder, transformer_file, pipe.scheduler.config, my_pictures,
-                                 quiet=rank > 0)
+            problems += generate(args, folder, transformer_folder, transformer_file, pipe.scheduler.config, my_pictures)
     except torch.OutOfMemoryError:
         raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
                          "where it decodes, --vae_device cpu. the same command continues with what is missing")
-    if world_size > 1:
+    if dist.is_initialized():
         dist.barrier() # wait for all: torchrun would end the others when one returns 1
     if rank == 0 and chosen:
         write_sheet(sheet, pictures)

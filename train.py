@@ -481,7 +481,7 @@ def refuse_differences(assumed):
                 if value != views[0][name] and not name.endswith("device"):
                     raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; start "
                                      "all with the same command and the same files")
-    common.on_first_process(compare, rank)
+    common.on_first_process(compare)
 
 def data_hash(epoch):
     """A hash of what is trained: the samples' names, and their encoded files, which are named by their content."""
@@ -767,7 +767,8 @@ def next_commands(samples):
 # ==== THE RUN =========================================================================================================
 
 # Processes. torchrun starts several of this script, each with a rank of its own; without torchrun there is one, rank 0.
-rank, world_size = common.start_processes(args)
+common.start_processes(args)
+rank, world_size = common.rank(), common.world()
 if args.batch_size < world_size:
     say(f"warning: --batch_size {args.batch_size} for {world_size} processes: some have no sample")
 
@@ -795,8 +796,7 @@ model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
     predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), args.sample_lora)
-samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, rank, world_size,
-                                                  encode=args.use_cache and not args.plan)
+samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
 
@@ -833,7 +833,7 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
-common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir), rank) # the others then find its answers
+common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir)) # the others then find its answers
 hashes = {f"{part}_hash": value for part, value in cache.hash_parts(models, args.cache_dir).items()}
 config.update(geometry=geometry, data_hash=data_hash(epoch), **hashes)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
@@ -879,7 +879,7 @@ signals_seen = signals.enter_context(common.signals_noted())
 jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_steps)) for pack in packs)
 loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
 
-bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=rank > 0 or None, leave=False)
+bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=common.quiet(), leave=False)
 begun, first_step, saving = time.monotonic(), step, True
 while step < args.max_steps and not stop:
     # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.

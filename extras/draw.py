@@ -72,7 +72,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         self.transformer.set_adapter([name for name in self.transformer.peft_config if trained or name != "default"])
         images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, jobs, self.args.max_tokens,
                                           self.args.device, self.encoders, share)
-        images = tqdm(images, desc="validation pictures", disable=common.rank() > 0 or None, leave=False)
+        images = tqdm(images, desc="validation pictures", disable=common.quiet(), leave=False)
         return {places[n]: image for n, image in images}
 
     def compare(self, place, base, picture, step):

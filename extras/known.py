@@ -15,7 +15,7 @@ import time
 
 from tqdm import tqdm
 
-from common import InputError, run_ahead, write_file
+from common import InputError, quiet, run_ahead, write_file
 
 OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
 FORM = 2 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
@@ -39,9 +39,8 @@ def look_ahead(paths, look, memory):
     before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
     found = run_ahead(lambda item: look(item[0]), new, threads=8, most=32)
     lengths = [stamp[0] if stamp else 0 for _, stamp in new]
-    quiet = not new or os.environ.get("RANK", "0") != "0"
-    bar = tqdm(total=sum(lengths), desc=f"reading {memory.stem}", unit="B", unit_scale=True, disable=quiet or None,
-               leave=False)
+    bar = tqdm(total=sum(lengths), desc=f"reading {memory.stem}", unit="B", unit_scale=True,
+               disable=not new or quiet(), leave=False)
     try:
         for (path, stamp), length in zip(new, lengths):
             with contextlib.suppress(InputError): # plan_sample says it, when it asks about the picture

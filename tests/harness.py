@@ -454,7 +454,7 @@ def samples_of(pipe, data, texts=None, **geometry):
         samples, problems = samples + found, problems + wrong
     texts = texts or (lambda s: [(prompt, True) for prompt in s.prompts])
     geometry = dict(target_pixels=["native"], control_pixels="native", upscale=True) | geometry
-    good, wrong = cache.plan_samples(pipe, samples, texts, geometry, encoder_flags(dtype=DTYPE_NAME), quiet=True)
+    good, wrong = cache.plan_samples(pipe, samples, texts, geometry, encoder_flags(dtype=DTYPE_NAME))
     return {s.name: s for s in good}, problems + wrong
 
 def encode(pipe, sample, prompt=None):

@@ -685,10 +685,11 @@ def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
     pipe, flags, written = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c"), []
     samples, _ = common.read_dataset(tmp_path / "data")
     geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
-    cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags, quiet=True)
-    monkeypatch.setattr(cache.dist, "all_gather_object", lambda shares, mine: shares.__init__([mine] * 3))
+    cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
+    monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in range(3):
-        assert not cache.encode_samples(pipe, samples, flags, rank, 3)
+        monkeypatch.setenv("RANK", str(rank))
+        assert not cache.encode_samples(pipe, samples, flags)
         written.append(len(cached_files(tmp_path / "c")))
     assert written[0] < written[1] < written[2] == 10 and all(map(is_cached, samples))
 

@@ -54,7 +54,7 @@ def test_a_card_works_without_extras(card, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = parse(monkeypatch)
     assert (args.device, args.dtype) == ("cuda:0", "bfloat16")
-    assert common.start_processes(args) == (0, 2)
+    common.start_processes(args)
     assert groups == [(("cpu:gloo,cuda:nccl",), dict(timeout=timedelta(hours=6)))]
     with pytest.raises(SystemExit): # a flag that needs a file still says so
         monkeypatch.setitem(sys.modules, "extras.quantize", None)

@@ -77,7 +77,7 @@ def starts(tmp_path_factory):
 
         def begin(data=root / "data", flags=flags, index=index):
             samples, problems = common.read_dataset(data)
-            samples, more = cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags, True)
+            samples, more = cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
             assert not problems + more
             cache.write_index(index, samples, geometry, {})
             return samples

@@ -244,8 +244,8 @@ def test_an_index_of_another_dataset_or_of_other_sizes_is_not_replaced_in_silenc
 def test_a_file_that_vanishes_while_others_are_encoded_is_an_error(tmp_path, data, monkeypatch, flags):
     real = cache.encode_files
 
-    def encode_files(pipe, jobs, args, quiet):
-        failed = real(pipe, jobs, args, quiet)
+    def encode_files(pipe, jobs, args):
+        failed = real(pipe, jobs, args)
         min(jobs).unlink()
         return failed
     monkeypatch.setattr(cache, "encode_files", encode_files)

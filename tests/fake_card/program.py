@@ -147,7 +147,7 @@ def run(script, flags, folder, card, env={}, prelude=""):
             if "WORLD_SIZE" in env:
                 fake.join_group(on)
                 # what the first process would send to the others, each makes for itself
-                common.on_first_process = lambda make, rank: make()
+                common.on_first_process = lambda make: make()
         exec(prelude, globals() | dict(on=on, seen=seen))
         if script in ("cache.py", "predict.py"):
             dict(cache=cache, predict=predict)[script[:-3]].main()
