@@ -681,6 +681,7 @@ def test_invert_mask_inverts_and_alpha_mask_takes_the_target_s_alpha(tmp_path):
             name: np.asarray(mask).tolist() for name, mask in want.items()}, settings
         assert ("left out, 1: " in result.out and "after/b.png" in result.out) == (len(want) == 1)
         assert ("mask_path is not converted, as alpha_mask is set" in result.out) == (n == 3)
+        assert ("becomes white" in result.out) == ("--mask_background_weight 0" in result.out) == (n >= 2)
         assert (out / "target/a.png").samefile(tmp_path / "after/a.png") # as it is
 
 CHANGES = dict( # settings that change the data, and what the line about them says besides their name
@@ -718,13 +719,14 @@ control_resolution = [1024, 1024]
 no_resize_control = true
 fp_1f_clean_indices = [0]
 loss_mask_directory = 'm'
+alpha_mask = true # ai-toolkit's
 multiple_target = false
 """
     got = import_data(write_rows(tmp_path / "a.toml", text), tmp_path / "out")
     lines = [line.split(": ")[1].split() for line in got.out.splitlines() if "is not converted" in line]
     assert {line[0]: line[-1] for line in lines} == dict(
         resolution="--target_pixels", bucket_no_upscale="--no-upscale", control_resolution="--control_pixels",
-        no_resize_control="native", fp_1f_clean_indices="converted", loss_mask_directory="converted")
+        no_resize_control="native", alpha_mask="converted", fp_1f_clean_indices="converted", loss_mask_directory="converted")
     write_rows(tmp_path / "b.toml", text.replace("multiple_target = false", "multiple_target = true"))
     [error] = import_data(tmp_path / "b.toml", tmp_path / "none", status=1).errors
     assert is_one_line(error, "b.toml", "multiple_target")

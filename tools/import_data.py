@@ -431,8 +431,9 @@ def read_tables(tables, anywhere, folder, columns, alone):
 # Settings of a dataset, as toolkit/config_modules.py of ai-toolkit and docs/dataset_config.md of musubi-tuner name them:
 # those that are read, and those that only decide about speed, memory, buckets or videos. Any other one that is set is
 # printed, as it may change what the pictures mean.
-READ = """folder_path caption_ext caption_type trigger_word mask_path invert_mask alpha_mask image_directory
-          control_directory image_jsonl_file caption_extension multiple_target""".split()
+CONTROLS = ["control_path", *[f"control_path{middle}{n}" for middle in ("", "_") for n in range(10)]]
+AITOOLKIT = "folder_path caption_ext caption_type trigger_word mask_path invert_mask alpha_mask".split() + CONTROLS
+MUSUBI = "image_directory control_directory image_jsonl_file caption_extension multiple_target".split()
 HARMLESS = """cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk cache_tensors_to_disk
               cache_latents_num_workers load_image_when_caching_latents num_workers prefetch_factor persistent_workers
               gpu_prefetch_batches fast_image_size debug buckets bucket_tolerance enable_ar_bucket shrink_video_to_frames
@@ -467,11 +468,11 @@ def read_config(path):
         if path.suffix == ".toml":
             config = tomllib.loads(text)
             datasets = [config.get("general", {}) | dataset for dataset in config["datasets"]]
-            parts = [musubi_part(path, dataset) for dataset in datasets]
+            parts, read = [musubi_part(path, dataset) for dataset in datasets], MUSUBI
         else:
             pairs = [(process, dataset) for process in yaml.load(text, Loader)["config"]["process"]
                      for dataset in process["datasets"]]
-            parts = [aitoolkit_part(path, process | dataset) for process, dataset in pairs]
+            parts, read = [aitoolkit_part(path, process | dataset) for process, dataset in pairs], AITOOLKIT
             # of a job's own settings only these are about data
             datasets = [{key: process[key] for key in REMEDIES if key in process} | dataset
                         for process, dataset in pairs]
@@ -479,17 +480,15 @@ def read_config(path):
         why = f"no {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {common.first_words(e)}"
         raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
     for key in dict.fromkeys(key for dataset in datasets for key in dataset):
-        if any(is_lost(key, dataset.get(key)) for dataset in datasets):
+        if key not in read and any(is_lost(key, dataset.get(key)) for dataset in datasets):
             print(f"{path}: {key} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
         print(f"{path}: captions without {trigger!r}, the trigger_word, will begin with it")
     return parts
 
 def is_lost(key, value):
-    """Whether a setting means something that nothing here takes over."""
-    if key in READ + HARMLESS or is_control(key):
-        return False
-    return value not in (None, False, 0, "", [], {}, USUAL.get(key))
+    """Whether a setting that is not read could change what the pictures mean."""
+    return key not in HARMLESS and value not in (None, False, 0, "", [], {}, USUAL.get(key))
 
 def locate(config, name):
     """-> a path of a configuration: relative to the working folder, as for its trainer, if something exists there, or
@@ -510,14 +509,11 @@ def musubi_part(config, dataset):
     return dict(target=locate(config, dataset["image_directory"]), controls=controls,
                 suffix=caption_suffix(dataset.get("caption_extension", "txt")))
 
-def is_control(key):
-    return re.fullmatch(r"control_path(_?\d)?", str(key)) is not None
-
 def aitoolkit_part(config, dataset):
     """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders, and of fit_masks. Its controls
     are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
-    for key in sorted(filter(is_control, dataset)):
+    for key in sorted(dataset.keys() & set(CONTROLS)):
         if dataset[key]:
             controls += dataset[key] if isinstance(dataset[key], list) else [dataset[key]]
     trigger = dataset.get("trigger_word")
@@ -526,6 +522,9 @@ def aitoolkit_part(config, dataset):
     alpha, mask = bool(dataset.get("alpha_mask")), dataset.get("mask_path")
     if alpha and mask:
         print(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
+    if alpha:
+        print(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes white; "
+              "to leave that out of the loss use train.py --mask_background_weight 0")
     suffix = dataset.get("caption_type") or dataset.get("caption_ext", "txt") # the first is its older name
     return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
                 mask=locate(config, mask) if mask and not alpha else None, alpha=alpha,
@@ -575,7 +574,7 @@ def fit_masks(samples, folder, invert=False, alpha=False):
             sample.mask = mask
         except InputError as e:
             bad.append(id(sample))
-            problems.append(str(e).replace(str(sample.mask), shown(sample)))
+            problems.append(str(e) if alpha else str(e).replace(str(sample.mask), shown(sample)))
     if empty:
         print(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
               + (", ..." if len(empty) > 8 else ""))
