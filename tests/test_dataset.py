@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import time
 import unicodedata
 import zlib
 from pathlib import Path
@@ -13,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 import cache
 import common
 from tests.harness import (DEVICE, NATIVE, ON_DEVICE, add_item, assert_same, encode, flip, index_of, is_one_line,
-                           make_cache, paint_picture, refused, run_script, samples_of, save, train, within)
+                           make_cache, paint_picture, refused, run_script, samples_of, save, show, train, within)
 
 # ---- a bad item is named and left out --------------------------------------------------------------------------------
 
@@ -52,6 +53,10 @@ BAD_ITEMS = { # what is done to cat, and what the one line about it must name
     "no control": (lambda d: (d / "control/cat.png").unlink(), "target/cat.png", "control/cat.png"),
     "no caption": (lambda d: (d / "target/cat.txt").unlink(), "target/cat.txt"),
     "blank caption": (caption(b"\xef\xbb\xbf \r\n\t"), "target/cat.txt"),
+    "caption of marks that nobody sees": (caption("\u200b\n\u2060\u00ad \ufe0f\u2800\u3164".encode()), "empty prompt"),
+    "caption of two marks of an editor": (caption(b"\xef\xbb\xbf" * 2), "target/cat.txt", "empty prompt"),
+    "caption with ai-toolkit's [trigger]": (caption(b"[trigger] in snow"), "target/cat.txt", "write the word itself"),
+    "caption with ai-toolkit's [name]": (caption(b"so\na photo of [name]"), "target/cat.txt", "[name]"),
     "Latin-1": (caption("caf\u00e9".encode("latin-1")), "target/cat.txt"),
     "UTF-16 without its mark": (caption("red".encode("utf-16-le")), "target/cat.txt"),
     "long caption": (caption(b"red " * 2000), "cat", "1024"),
@@ -190,6 +195,28 @@ def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_pa
     assert all(abs(n - want) < 45 for n, want in zip(counts, (180, 140, 140, 140))), counts
     assert picked == [run.globals["pick"](p).prompt for p in range(600)]
 
+def test_marks_and_blank_lines_are_no_part_of_a_prompt_and_joiners_are(tmp_path):
+    """`cat a.txt b.txt` leaves the mark of an editor inside; emoji and Persian are written with joiners."""
+    lines = ["\U0001f469\u200d\U0001f4bb at work", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001fae9", "!"]
+    data = add_item(tmp_path, "cat", caption="\ufeff" + "\n\u200b\n\ufeff".join(lines))
+    (tmp_path / "target/dog.png").write_bytes((tmp_path / "target/cat.png").read_bytes())
+    write_rows(tmp_path / "m.jsonl", dict(target="target/cat.png", control=[], prompt=lines))
+    for root in (data, tmp_path / "m.jsonl"):
+        samples, _ = common.read_dataset(root)
+        assert samples[0].prompts == lines
+
+def test_a_job_has_one_prompt(tmp_path):
+    """Several would be drawn by the first alone. The wordings of a dataset's target stay."""
+    add_item(tmp_path, "cat")
+    rows = [dict(image="control/cat.png", prompt=prompt) for prompt in ("go", ["go"], ["go", "so"], [])]
+    path = write_rows(tmp_path / "jobs.jsonl", *rows, dict(target="target/cat.png", control=[], prompt=["a", "b"]))
+    jobs, problems = common.read_manifest(path, {})
+    assert [job.prompts for job in jobs] == [["go"], ["go"], ["a", "b"]] and len(problems) == 2
+    assert is_one_line(problems[0], "jobs.jsonl:5", "one", "a line for each") and "empty prompt" in problems[1]
+    path.write_text('{"image": "control/cat.png", "prompt": "go", "seed": 1, "seed": 2}')
+    [problem] = common.read_manifest(path, dict(seed=int))[1]
+    assert is_one_line(problem, "jobs.jsonl:1", "'seed' is given twice")
+
 def test_a_broken_picture_is_listed_and_left_out(tmp_path, data):
     broken = add_item(data, "bad", [(64, 64)] * 3) / "control/bad_1.png"
     broken.write_bytes(broken.read_bytes()[:-40])
@@ -227,7 +254,7 @@ def write_rows(path, *rows, ascii=False):
 @pytest.mark.parametrize("ascii", [False, True])
 def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, ascii, absolute):
     data = add_item(tmp_path / "data", "cat", [(64, 32)] + [(32, 32 * (1 + k % 3)) for k in range(12)], PROMPT,
-                    mask=paint_picture((64, 32)))
+                    mask=paint_picture((64, 32), mode="L"))
     add_item(data, "sub/[1] \U0001f431", [(64, 64), (32, 32)], "one\ntwo")
     want, problems = samples_of(plus, data)
     assert len(want) == 2 and not problems
@@ -245,31 +272,41 @@ def test_a_folder_with_a_manifest_but_no_target_folder_is_read_by_its_manifest(t
     samples, problems = samples_of(plus, tmp_path)
     assert samples["a"].controls == [str(tmp_path / "b.png")] and not problems
 
-ROW = '{"target": "target/cat.png", "control": ["control/cat.png"], "prompt": "go", %s}' # of equal keys the last counts
+def row(changes=""):
+    """A line of JSON: one of `changes`, as it is written there, stands for the field of its name."""
+    fields = dict(target='"target/cat.png"', control='["control/cat.png"]', prompt='"go"')
+    name, _, value = changes.partition(": ")
+    fields |= {name.strip('"'): value} if name else {}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+
 BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line number
     "no JSON": ('{"target": "target/cat.png", ',),
     "no object": ('["target/cat.png"]',),
     "numbers": ("[1, 2]", "no object: [1, 2]"),
     "deep": ("[" * 100_000,),
-    "no target": (ROW % '"target": null', "target"),
+    "no target": (row('"target": null'), "target"),
     "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
-    "no prompt": (ROW % '"prompt": []', "prompt"),
-    "unknown column": (ROW % '"caption": "go"', "caption"),
-    "number among controls": (ROW % '"control": ["control/cat.png", 5]', "5"),
-    "NaN": (ROW % '"prompt": NaN', "nan"),
-    "blank prompt": (ROW % '"prompt": ["go", " "]', "prompt"),
-    "half a character": (ROW % r'"prompt": "add a \ud83d"', r"\ud83d"),
-    "missing picture": (ROW % '"control": ["control/tom.png"]', "control/tom.png"),
-    "parent": (ROW % '"control": ["../secret.png"]', "../secret.png"),
-    "absolute": (ROW % '"target": "/etc/passwd"', "/etc/passwd"),
-    "URL": (ROW % '"control": ["http://localhost:1/cat.png"]', "http://localhost:1/cat.png"),
-    "link to the outside": (ROW % '"control": ["control/link.png"]', "link.png"),
-    "link by a detour": (ROW % '"control": ["into/../link.png"]', "link.png"),
-    "empty target": (ROW % '"target": ""', "target"),
-    "link to itself": (ROW % '"control": ["control/loop.png"]', "loop.png"),
-    "folder": (ROW % '"target": "."', "'.'"),
-    "NUL": (ROW % r'"target": "a\u0000.png"', r"a\x00.png"),
-    "half a character in a name": (ROW % r'"target": "\ud83d.png"', r"\ud83d.png"),
+    "no prompt": (row('"prompt": []'), "prompt"),
+    "unknown column": (row('"caption": "go"'), "caption"),
+    "number among controls": (row('"control": ["control/cat.png", 5]'), "5"),
+    "NaN": (row('"prompt": NaN'), "nan"),
+    "blank prompt": (row('"prompt": ["go", " "]'), "prompt"),
+    "invisible prompt": (row(r'"prompt": "\u200b\u2060"'), "empty prompt"),
+    "a placeholder": (row('"prompt": "[trigger] so"'), "[trigger]", "write the word itself"),
+    "a key twice": (row()[:-1] + ', "control": "control/good.png"}', "'control' is given twice"),
+    "a key twice inside": (row('"prompt": {"a": 1, "a": 2}'), "'a' is given twice"),
+    "half a character": (row(r'"prompt": "add a \ud83d"'), r"\ud83d"),
+    "missing picture": (row('"control": ["control/tom.png"]'), "control/tom.png"),
+    "parent": (row('"control": ["../secret.png"]'), "../secret.png"),
+    "absolute": (row('"target": "/etc/passwd"'), "/etc/passwd"),
+    "URL": (row('"control": ["http://localhost:1/cat.png"]'), "http://localhost:1/cat.png"),
+    "link to the outside": (row('"control": ["control/link.png"]'), "link.png"),
+    "link by a detour": (row('"control": ["into/../link.png"]'), "link.png"),
+    "empty target": (row('"target": ""'), "target"),
+    "link to itself": (row('"control": ["control/loop.png"]'), "loop.png"),
+    "folder": (row('"target": "."'), "'.'"),
+    "NUL": (row(r'"target": "a\u0000.png"'), r"a\x00.png"),
+    "half a character in a name": (row(r'"target": "\ud83d.png"'), r"\ud83d.png"),
 }
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
@@ -281,7 +318,7 @@ def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
     (data / "into").symlink_to(data / "target")
     (data / "control/loop.png").symlink_to("loop.png")
     line, *named = BAD_ROWS[kind]
-    good = ROW.replace("cat", "good").replace(", %s", "")
+    good = row().replace("cat", "good")
     (data / "metadata.jsonl").write_text(f"{good}\n{line}\n")
     samples, problems = samples_of(plus, data / "metadata.jsonl")
     assert list(samples) == ["target/good"]
@@ -372,6 +409,76 @@ def test_pictures_are_turned_as_exif_says(tmp_path, suffix, orientation):
     want = TURNS[orientation](np.asarray(Image.open(path).convert("RGB")))
     assert np.array_equal(np.asarray(common.read_image(path)), want)
     assert common.image_size(path) == (want.shape[1], want.shape[0])
+
+def notes_behind(path, turned, kind):
+    """Writes a PNG whose pixels stand before what says how they lie -> the bytes of that."""
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    block = exif.tobytes()
+    xmp = f'<rdf:Description tiff:Orientation="{turned}"/>'.encode()
+    profile = f"\nexif\n{len(block):8}\n{block.hex()}\n".encode()
+    notes = dict(eXIf=chunk(b"eXIf", block[6:]), XMP=chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp),
+                 profile=chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(profile)))[kind]
+    sound = save(paint_picture((96, 64)), path).read_bytes()
+    path.write_bytes(sound[:-12] + notes + sound[-12:])
+    return notes
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize("kind", ["eXIf", "XMP", "profile"])
+def test_exif_behind_the_pixels_of_a_png_turns_it(tmp_path, kind, orientation, monkeypatch):
+    """As viewers and ImageOps.exif_transpose turn it; the size alone needs no pixel. (Of XMP, too, which counts where
+    there is no EXIF.)"""
+    path = tmp_path / "a.png"
+    notes_behind(path, orientation, kind)
+    want = ImageOps.exif_transpose(Image.open(path))
+    assert np.array_equal(np.asarray(want), TURNS[orientation](np.asarray(paint_picture((96, 64)))))
+    for content in (None, common.file_hash(path)):
+        assert np.array_equal(np.asarray(common.read_image(path, content)), np.asarray(want))
+    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decodes the pixels"))
+    assert common.image_size(path) == want.size
+
+def test_damage_behind_the_pixels_of_a_png_must_not_matter(tmp_path):
+    """No note of it hides the EXIF in its right place, and size and pixels agree."""
+    rng, path, exif = np.random.default_rng(0), tmp_path / "a.png", Image.Exif()
+    notes, turned = notes_behind(path, 8, "eXIf"), 0
+    exif[0x0112] = 6
+    sound = save(paint_picture((96, 64)), path, exif=exif).read_bytes()
+    for place in [*range(len(notes)), *rng.integers(0, len(notes), 50)]:
+        damaged = bytearray(notes)
+        damaged[place] ^= 1 << rng.integers(8)
+        path.write_bytes(sound[:-12] + damaged + sound[-12:])
+        try:
+            size = common.read_image(path).size
+        except common.InputError: # a chunk's length that leads nowhere
+            continue
+        assert common.image_size(path) == size
+        turned += size == (64, 96)
+    assert turned > 40
+
+def test_the_size_of_a_large_png_is_known_without_reading_it(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), dtype=np.uint8)
+    path = save(Image.fromarray(noise), tmp_path / "a.png", compress_level=0)
+    begin = time.process_time()
+    assert {common.image_size(path) for _ in range(20)} == {(2000, 2000)}
+    seconds = (time.process_time() - begin) / 20
+    show("seconds for the size of a PNG of 12 MB", seconds, 0.03)
+    assert seconds < 0.03
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
+def test_what_is_decoded_is_what_was_hashed(tmp_path, suffix):
+    path = save(paint_picture(), tmp_path / f"a.{suffix}")
+    content, want = common.file_hash(path), common.read_image(path)
+    assert np.array_equal(np.asarray(common.read_image(path, content)), np.asarray(want))
+    save(paint_picture(seed=1), path)
+    for read in (common.read_image, common.read_mask):
+        with refused(path, "has changed since it was looked at; run the same command again"):
+            read(path, content)
+    path.write_bytes(b"")
+    with refused(path):
+        common.read_image(path, content)
+    path.unlink()
+    with refused(path):
+        common.read_image(path, content)
 
 def strange_exif():
     """Blocks with damage of every kind; all of them hold an orientation at first."""
@@ -468,8 +575,10 @@ def test_every_picture_of_a_sample_is_prepared_alike(tmp_path, plus):
     seen.putpixel((5, 5), (255, 255, 255))
     samples = []
     for name, image, options in (("seen", seen, {}), ("raw", hidden.transpose(Image.ROTATE_90), dict(exif=exif))):
-        for folder in ("target", "control", "mask"):
+        for folder in ("target", "control"):
             save(image, tmp_path / name / folder / "cat.png", **options)
+        mask = paint_picture((96, 64), mode="L")
+        save(mask.transpose(Image.ROTATE_90) if options else mask, tmp_path / name / "mask/cat.png", **options)
         (tmp_path / name / "target/cat.txt").write_text("add a red border")
         samples.append(samples_of(plus, tmp_path / name)[0]["cat"])
     assert samples[0].sizes == samples[1].sizes == [(96, 64), (96, 64)]

@@ -19,7 +19,7 @@ import cache
 import common
 import predict
 from extras import sheet
-from tests.harness import (FULL, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture, put_shape,
+from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture, put_shape,
                            run_script, save, show)
 from tools import doctor, doctor_pairs
 
@@ -328,7 +328,7 @@ def test_every_error_is_listed_and_the_others_are_examined(tmp_path, data):
     (add_item(data, "e") / "control/e.png").unlink()
     diagnose(data, out=tmp_path / "out", status=1) # also if all pictures are good
     for name, broken in dict(a="target/a.png", b="control/b_1.png", c="mask/c.png").items():
-        add_item(data, name, [(64, 64)] * 3, mask=paint_picture())
+        add_item(data, name, [(64, 64)] * 3, mask=paint_picture(mode="L"))
         (data / broken).write_bytes((data / broken).read_bytes()[:-40])
     add_item(data, "d", mask=paint_picture((64, 32)))
     result, rows = diagnose(data, out=tmp_path / "out", status=1)
@@ -336,6 +336,43 @@ def test_every_error_is_listed_and_the_others_are_examined(tmp_path, data):
     for named in ("target/a.png", "control/b_1.png", "mask/c.png", "mask/d.png", "control/e.png"):
         assert sum(named in error for error in result.errors) == 1, named
     assert "target width" in result.out and result.out == diagnose(data, "--skip_bad", out=tmp_path / "out")[0].out
+
+def strokes(size, box):
+    """A white stroke on a transparent layer, as GIMP saves it."""
+    layer = Image.new("RGBA", size)
+    layer.paste("white", box)
+    return layer
+
+def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
+    """One that could mean two things is an error, one that selects nothing or everything a finding."""
+    data, size = tmp_path / "data", (96, 64)
+    masks = dict(strokes=strokes(size, (0, 0, 96, 32)), photo=paint_picture(size), black=Image.new("L", size),
+                 white=Image.new("RGBA", size, "white"), none=None)
+    for name, mask in masks.items():
+        add_item(data, name, [size, size], mask=mask)
+    result, rows = diagnose(data, *NATIVE, "--mask", "auto", out=tmp_path / "out", status=1)
+    assert len(result.errors) == 1 and is_one_line(result.errors[0], "mask/photo.png", "white on black"), result.err
+    found = {name: [line for line in row["findings"] if "mask" in line] for name, row in rows.items()}
+    assert found == dict(strokes=[], none=[], black=["empty mask: selects nothing"],
+                         white=["empty mask: selects everything"])
+    read = Reader(tmp_path / "out/index.html")
+    assert [title for title in read.texts["h2"] if "ask" in title] == ["Empty mask", "Mask by hand", "Mask"]
+    shown = [p["src"] for p in read.pictures if p["data-name"] == "target"]
+    assert len([src for src in shown if "/mask_by_hand-" in src]) == 3
+    assert len([src for src in shown if "/mask-" in src]) == 3 # of all but the strokes
+    n = sorted(name for name in masks if name not in ("photo", "none")).index("strokes")
+    got = np.asarray(Image.open(tmp_path / f"out/pictures/mask_by_hand-{n}-2.jpg"), float)
+    target = np.asarray(common.read_image(data / "target/strokes.png"), float)
+    assert abs(got[4:28] - target[4:28]).mean() < 4 and abs(got[36:] - target[36:] // 4).mean() < 4
+    assert (tmp_path / "out/sheet_mask_by_hand_1.png").exists()
+    assert "Mask by hand" not in Reader(diagnose_alone(data, tmp_path / "two")).texts["h2"]
+
+def diagnose_alone(data, out):
+    """-> the page of the same pairs without their masks."""
+    for path in (data / "mask").iterdir():
+        path.unlink()
+    diagnose(data, *NATIVE, out=out)
+    return out / "index.html"
 
 @pytest.mark.parametrize("flags, named", [("nowhere", "nowhere"), ("{data} --model {data}", "model_index.json"),
                                           ("{data} --out {data}/target/cat.txt", "cat.txt")])

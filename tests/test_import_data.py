@@ -15,18 +15,20 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import yaml
+from PIL import Image, ImageOps
 
 import common
 import predict
 from tests.harness import (HERE, NATIVE, add_item, assert_same, index_of, is_one_line, load, make_cache, paint_picture,
                            refused, run_script, save, train)
 
-PICTURES = [np.asarray(paint_picture((64, 32), seed=n)) for n in range(6)] # told apart by their numbers
+PICTURES = [paint_picture((64, 32), seed=n, mode="L") for n in range(6)] # told apart by their numbers; masks are gray
 
 def put(source, files, captions=()):
     """Pictures 0, 1, ... under these names, and captions."""
     for n, name in enumerate(files.split()):
-        save(paint_picture((64, 32), seed=n), source / name, format="PNG") # also as .jpg: content counts
+        save(PICTURES[n], source / name, format="PNG") # also as .jpg: content counts
     for name in captions:
         (source / name).write_text("go")
     return source
@@ -40,7 +42,8 @@ def import_data(source, out, *flags, status=0):
     no_dataset = status or list(out.glob("*.json")) # but a cache
     found, problems = ([], []) if no_dataset else common.read_dataset(out)
     assert not problems and (result.errors or not status)
-    number = lambda path: path and [np.array_equal(common.read_image(path), p) for p in PICTURES].index(True)
+    known = [p.convert("RGB") for p in PICTURES]
+    number = lambda path: path and [*map(common.read_image(path).__eq__, known), True].index(True)
     result.samples = {s.name: (s.prompts, [*map(number, [s.target, *s.controls])], number(s.mask)) for s in found}
     return result
 
@@ -578,6 +581,174 @@ def test_a_folder_without_anything_says_so(tmp_path):
     assert is_one_line(error, "source: holds nothing; name the folders: OUT --target DIR --control DIR")
     [error] = import_data(tmp_path / "gone", tmp_path / "out", status=1).errors
     assert is_one_line(error, "gone: does not exist; check the name")
+
+# ---- masks, and settings that change what the data mean --------------------------------------------------------------
+
+def hole(x=0):
+    """White on black, in the left half or (x = 32) in the right one."""
+    image = Image.new("L", (64, 32))
+    image.paste(255, (x, 8, x + 24, 24))
+    return image
+
+def masks_of(out):
+    """-> {name: what cache.py will read of it}, which are in our own form."""
+    found = {}
+    for path in sorted((out / "mask").rglob("*.*")):
+        with Image.open(path) as image:
+            assert image.mode in ("1", "L"), path
+        found[path.stem] = common.read_mask(path)
+    return found
+
+def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):
+    """Its masks are the source with a hole, of another size. What is not read is said once; a mask that could mean two
+    things is an error, a black one a line."""
+    source, rows = tmp_path / "source", []
+    for n, name in enumerate(["left", "right", "none", "strokes"]):
+        photo = paint_picture((64, 32), seed=n)
+        erased = photo.resize((128, 64)).convert("RGBA")
+        erased.putalpha(ImageOps.invert(hole(32 * (name == "right"))).resize((128, 64), Image.NEAREST))
+        if name == "strokes":
+            erased.paste((255, 0, 0, 255), (0, 0, 128, 64), erased)
+        erased = Image.new("L", (128, 64)) if name == "none" else erased
+        for role, image in dict(source=photo, target=photo, mask=erased).items():
+            save(image, source / f"{name}-{role}.png")
+        rows.append(dict(img_id=str(n), turn_index=1, instruction="go", negative_prompt=None,
+                         **{f"{role}_img": f"{name}-{role}.png" for role in ("source", "mask", "target")}))
+    write_rows(source / "metadata.jsonl", *rows)
+    got = import_data(source, tmp_path / "out", "--skip_bad")
+    assert len(got.errors) == 1 and is_one_line(got.errors[0], "strokes-mask.png", "white on black"), got.err
+    masks = masks_of(tmp_path / "out")
+    assert {name: mask.size for name, mask in masks.items()} == {"000000-left-target": (128, 64),
+                                                                 "000001-right-target": (128, 64)}
+    for x, mask in zip((0, 32), masks.values()):
+        assert np.array_equal(mask, hole(x).resize((128, 64), Image.NEAREST))
+    assert got.out.count("columns that are not read: img_id (4 rows), turn_index (4 rows)\n") == 1, got.out
+    [line] = [line for line in got.out.splitlines() if "select nothing or everything" in line]
+    assert "left out, 1: " in line and line.endswith("none-mask.png") and len(common.read_dataset(tmp_path / "out")[0]) == 3
+
+def test_a_mask_in_a_parquet_file_is_named_by_its_row(tmp_path):
+    pytest.importorskip("pyarrow")
+    bytes_of = {}
+    for name, image in dict(a=PICTURES[0], strokes=Image.merge("RGB", [hole(), hole(32), hole(5)])).items():
+        bytes_of[name] = dict(bytes=save(image, tmp_path / f"{name}.png").read_bytes(), path=None)
+    row = dict(source_img=bytes_of["a"], target_img=bytes_of["a"], mask_img=bytes_of["strokes"], instruction="go")
+    path = write_parquet(tmp_path / "data.parquet", [row])
+    error = import_data(path, tmp_path / "out", status=1).errors[0]
+    assert is_one_line(error, "mask of 000000-", "white on black") and ".import-" not in error
+
+def test_a_mask_in_our_form_is_linked_and_another_form_is_written_once_in_ours(tmp_path):
+    """OneTrainer's, beside its target. A turned one is written upright."""
+    source, exif = put(tmp_path / "source", ""), Image.Exif()
+    exif[0x0112] = 3
+    strokes = Image.new("LA", (64, 32), 255)
+    strokes.putalpha(hole())
+    forms = dict(gray=(hole(), {}), bit=(hole().convert("1"), {}), rgb=(hole().convert("RGB"), {}), layer=(strokes, {}),
+                 turned=(hole().rotate(180), dict(exif=exif)))
+    for name, (image, options) in forms.items():
+        for ending in ("", "-condlabel"):
+            save(PICTURES[0], source / f"{name}{ending}.png")
+        save(image, source / f"{name}-masklabel.png", **options)
+        (source / f"{name}.txt").write_text("go")
+    assert len(import_data(source, tmp_path / "out").samples) == 5
+    masks = masks_of(tmp_path / "out")
+    assert len(masks) == 5 and all(np.array_equal(mask, hole()) for mask in masks.values())
+    linked = {name for name in forms if (tmp_path / f"out/mask/{name}.png").samefile(source / f"{name}-masklabel.png")}
+    assert linked == {"gray", "bit"}
+
+def aitoolkit(tmp_path, **settings):
+    """-> a configuration of ai-toolkit with these settings; its targets have a hole in their alpha."""
+    for n, name in enumerate("ab"):
+        target = PICTURES[n].convert("RGBA")
+        target.putalpha(hole(32) if name == "a" else 255)
+        save(target, tmp_path / f"after/{name}.png"), save(PICTURES[n], tmp_path / f"before/{name}.png")
+        save(hole(), tmp_path / f"masks/{name}.png")
+        (tmp_path / f"after/{name}.txt").write_text("go")
+    dataset = dict(folder_path=f"{tmp_path}/after", control_path=f"{tmp_path}/before") | settings
+    return write_rows(tmp_path / "a.yaml", yaml.dump(dict(config=dict(process=[dict(datasets=[dataset])]))))
+
+def test_invert_mask_inverts_and_alpha_mask_takes_the_target_s_alpha(tmp_path):
+    mask_path = f"{tmp_path}/masks"
+    for n, (settings, want) in enumerate([
+            (dict(mask_path=mask_path), dict(a=hole(), b=hole())),
+            (dict(mask_path=mask_path, invert_mask=True), dict.fromkeys("ab", ImageOps.invert(hole()))),
+            (dict(alpha_mask=True), dict(a=hole(32))), # b is opaque everywhere
+            (dict(alpha_mask=True, invert_mask=True, mask_path=mask_path), dict(a=ImageOps.invert(hole(32))))]):
+        config, out = aitoolkit(tmp_path, **settings), tmp_path / f"out{n}"
+        result = run_script("tools/import_data.py", config, out)
+        assert result.status == 0 and not result.err, result.err
+        masks = masks_of(out)
+        assert {name: np.asarray(mask).tolist() for name, mask in masks.items()} == {
+            name: np.asarray(mask).tolist() for name, mask in want.items()}, settings
+        assert ("left out, 1: " in result.out and "after/b.png" in result.out) == (len(want) == 1)
+        assert ("mask_path is not converted, as alpha_mask is set" in result.out) == (n == 3)
+        assert ("becomes white" in result.out) == ("--mask_background_weight 0" in result.out) == (n >= 2)
+        assert (out / "target/a.png").samefile(tmp_path / "after/a.png") # as it is
+
+CHANGES = dict( # settings that change the data, and what the line about them says besides their name
+    mask_min_value=(0.1, "--mask_background_weight"), flip_x=(True, "as they are"), flip_y=(True, "as they are"),
+    random_crop=(True, "as they are"), augments=(["ColorJitter"], "as they are"), shuffle_tokens=(True, ""),
+    augmentations=([dict(method="Blur")], "as they are"), control_transparent_color=([0, 0, 0], "becomes white"),
+    caption_dropout_rate=(0.1, "--caption_dropout_rate"), caption_dropout=(0.1, "--caption_dropout_rate"),
+    inpaint_path=("x", ""), is_reg=(True, ""), loss_multiplier=(2, ""), num_repeats=(3, "--repeats"),
+    some_new_setting=("on", ""), num_frames=(9, ""), controls=(["depth"], ""), token_dropout_rate=(0.2, ""))
+SILENT = dict(cache_latents_to_disk=True, num_workers=4, buckets=False, num_repeats=1, num_frames=1, flip_x=False,
+              control_transparent_color=[255, 255, 255], loss_multiplier=1.0, is_reg=False, default_caption=None,
+              augments=[], shrink_video_to_frames=True, control_path_3=None, caption_ext="txt")
+
+def test_each_setting_that_is_not_taken_over_is_a_line(tmp_path):
+    result = import_data(aitoolkit(tmp_path, **{key: value for key, (value, _) in CHANGES.items()}), tmp_path / "out")
+    lines = [line for line in result.out.splitlines() if "is not converted" in line]
+    assert len(lines) == len(CHANGES)
+    for key, (_, words) in CHANGES.items():
+        [line] = [line for line in lines if f": {key} is not converted" in line]
+        assert words in line
+    assert "not converted" not in import_data(aitoolkit(tmp_path, **SILENT), tmp_path / "silent").out
+
+def test_settings_of_musubi_tuner_that_change_the_data_are_lines_and_several_targets_are_refused(tmp_path):
+    put(tmp_path, "a/x.png b/x.png", ["a/x.txt"])
+    text = f"""[general]
+resolution = [960, 544]
+batch_size = 1
+enable_bucket = true
+bucket_no_upscale = true
+[[datasets]]
+image_directory = '{tmp_path}/a'
+control_directory = '{tmp_path}/b'
+cache_directory = 'c'
+control_resolution = [1024, 1024]
+no_resize_control = true
+fp_1f_clean_indices = [0]
+loss_mask_directory = 'm'
+alpha_mask = true # ai-toolkit's
+multiple_target = false
+"""
+    got = import_data(write_rows(tmp_path / "a.toml", text), tmp_path / "out")
+    lines = [line.split(": ")[1].split() for line in got.out.splitlines() if "is not converted" in line]
+    assert {line[0]: line[-1] for line in lines} == dict(
+        resolution="--target_pixels", bucket_no_upscale="--no-upscale", control_resolution="--control_pixels",
+        no_resize_control="native", alpha_mask="converted", fp_1f_clean_indices="converted", loss_mask_directory="converted")
+    write_rows(tmp_path / "b.toml", text.replace("multiple_target = false", "multiple_target = true"))
+    [error] = import_data(tmp_path / "b.toml", tmp_path / "none", status=1).errors
+    assert is_one_line(error, "b.toml", "multiple_target")
+
+TWICE = {
+    "a.jsonl": ('{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}', "a.jsonl:1"),
+    "a.json": ('[{"target": "a.png", "control": "b.png", "control": "c.png", "prompt": "go"}]', "a.json"),
+    "a.yaml": ("config: {process: [{datasets: [{folder_path: a, control: b, control: c}]}]}", "a.yaml"),
+    "a.toml": ("[[datasets]]\nimage_directory = 'a'\ncontrol = 'b'\ncontrol = 'c'", "a.toml")}
+@pytest.mark.parametrize("name", TWICE)
+def test_a_key_that_is_given_twice_is_an_error(tmp_path, name):
+    text, where = TWICE[name]
+    put(tmp_path, "a.png b.png c.png")
+    errors = import_data(write_rows(tmp_path / name, text), tmp_path / "out", status=1).errors
+    assert is_one_line(errors[0], where) and (name == "a.toml" or "'control' is given twice" in errors[0]), errors
+
+def test_anchors_of_yaml_may_be_used_twice(tmp_path):
+    """A merged key is no key given twice."""
+    put(tmp_path, "a/x.png b/x.png", ["a/x.txt"])
+    text = f"""shared: &shared {{control_path: {tmp_path}/gone, caption_ext: txt}}
+config: {{process: [{{datasets: [{{<<: *shared, folder_path: {tmp_path}/a, control_path: {tmp_path}/b}}]}}]}}"""
+    assert import_data(write_rows(tmp_path / "a.yaml", text), tmp_path / "out").samples == {"x": (["go"], [0, 1], None)}
 
 # ---- caches of version 1.0, and pickles ------------------------------------------------------------------------------
 

@@ -355,6 +355,9 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     for name, pair in (("moved", (target, control)), ("clean", (control, control)), ("far", (far_turned, its_control))):
         for role, image in zip(("target", "control", "mask"), (*pair, target.convert("L"))):
             save(image, data / f"{role}/sub/{name}.png")
+        strokes = Image.new("RGBA", target.size, "white") # a mask as other programs write it: the alpha counts
+        strokes.putalpha(target.convert("L"))
+        save(strokes, data / f"mask/sub/{name}.png")
         save(paint_picture(), data / f"control/sub/{name}_1.jpg")
         (data / f"target/sub/{name}.txt").write_text("one\ntwo\n")
     before = {path: path.read_bytes() for path in data.rglob("*.*")}
@@ -377,6 +380,8 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     moved = [s for s in samples if s.name.endswith("moved")][0]
     sizes = {common.image_size(path) for path in (moved.target, moved.controls[0], moved.mask)}
     assert len(sizes) == 1 and sizes != {control.size}
+    plain = [common.read_image(data / f"{role}/sub/moved.png") for role in ("target", "control")]
+    assert np.array_equal(Image.open(moved.mask), doctor.align_pair(*plain, plain[0].convert("L"))[2])
     assert "moved" not in doctor.examine_pair(common.read_image(moved.target), common.read_image(moved.controls[0]))
     rows = [dict(target=f"{name}.png", control=controls, prompt="go") for name, controls in (
         ("cat", ["x.png", "y.jpg"]), ("cat_1", ["x.png"]))]

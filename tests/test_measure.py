@@ -117,3 +117,24 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
     result = run_script("tools/measure.py", *flags)
     named = sorted(error.split("/")[-1].split(":")[0] for error in result.errors)
     assert result.status == 1 and named == ["a-s1-x0.5.png", "a-s1.png", "deep-b.png"], result.err
+
+def test_inside_and_outside_are_those_of_the_mask_as_the_training_reads_it(tmp_path):
+    """White strokes on a transparent layer. A black mask counts as none; one that could mean two things is an error."""
+    rng, inside = np.random.default_rng(0), np.zeros((64, 96), bool)
+    inside[:32, :40] = True
+    layer = Image.new("LA", (96, 64), 255)
+    layer.putalpha(Image.fromarray(inside).convert("L"))
+    for name, mask in dict(layer=layer, gray=Image.fromarray(inside), black=Image.new("L", (96, 64)),
+                           photo=paint_picture((96, 64))).items():
+        add_item(tmp_path / "data", f"{name}/x", [(96, 64)] * 2, mask=mask)
+        target = common.read_image(tmp_path / f"data/target/{name}/x.png")
+        noisy = np.asarray(target) + rng.normal(0, 30, (64, 96, 3)) * inside[..., None]
+        save(Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), tmp_path / f"out/{name}-x.png")
+    flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
+    result = run_script("tools/measure.py", *flags)
+    assert len(result.errors) == 1 and is_one_line(result.errors[0], "mask/photo/x.png", "white on black"), result.err
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert found.keys() == {"data/layer", "data/gray", "data/black"}
+    for name in ("layer", "gray"):
+        assert found[f"data/{name}"]["inside"] < 22 and found[f"data/{name}"]["outside"] > 60
+    assert found["data/black"].get("outside", 0) < 60

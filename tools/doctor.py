@@ -11,14 +11,15 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
     other shape     target and control have different aspects, or one has more than twice the other's side
     enlarged        training would enlarge the picture to 1.5 times its sides or more, which teaches blur: train with
                     --no-upscale, or with other --target_pixels and --control_pixels
+    empty mask      a mask by hand that selects nothing or everything
     duplicate       the same pair and prompt twice
     other caption   the same pair with another prompt
     other target    the same control and prompt with another target
 
 The edit itself raises no alarm, but for a tone, which recolours. Errors make the exit status 1; findings do not: they
-are a reason to look. Writes to OUT report.json (a line for each sample), index.html (a verdict, and the pictures of
-each finding, for a browser; click one to compare it with another at full size) and sheet_*.png (the same as contact
-sheets). It needs no model.
+are a reason to look. Writes to OUT report.json (a line for each sample), index.html (a verdict, the pictures of each
+finding, and masks by hand, for a browser; click one to compare it with another at full size) and sheet_*.png (the same
+as contact sheets). It needs no model.
 
 --mask auto shows the masks that this flag of train.py would make. --align DIR writes a copy of the dataset in which
 moved targets are repaired: it warps the target onto its control, and crops both (and the mask) to the region that both
@@ -49,7 +50,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import common
-from common import InputError, fit_size, pixels, read_image
+from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import picture_suffix, places_of, write_caption
 from tools.page_common import OURS, PAGE, card, link, node, save_page, section, table, tile, to_jpeg
@@ -90,6 +91,8 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "the edit crops or extends pictures; otherwise crop both alike.",
     "enlarged": "Training would enlarge these pictures, which teaches blur. Train with --no-upscale, or at other "
     "--target_pixels and --control_pixels.",
+    "empty mask": "The mask selects nothing or everything, and then it says nothing: the pair is trained as one without "
+    "a mask. Paint the edited region white on black, or delete the mask.",
     "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "
@@ -172,10 +175,7 @@ def examine_sample(sample, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
     and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
     (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
-    if sample.mask:
-        import cache # takes seconds, here and below; -h does not need it
-        cache.check_mask(sample.mask, (w, h))
-    pictures = [read_image(path) for path in [sample.target, *sample.controls, *filter(None, [sample.mask])]]
+    pictures = [read_image(path) for path in [sample.target, *sample.controls]]
     controls = [fit_size(size, args.control_pixels, args.upscale) for size in control_sizes]
     targets = [fit_size((w, h), area, args.upscale) for area in args.target_pixels]
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(sample.controls),
@@ -184,6 +184,12 @@ def examine_sample(sample, args):
     findings = examine_pair(*pictures[:2]) if sample.controls else {}
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
     findings |= enlargement(uses)
+    if sample.mask:
+        import cache # takes seconds, here and below; -h does not need it
+        cache.check_mask(sample.mask, (w, h))
+        mask = read_mask(sample.mask)
+        if mask_is_empty(mask):
+            findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"
     target, control = pictures[0], pictures[1 if sample.controls else 0]
     small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
     return row, findings, small, [small_copy(target), small_copy(control)], looks_of(target) - looks_of(control)
@@ -247,11 +253,14 @@ def cells_of(sample):
     """-> a sample's row on a sheet: its controls and its target."""
     return [list(map(read_image, sample.controls)), read_image(sample.target)]
 
-def masked_cells(sample, area, upscale):
-    """-> the same row, and the target with all dark that --mask auto does not count as edited, when it is trained at
-    this area."""
+def masked_cells(sample, area=None, upscale=True):
+    """-> the same row, and the target with all dark that its mask does not count as edited: the mask by hand, or, with
+    an area, the one that --mask auto makes when the sample is trained at this area."""
     target = read_image(sample.target)
-    mask = auto_mask(target, read_image(sample.controls[0]), fit_size(target.size, area, upscale))
+    if area:
+        mask = auto_mask(target, read_image(sample.controls[0]), fit_size(target.size, area, upscale))
+    else:
+        mask = read_mask(sample.mask)
     dark = target.point(lambda level: level // 4)
     edit = Image.composite(target, dark, mask.resize(target.size, Image.NEAREST)) if mask else "no mask"
     return [*cells_of(sample), edit]
@@ -362,7 +371,7 @@ def repair(sample):
     """Aligns a copied sample in place, and saves it as PNG -> None, or why it cannot be repaired."""
     from predict import save_png
     target, control = read_image(sample.target), read_image(sample.controls[0])
-    mask = read_image(sample.mask).convert("L") if sample.mask else None
+    mask = read_mask(sample.mask) if sample.mask else None
     aligned = align_pair(target, control, mask)
     if isinstance(aligned, str):
         return aligned
@@ -464,11 +473,15 @@ def print_findings(title, numbers, findings, verdict):
 def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
     parts = [aligned] + [write_sheets(out, kind, entries, samples) for kind, entries in findings.items()]
+    by_hand = [i for i, sample in enumerate(samples) if sample.mask]
+    titles = ["control", "target", "edited (dark = not)"]
+    some = [(samples[i].name, [i]) for i in by_hand[::max(1, len(by_hand) // 24)][:24]]
+    parts.append(write_sheets(out, "mask by hand", some, samples, masked_cells, titles))
     if args.mask:
         def with_mask(sample):
             return masked_cells(sample, args.target_pixels[0], args.upscale)
-        entries = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and not sample.mask]
-        titles = ["control", "target", "edited (dark = not)"]
+        used = set(by_hand) - {i for _, indices in findings["empty mask"] for i in indices}
+        entries = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and i not in used]
         parts.append(write_sheets(out, "mask", entries, samples, with_mask, titles))
     overview = []
     for i, sample in enumerate(samples):

@@ -18,7 +18,8 @@ $ python tools/import_data.py SOURCE OUT --hold_out 10                # every te
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
 NAME_mask or NAME-masklabel. Where no two names agree, an ending that all pictures of a folder have is left out, such as
 -Edit, _after or -Bearbeitet. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
-become one prompt (in OUT each line is a prompt of its own). The pictures in OUT are hard links where the disk allows
+become one prompt (in OUT each line is a prompt of its own). A mask that is not gray with a white region, such as
+MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are hard links where the disk allows
 it: they take no space, but a program that changes one in place changes the original too. A table or configuration that
 you give may refer to any file. A table that is found in a folder, which may come from strangers, may refer only to
 files below its own folder. A cache becomes a cache; give its index to train.py as --data. Every error is printed in a
@@ -36,9 +37,12 @@ import shutil
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import yaml # comes with huggingface_hub
+from PIL import ImageOps
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
@@ -151,8 +155,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     for folder in folders.values():
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; correct it, or {ASK}")
-    if prompt and "[trigger]" in prompt and not trigger:
-        raise InputError("--prompt: contains [trigger]; write the word itself")
+    if prompt and not trigger:
+        common.check_text("--prompt", prompt)
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     if alone and controls:
@@ -209,6 +213,10 @@ def check_files(name, files, targets, controls, alone):
             raise InputError(f"{target}: {fault} in {folder}; name the first one like the target, further ones with "
                              "_1, _2, ... behind it")
 
+def fill(text, word):
+    """A caption with this word in ai-toolkit's placeholders."""
+    return text.replace("[trigger]", word).replace("[name]", word)
+
 def read_caption(files, controls, suffix, prompt, trigger):
     """-> (file of a target's caption, its text). files: the target's {what: paths}; prompt, trigger: as for
     read_folders."""
@@ -225,11 +233,11 @@ def read_caption(files, controls, suffix, prompt, trigger):
     else:
         raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all targets "
                          "without one")
-    if "[trigger]" in text and not trigger:
-        raise InputError(f"{file}: contains [trigger]; write the word itself, or give the .yaml with its trigger_word "
-                         "as SOURCE")
+    if text != fill(text, "") and not trigger:
+        raise InputError(f"{file}: contains [trigger] or [name]; write the word itself, or give the .yaml with its "
+                         "trigger_word as SOURCE")
     if trigger: # as ai-toolkit does
-        text = text.replace("[trigger]", trigger).replace("[name]", trigger)
+        text = fill(text, trigger)
         text = text if trigger in text else f"{trigger} {text}"
     return file, text
 
@@ -247,7 +255,7 @@ def read_rows(table):
         return [(f"{table}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if table.suffix == ".json":
         try:
-            rows = json.loads(text)
+            rows = common.read_json(text)
             if not isinstance(rows, list):
                 raise TypeError(f"it is {text.strip():.40}")
         except Exception as e: # a foreign file can fail in any way
@@ -330,14 +338,27 @@ def by_role(row, where):
         cells[number] = cell if isinstance(cell, list) else [cell]
     return {role: sum([cells[n] for n in sorted(cells)], []) for role, cells in roles.items()}
 
+def parse_row(where, row):
+    """A row of read_rows -> {column: cell}."""
+    try:
+        row = common.read_json(row) if isinstance(row, str) else row
+        return dict(row.items())
+    except Exception as e: # a foreign file can fail in any way
+        raise InputError(f"{where}: no JSON object ({e}); write one in each line")
+
+def unread(row, columns):
+    """-> the columns of a row that hold something and have no role, or one that --columns gives to others."""
+    chosen, found = sum(columns.values(), []), []
+    for name, cell in row.items():
+        role = read_column(name)[0]
+        if cell is not None and name not in chosen and (role is None or role in columns):
+            found.append(name)
+    return found
+
 def read_row(number, where, row, place, columns, alone):
     """-> Sample. number: goes into its name, as several rows may share a target. place(where, cell) -> the picture's
     file."""
-    try:
-        row = json.loads(row) if isinstance(row, str) else row
-        cells = by_role(rename(row, where, columns), where)
-    except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{where}: no JSON object ({e}); write one in each line")
+    cells = by_role(rename(row, where, columns), where)
     if "more cells" in row:
         raise InputError(f"{where}: more cells than columns; put a prompt that contains a comma in quotes")
     roles = ["target", "prompt"] if alone else ["target", "control", "prompt"]
@@ -381,11 +402,14 @@ def find_file(table, anywhere, folder, where, cell):
     raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
 
 def read_tables(tables, anywhere, folder, columns, alone):
-    """-> (samples, problems). A sample that is in two tables counts once. anywhere, folder: see find_file."""
-    samples, problems, seen = [], [], {}
+    """-> (samples, problems). A sample that is in two tables counts once. Prints which columns it does not read.
+    anywhere, folder: see find_file."""
+    samples, problems, seen, others = [], [], {}, Counter()
     rows = ((table, where, row) for table in tables for where, row in read_rows(table))
     for number, (table, where, row) in enumerate(rows):
         try:
+            row = parse_row(where, row)
+            others.update(unread(row, columns))
             place = functools.partial(find_file, table, anywhere, folder)
             sample = read_row(number, where, row, place, columns, alone)
             first_table, first = seen.setdefault(str([sample.target, sample.controls, sample.prompts]), (table, where))
@@ -397,36 +421,74 @@ def read_tables(tables, anywhere, folder, columns, alone):
             if isinstance(e, NoColumn) and table.suffix not in (".json", ".jsonl"):
                 raise
             problems.append(str(e))
+    if others:
+        names = ", ".join(f"{name or repr(name)} ({count} rows)" for name, count in others.items())
+        print(f"{tables[0]}: columns that are not read: {names}")
     return samples, problems
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
-NOT_CONVERTED = dict( # settings, and what to do instead; the script prints a line if one of them is set
-    num_repeats="; use train.py --repeats", default_caption="; give it as --prompt", multiple_target="", is_reg="",
-    resolution="; use train.py --target_pixels", caption_dropout_rate="; use train.py --caption_dropout_rate")
+# Settings of a dataset, as toolkit/config_modules.py of ai-toolkit and docs/dataset_config.md of musubi-tuner name them:
+# those that are read, and those that only decide about speed, memory, buckets or videos. Any other one that is set is
+# printed, as it may change what the pictures mean.
+CONTROLS = ["control_path", *[f"control_path{middle}{n}" for middle in ("", "_") for n in range(10)]]
+AITOOLKIT = "folder_path caption_ext caption_type trigger_word mask_path invert_mask alpha_mask".split() + CONTROLS
+MUSUBI = "image_directory control_directory image_jsonl_file caption_extension multiple_target".split()
+HARMLESS = """cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk cache_tensors_to_disk
+              cache_latents_num_workers load_image_when_caching_latents num_workers prefetch_factor persistent_workers
+              gpu_prefetch_batches fast_image_size debug buckets bucket_tolerance enable_ar_bucket shrink_video_to_frames
+              auto_frame_count fps do_i2v do_audio full_size_control_images replay_transforms
+              batch_size enable_bucket cache_directory debug_dataset""".split()
+USUAL = dict(num_repeats=1, num_frames=1, type="image", scale=1, loss_multiplier=1, network_weight=1,
+             random_triggers_max=1, control_transparent_color=[255, 255, 255]) # what means nothing, beside 0 and such
+AS_THEY_ARE = "; pictures are trained as they are"
+REMEDIES = dict( # what to do instead, or what happens
+    num_repeats="; use train.py --repeats", default_caption="; give it as --prompt",
+    resolution="; use train.py --target_pixels", control_resolution="; use train.py --control_pixels",
+    no_resize_control="; use train.py --control_pixels native", bucket_no_upscale="; use train.py --no-upscale",
+    caption_dropout_rate="; use train.py --caption_dropout_rate", caption_dropout="; use train.py --caption_dropout_rate",
+    mask_min_value="; use train.py --mask_background_weight",
+    control_transparent_color="; what is transparent becomes white", **dict.fromkeys(
+        "flip_x flip_y random_crop random_scale square_crop scale augments augmentations".split(), AS_THEY_ARE))
+
+class Loader(yaml.SafeLoader): # a class, as yaml calls its method
+    def compose_mapping_node(self, anchor):
+        """ValueError for a key that is given twice, of which yaml would keep the last value in silence."""
+        node = super().compose_mapping_node(anchor)
+        for key, count in Counter(str(key.value) for key, _ in node.value).items():
+            if count > 1:
+                raise ValueError(f"{key!r} is given twice; keep one")
+        return node
 
 def read_config(path):
-    """-> for each dataset in a configuration the arguments of read_folders or read_tables."""
+    """-> for each dataset in a configuration the arguments of read_folders or read_tables, and of fit_masks. Prints the
+    settings that it does not convert."""
     text = common.read_text(path)
     try:
         if path.suffix == ".toml":
             config = tomllib.loads(text)
             datasets = [config.get("general", {}) | dataset for dataset in config["datasets"]]
-            parts = [musubi_part(path, dataset) for dataset in datasets]
+            parts, read = [musubi_part(path, dataset) for dataset in datasets], MUSUBI
         else:
-            processes = yaml.safe_load(text)["config"]["process"]
-            datasets = [process | dataset for process in processes for dataset in process["datasets"]]
-            parts = [aitoolkit_part(path, dataset) for dataset in datasets]
+            pairs = [(process, dataset) for process in yaml.load(text, Loader)["config"]["process"]
+                     for dataset in process["datasets"]]
+            parts, read = [aitoolkit_part(path, process | dataset) for process, dataset in pairs], AITOOLKIT
+            # of a job's own settings only these are about data
+            datasets = [{key: process[key] for key in REMEDIES if key in process} | dataset
+                        for process, dataset in pairs]
     except Exception as e: # a foreign file can fail in any way
         why = f"no {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {common.first_words(e)}"
         raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
-    for key, remedy in NOT_CONVERTED.items():
-        usual = 1 if key == "num_repeats" else 0
-        if any(dataset.get(key) not in (None, "", usual) for dataset in datasets):
-            print(f"{path}: {key} is not converted{remedy}")
+    for key in dict.fromkeys(key for dataset in datasets for key in dataset):
+        if key not in read and any(is_lost(key, dataset.get(key)) for dataset in datasets):
+            print(f"{path}: {key} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
         print(f"{path}: captions without {trigger!r}, the trigger_word, will begin with it")
     return parts
+
+def is_lost(key, value):
+    """Whether a setting that is not read could change what the pictures mean."""
+    return key not in HARMLESS and value not in (None, False, 0, "", [], {}, USUAL.get(key))
 
 def locate(config, name):
     """-> a path of a configuration: relative to the working folder, as for its trainer, if something exists there, or
@@ -439,6 +501,8 @@ def caption_suffix(extension):
 
 def musubi_part(config, dataset):
     """musubi-tuner's settings of a dataset -> arguments of read_folders or read_tables."""
+    if dataset.get("multiple_target"):
+        raise ValueError("multiple_target: its pictures are several targets of one sample, which must be pairs here")
     if "image_jsonl_file" in dataset:
         return dict(tables=[locate(config, dataset["image_jsonl_file"])], anywhere=True)
     controls = [locate(config, dataset["control_directory"])] if "control_directory" in dataset else []
@@ -446,19 +510,75 @@ def musubi_part(config, dataset):
                 suffix=caption_suffix(dataset.get("caption_extension", "txt")))
 
 def aitoolkit_part(config, dataset):
-    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders. Its controls are control_path, a
-    string or a list, and control_path_1 or control_path2, ..., which may be null."""
+    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders, and of fit_masks. Its controls
+    are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
-    for key in sorted(dataset):
-        if re.fullmatch(r"control_path(_?\d)?", key) and dataset[key]:
+    for key in sorted(dataset.keys() & set(CONTROLS)):
+        if dataset[key]:
             controls += dataset[key] if isinstance(dataset[key], list) else [dataset[key]]
     trigger = dataset.get("trigger_word")
     if isinstance(trigger, (list, dict)):
         raise ValueError(f"trigger_word {trigger} is no word")
+    alpha, mask = bool(dataset.get("alpha_mask")), dataset.get("mask_path")
+    if alpha and mask:
+        print(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
+    if alpha:
+        print(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes white; "
+              "to leave that out of the loss use train.py --mask_background_weight 0")
+    suffix = dataset.get("caption_type") or dataset.get("caption_ext", "txt") # the first is its older name
     return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
-                mask=locate(config, dataset["mask_path"]) if dataset.get("mask_path") else None,
-                suffix=caption_suffix(dataset.get("caption_ext", "txt")),
+                mask=locate(config, mask) if mask and not alpha else None, alpha=alpha,
+                invert=bool(dataset.get("invert_mask")), suffix=caption_suffix(suffix),
                 trigger=None if trigger is None else str(trigger).strip())
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+def fit_mask(sample, file, invert, alpha):
+    """The file of a sample's mask in our form, gray with a white region: its own, or else `file`, which this writes.
+    None if the mask selects nothing or everything. InputError if it cannot be told what it selects."""
+    if alpha:
+        mask = common.decode(sample.target, None).convert("RGBA").getchannel("A")
+    else:
+        mask = common.read_mask(sample.mask)
+    mask = ImageOps.invert(mask) if invert else mask
+    if common.mask_is_empty(mask):
+        return None
+    if not alpha:
+        with common.open_image(sample.mask) as image:
+            is_plain = image.mode in ("1", "L") and not image.has_transparency_data
+            if is_plain and np.array_equal(np.asarray(image.convert("L")), np.asarray(mask)):
+                return sample.mask
+    mask.save(file)
+    return str(file)
+
+def fit_masks(samples, folder, invert=False, alpha=False):
+    """-> (samples, problems). Masks that are not in our form are replaced by files in `folder`; those that select
+    nothing or everything are left out, and printed. invert: black is the region. alpha: the opaque part of each target
+    is its region."""
+    masked = [sample for sample in samples if sample.mask or alpha]
+    folder.mkdir()
+
+    def work(item):
+        return fit_mask(item[1], folder / f"{item[0]}.png", invert, alpha)
+    def shown(sample): # a table's picture has no file of its own
+        path = Path(sample.target if alpha else sample.mask)
+        return f"mask of {sample.name}" if path.is_relative_to(folder.parent) else str(path)
+    bad, empty, problems = [], [], []
+    found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
+    for sample, future in zip(masked, tqdm(found, desc="reading masks", unit=" masks", total=len(masked),
+                                           disable=None if masked else True, leave=False)):
+        try:
+            mask = future.result()
+            if mask is None:
+                empty.append(shown(sample))
+            sample.mask = mask
+        except InputError as e:
+            bad.append(id(sample))
+            problems.append(str(e) if alpha else str(e).replace(str(sample.mask), shown(sample)))
+    if empty:
+        print(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
+              + (", ..." if len(empty) > 8 else ""))
+    return [sample for sample in samples if id(sample) not in bad], problems
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
 
@@ -545,10 +665,13 @@ def convert(args, columns, tmp):
         raise InputError(f"--prompt: {source} is a table, which has its own prompts; leave --prompt out")
     samples, problems = [], []
     for n, part in enumerate(parts):
+        changes = {name: part.pop(name) for name in ("invert", "alpha") if name in part}
         if "tables" in part:
             new, faults = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
             new, faults = read_folders(**part, alone=args.alone, prompt=args.prompt)
+        new, more = fit_masks(new, tmp / f"masks{n}", **changes)
+        faults += more
         for sample in new:
             if len(parts) > 1: # each part gets a folder, as two parts may have the same names
                 sample.name = f"{n}/{sample.name}"
@@ -590,7 +713,8 @@ def main():
             parser.error(f"argument --columns: {role} is given twice; leave one out")
         columns[role] = columns.get(role, []) + names
     if args.prompt is not None:
-        common.make_sample("--prompt", args.out, "", None, [], [args.prompt]) # raises InputError for a bad prompt
+        # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
+        common.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
     common.refuse_to_replace(args.out)

@@ -7,8 +7,8 @@ averaged; several LoRA scales (--scales) get a line each:
                          the VAE alone, which is the best that any LoRA can reach
     kept                 PSNR of the result where nothing should change, i.e. where target and control differ by at most
                          8 levels of 255
-    inside, outside      PSNR of the result inside and outside of the mask: the dataset's, or else the one that --mask
-                         auto makes; empty if there is no mask, because nothing differs or nearly everything
+    inside, outside      PSNR of the result inside and outside of the mask: the dataset's, or else (also if that selects
+                         nothing or everything) the one that --mask auto makes; empty if there is no mask, because nothing differs or nearly everything
     shift, zoom, colour  how the edit disturbed the part that should not change: a motion in pixels, a change of size in
                          percent, a colour cast in levels; medians. The reference is the target after the VAE: its soft
                          edges, against the target's own, would look like a zoom of half a percent
@@ -81,7 +81,9 @@ def prepare(sample, size, pipe):
     if sample.controls:
         original = common.read_image(sample.controls[0])
         control = original.resize(size, Image.Resampling.LANCZOS)
-        mask = common.read_image(sample.mask).convert("L") if sample.mask else auto_mask(whole, original, size)
+        mask = common.read_mask(sample.mask) if sample.mask else None
+        if mask is None or common.mask_is_empty(mask): # then it is trained without, too
+            mask = auto_mask(whole, original, size)
         if mask:
             edited = np.asarray(mask.resize(size, Image.Resampling.NEAREST)) >= 128
         keep = np.abs(np.asarray(control, int) - np.asarray(target, int)).max(-1) <= 8
