@@ -6,6 +6,8 @@ An optimizer, of any package, may keep what it wants where it wants. Here one ta
 LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
 The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
 """
+import contextlib
+import io
 import random
 import tempfile
 import types
@@ -15,7 +17,7 @@ import torch
 
 from common import InputError, first_words, read_tensors, write_tensors
 
-STEPS = 4, 3 # before and after the checkpoint: some state is filled late
+STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
@@ -27,25 +29,10 @@ def check(args, lora, make_optimizer, averaged_weights, save_state, load_state):
         if sum(p.shape == other.shape for other in few.values()) < 2:
             few[name] = p
     first = copies_of(few)
-    optimizer = make_optimizer(first.values())
     state_of_python = random.getstate()
     try:
-        take_steps(optimizer, first, range(STEPS[0]))
-        with averaged_weights(optimizer):
-            second = copies_of(first)
-            tensors, state = save_state(optimizer, first)
-            with tempfile.TemporaryDirectory() as folder:
-                write_tensors(Path(folder, "state"), tensors, dict(state=state))
-                tensors, meta = read_tensors(Path(folder, "state"))
-        other = make_optimizer(second.values())
-        load_state(other, second, tensors, meta["state"])
-        lost = difference(vars(optimizer), vars(other), "", set())
-        if lost is None:
-            for one, parameters in ((optimizer, first), (other, second)):
-                random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each pack
-                take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
-            if not all(close(first[name], second[name], few[name]) for name in few):
-                lost = "all of its state: with the same gradients it goes on with other steps"
+        with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once
+            lost = find_lost(few, make_optimizer, averaged_weights, save_state, load_state)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
@@ -54,6 +41,31 @@ def check(args, lora, make_optimizer, averaged_weights, save_state, load_state):
     if lost is not None:
         raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
                          "anew; take another, such as torch.optim.AdamW")
+
+
+def find_lost(few, make_optimizer, averaged_weights, save_state, load_state):
+    """-> what of an optimizer's state does not come back, None if all does. few: {name: parameter}."""
+    first = copies_of(few)
+    optimizer = make_optimizer(first.values())
+    take_steps(optimizer, first, range(STEPS[0]))
+    with averaged_weights(optimizer):
+        second = copies_of(first)
+        tensors, state = save_state(optimizer, first)
+        with tempfile.TemporaryDirectory() as folder:
+            write_tensors(Path(folder, "state"), tensors, dict(state=state))
+            tensors, meta = read_tensors(Path(folder, "state"))
+    other = make_optimizer(second.values())
+    load_state(other, second, tensors, meta["state"])
+    lost = difference(vars(optimizer), vars(other), "", set())
+    if lost is None:
+        for one, parameters in ((optimizer, first), (other, second)):
+            random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each pack
+            take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
+        if not all(close(first[name], second[name], few[name]) for name in few):
+            lost = "all of its state: with the same gradients it goes on with other steps"
+        with averaged_weights(optimizer):
+            save_state(optimizer, first) # what has come since can be saved, too
+    return lost
 
 
 def copies_of(parameters):
@@ -108,7 +120,7 @@ def difference(a, b, path, seen):
     if len(a) != len(b):
         return path
     for (key, value), (_, other) in zip(a, b):
-        found = difference(value, other, f"{path}.{key}" if key != "" else path, seen)
+        found = difference(value, other, f"{path}.{key}".strip("."), seen)
         if found is not None:
             return found
     return None
