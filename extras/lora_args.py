@@ -92,9 +92,9 @@ def refuse(model, weights, lora_args):
 
 
 def refuse_added(model, load, lora_args):
-    """As `refuse`, for the model that will be trained; and an entry of rank_pattern or alpha_pattern that fits no layer,
-    which peft would ignore. load(): the transformer without a LoRA. Its files are mapped into memory, so this reads all
-    of them once, which placing the model would do next."""
+    """As `refuse`, for the model that will be trained; and an entry of rank_pattern or alpha_pattern that fits no
+    layer, which peft would ignore. load(): the transformer without a LoRA. Its files are mapped into memory, so this
+    reads all of them once, which placing the model would do next."""
     # weights on the meta device (--plan), and those that one file fills in later, say nothing
     weights = {name: p for name, p in load().named_parameters() if p.untyped_storage().nbytes() >= p.nbytes}
     refuse(model, {} if model.device.type == "meta" else weights, lora_args)

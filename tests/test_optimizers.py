@@ -183,7 +183,8 @@ class FailsInItsStep(Optimizer):
         return {}["missing"]
 
 # torch.optim's, by their defaults, and those of other packages with what they need
-KEPT = ["torch.optim." + name for name in "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Adafactor Muon".split()]
+TORCH = "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Adafactor Muon"
+KEPT = [f"torch.optim.{name}" for name in TORCH.split()]
 KEPT += ["bitsandbytes.optim.PagedAdEMAMix8bit", "bitsandbytes.optim.Lion8bit", "schedulefree.RAdamScheduleFree",
          "schedulefree.AdamWScheduleFreeReference", "prodigyplus.ProdigyPlusScheduleFree", "prodigyopt.Prodigy"]
 OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Attribute, Lists, Nested, Harmless)]
@@ -213,8 +214,8 @@ def trial(optimizer, **more):
     """extras/probe.py's, on a LoRA of three layers."""
     ns = recipe()
     torch.manual_seed(0)
-    shapes = [(16, 320), (512, 16)]
-    lora = {f"{n}.{i}": torch.nn.Parameter(0.1 * torch.randn(shape)) for n in range(3) for i, shape in enumerate(shapes)}
+    shapes = dict(lora_A=(16, 320), lora_B=(512, 16))
+    lora = {f"{n}.{k}": torch.nn.Parameter(0.1 * torch.randn(shape)) for n in range(3) for k, shape in shapes.items()}
     args = types.SimpleNamespace(**dict(vars(ns["args"]), optimizer=optimizer, optimizer_args=[*more.items()], lr=0.01))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("args", args), ("optimizer_class", locate(optimizer))):
