@@ -140,7 +140,7 @@ def key_value(text):
         return key, value
 
 natural, positive = number(int, 0), number(int, 1)
-not_negative, fraction = number(float, 0), number(float, 0, 1)
+not_negative, fraction = number(float, 0, 1e30), number(float, 0, 1) # fp32 holds sums of such numbers
 
 def add_model_flags(parser):
     """The flags that all scripts share."""

@@ -24,6 +24,7 @@ import argparse
 import io
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -65,6 +66,7 @@ SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, t
                 shift=None)
 # tiny was not trained to go without a prompt; few steps average its errors, and this shift is best with 8
 TINY_SAMPLING = dict(true_cfg_scale=1.0, num_inference_steps=8, shift=5.0)
+NAME_BYTES = 255 # a file's name may have so many
 OURS = rb"tEXtkey\0" # is in every picture that save_png has written
 NOISE_LEVEL = number(float, 1e-6, 1)
 
@@ -637,6 +639,13 @@ def picture_stem(sample):
     """A sample's name may lead through folders of its dataset; its picture's name does not."""
     return sample.name.replace("/", "-")
 
+def with_end(path, end):
+    """-> the path with this behind its stem. InputError if it is longer than a file's name may be."""
+    path = path.with_stem(path.stem + end)
+    if len(os.fsencode(path.name)) > NAME_BYTES:
+        raise InputError(f"{path}: its name is too long for a file; give a shorter one, with --out or a line of --jobs")
+    return path
+
 def plan_pictures(samples, inputs, args, sheet, models):
     """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
     title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
@@ -666,11 +675,11 @@ def plan_pictures(samples, inputs, args, sheet, models):
             strengths = [[lora, lora_scale * scale] for lora, lora_scale in loras]
             key = common.content_key(files=encoded, **models, quantize=args.quantize, seed=seed, loras=strengths,
                                      **settings)
-            path = out.with_stem(out.stem + end)
+            path = with_end(out, end)
             number = 1
             while not (sheet or args.out or finished(path, key)) and path.exists(): # another photograph's result
                 number += 1
-                path = out.with_stem(f"{out.stem}{end}-{number}")
+                path = with_end(out, f"{end}-{number}")
             if path.resolve() in taken:
                 raise InputError(f"{args.jobs or '--image'}: {path} would overwrite a picture that is read, or another "
                                  "result; give it another name")
@@ -715,6 +724,12 @@ def generate(args, folder, transformer_folder, transformer_file, scheduler_confi
         print(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
 
+def sheet_beside(path):
+    """-> where the contact sheet of this picture and others goes: a long name is cut."""
+    end = "-sheet.png"
+    stem = os.fsencode(path.stem)[:NAME_BYTES - len(end)].decode(errors="ignore") # never half a letter
+    return path.with_name(stem + end)
+
 def write_sheet(path, pictures):
     """A contact sheet of the first rows of pictures, those of earlier calls too, if there are several pictures."""
     done = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
@@ -753,7 +768,7 @@ def main():
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
         common.prepare_folder(args.out_dir)
-        sheet = sheet or missing[0].path.with_stem(f"{missing[0].path.stem}-sheet")
+        sheet = sheet or sheet_beside(missing[0].path)
         if len(pictures) > 1:
             common.refuse_to_replace(sheet, OURS)
     if rank == 0 and len(missing) < len(pictures):

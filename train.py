@@ -128,9 +128,8 @@ if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "-
 if lora_args.get("use_dora"):
     parser.error("argument --lora_args: use_dora is not trained here, as ComfyUI ignores a DoRA's magnitudes and a "
                  "quantized base has none; leave it out, and raise --lora_rank")
-if str(lora_args.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
-    parser.error("argument --lora_args: this init_lora_weights also changes the base model, which a LoRA file cannot "
-                 "store; choose another")
+if lora_args: # peft takes some of which a LoRA file cannot hold what they train
+    load_extra("lora_args").try_out(lora_args, predict.add_lora)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
@@ -214,7 +213,7 @@ class Item:
     s: "float32" # noise level
     controls: "base K C" # latents of the controls, without noise, one after the other
     prompt: "base T J" # embeddings
-    weight: "float32 I" # of each target token in the loss
+    weight: "float32 I" # of each target token in the loss. None in an idle pass, whose loss is 0
     img_shapes: list # as Pick.img_shapes
 
 # Everything random is a function of (seed, position), so resuming needs one number, and every process knows what the
@@ -282,6 +281,9 @@ def load_item(picked):
     if "edit_mask" in latents and not picked.preserve: # with another prompt there is no edit for the mask to mark
         mask = latents["edit_mask"] # (I,) from 0 to 1: the edited share of a token
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
+        if weight.sum() == 0: # flow_loss divides by it
+            raise InputError(f"{picked.sample.mask or picked.sample.name}: this mask leaves no token a weight in the "
+                             "loss; correct it, or raise --mask_background_weight or --mask_foreground_weight")
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
     prompt = cache.load_text(picked.sample, (picked.prompt, picked.with_controls), encoders)
     velocity = None if picked.preserve else noise - x0
@@ -333,7 +335,10 @@ def flow_loss(model, items):
     for i, pred in zip(items, predict_velocity(model, items)):
         # in fp32: bf16 keeps three digits, and to square, add and compare such numbers would lose them
         error = (pred - i.velocity).square().mean(-1) # (I,)
-        losses.append((error * i.weight).sum() / i.weight.sum().clamp_min(1e-12)) # in an idle pass all weights are 0
+        if i.weight is None:
+            losses.append(0 * error.sum())
+        else:
+            losses.append((error * i.weight).sum() / i.weight.sum())
     return losses
 
 def learning_rate(n):
@@ -429,15 +434,15 @@ def write_log(record, sync=False):
 class Checkpoint:
     lora: dict # {diffusers' name: tensor}
     moments: dict # the optimizer's tensors: {"exp_avg.PARAMETER": tensor}
-    info: dict # step, config, and the optimizer's other state (`numbers`) and settings (`group`)
+    info: dict # step, config, and `optimizer`: all else of its state, as save_state has it
 
 def read_checkpoint(path):
     """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries."""
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     moments, info = read_tensors(path / "optimizer.safetensors")
     # both files must be of the step in the folder's name
-    if "config" not in info or not meta.get("train.step") == info.get("step") == number_of(path):
-        raise InputError(f"{path}: its files do not belong together; it is damaged")
+    if "optimizer" not in info or not meta.get("train.step") == info.get("step") == number_of(path):
+        raise InputError(f"{path}: its files do not belong together; it is damaged, or of an older train.py")
     return Checkpoint(lora, moments, info)
 
 def find_checkpoint():
@@ -494,17 +499,10 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     """Writes a checkpoint, which appears whole or not at all, and deletes the older ones beyond --keep."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
-    tensors, numbers = {}, {} # the optimizer's state, by what it is and the parameter's name
     with averaged_weights(optimizer):
         predict.save_lora(tmp / LORA_FILE, transformer, dict(step=step, **meta))
-        for name, p in lora.items():
-            for key, value in optimizer.state[p].items():
-                target = tensors if torch.is_tensor(value) else numbers
-                target[f"{key}.{name}"] = value
-    # and its settings, because some optimizers (Prodigy) change them as they run
-    group = {key: value for key, value in optimizer.param_groups[0].items() if isinstance(value, (int, float))}
-    info = dict(step=step, config=config, numbers=numbers, group=group)
-    common.write_tensors(tmp / "optimizer.safetensors", tensors, info)
+        tensors, state = save_state(optimizer, lora)
+    common.write_tensors(tmp / "optimizer.safetensors", tensors, dict(step=step, config=config, optimizer=state))
     # the rename is the moment at which the checkpoint exists; a kill before it leaves the older ones as they were
     os.replace(tmp, path)
     common.sync_folder(out_dir)
@@ -514,19 +512,59 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
 def load_checkpoint(checkpoint, transformer, lora, optimizer):
     """Puts LoRA and optimizer back, bit for bit."""
     predict.load_weights(transformer, checkpoint.lora, out_dir)
-    # {"exp_avg.PARAMETER": value} -> {"PARAMETER": {"exp_avg": value}}
-    by_name = {name: {} for name in lora}
-    for entry, value in (checkpoint.moments | checkpoint.info["numbers"]).items():
-        key, name = entry.split(".", 1)
-        by_name[name][key] = value
-    group = optimizer.state_dict()["param_groups"][0] | checkpoint.info["group"]
-    # torch's optimizers number their parameters, in the order in which they got them
-    optimizer.load_state_dict(dict(state=dict(enumerate(by_name.values())), param_groups=[group]))
-    # torch has cast the state to fp32, as the parameters are, but some optimizers keep a part of it in bf16
-    for entry, value in checkpoint.moments.items():
-        key, name = entry.split(".", 1)
-        state = optimizer.state[lora[name]]
-        state[key] = value.to(state[key].device)
+    load_state(optimizer, lora, checkpoint.moments, checkpoint.info["optimizer"])
+
+# An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and
+# not only tensors and numbers (SOAP has lists of tensors). extras/probe.py tries before the first step whether all of
+# it comes back.
+
+def places_of(optimizer, lora):
+    """{a parameter's name, "group" or "self": the dictionary in which the optimizer keeps state}."""
+    states = {name: optimizer.state[p] for name, p in lora.items()}
+    return states | {"group": optimizer.param_groups[0], "self": vars(optimizer)}
+
+def save_state(optimizer, lora):
+    """-> (tensors, JSON) of all that the optimizer keeps, within averaged_weights."""
+    tensors, state = {}, []
+    for place, values in places_of(optimizer, lora).items():
+        for key, value in values.items():
+            try:
+                state.append((place, key, to_json(value, f"{key}.{place}", tensors)))
+            except TypeError as e: # beside parameters' states there are objects, which are made with the optimizer
+                if place in lora:
+                    raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {e} in its {key}; take "
+                                     "another, such as torch.optim.AdamW")
+    return tensors, state
+
+def to_json(value, path, tensors):
+    """A value as JSON, which from_json reads; its tensors are added to `tensors`. TypeError if it has other parts."""
+    if type(value) is torch.Tensor:
+        tensors[path] = value
+        return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [to_json(v, f"{path}.{n}", tensors) for n, v in enumerate(value)]}
+    if type(value) is dict:
+        return {"dict": [to_json(pair, f"{path}.{n}", tensors) for n, pair in enumerate(value.items())]}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(type(value).__name__)
+
+def from_json(value, tensors):
+    """The value that to_json was given, its tensors on the device."""
+    if type(value) is not dict:
+        return value
+    (kind, parts), = value.items()
+    if kind == "tensor":
+        path, on_cpu = parts
+        return tensors[path].to("cpu" if on_cpu else args.device)
+    made = [from_json(part, tensors) for part in parts]
+    return locate(kind)(made) # list, tuple or dict
+
+def load_state(optimizer, lora, tensors, state):
+    """Puts back what save_state has returned."""
+    places = places_of(optimizer, lora)
+    for place, key, value in state:
+        places[place][key] = from_json(value, tensors)
     use_trained_weights(optimizer)
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
@@ -550,7 +588,8 @@ def find_layers(transformer, names):
 
 def make_model(folder, file):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns)."""
-    transformer = predict.load_transformer(folder, args.dtype, weights=not args.plan, file=file)
+    load = partial(predict.load_transformer, folder, args.dtype, weights=not args.plan, file=file)
+    transformer = load()
     if pretrained_file:
         lora_config = predict.lora_config(pretrained_file)
     else:
@@ -564,10 +603,8 @@ def make_model(folder, file):
         lora = predict.add_lora(transformer, **lora_config)
     except Exception as e: # whatever peft raises
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
-    # with some arguments peft trains biases or whole modules, too
-    if lora_args.get("target_parameters") or any(".lora_" not in name or p.dim() < 2 for name, p in lora.items()):
-        raise InputError("--lora_args: would train what a LoRA's file cannot hold; leave out bias, lora_bias, "
-                         "modules_to_save and target_parameters")
+    if lora_args: # all weights are compared with those of a transformer that is loaded once more
+        load_extra("lora_args").refuse_added(transformer, load, lora_args)
     if pretrained_file and not args.plan:
         predict.load_weights(transformer, predict.read_lora(pretrained_file)[0], pretrained_file)
     predict.load_loras(transformer, args.sample_lora)
@@ -652,11 +689,11 @@ def plan_step(n):
     return picks, deal_packs([p.tokens for p in picks])[rank]
 
 def load_pack(picks, pack):
-    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, with loss weights of 0."""
+    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, with a loss of 0."""
     if pack:
         return [load_item(picks[place]) for place in pack]
     item = load_item(min(picks, key=lambda p: p.tokens))
-    return [replace(item, weight=torch.zeros_like(item.weight))]
+    return [replace(item, weight=None)]
 
 def sum_over_processes(parameters, numbers):
     """Adds up the gradients of these parameters, in place, and a tensor of other numbers, in one all-reduce -> the sums
@@ -694,12 +731,10 @@ def too_large(step, picks, pack, recomputed):
                       f"--gradient_checkpointing {recomputed}; lower the first (for one sample --target_pixels), or "
                       "raise the second, then --resume")
 
-def diverged(step, picks, loss, grad_norm):
-    """-> the InputError of a loss or a gradient that is NaN or infinite."""
+def unusable(step, picks, what, remedy):
+    """-> the InputError of a step that must not be taken."""
     names = ", ".join(p.sample.name for p in picks)
-    return InputError(f"{out_dir}: loss {loss}, gradient norm {grad_norm} at step {step + 1} ({names}); check these "
-                      "samples, and start a new run with a lower --lr (--pretrained_lora takes a checkpoint from "
-                      "before the loss rose)")
+    return InputError(f"{out_dir}: {what} at step {step + 1} ({names}); {remedy}")
 
 # ---- validation: the loss of samples that are not trained; extras/draw.py draws them ---------------------------------
 # These functions also read what THE RUN has made: transformer, val_samples, drawer.
@@ -826,6 +861,8 @@ recomputed = recompute_blocks(transformer, samples)
 say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks "
     "again")
 optimizer = make_optimizer(lora.values())
+if probe := common.find_extra("probe"): # or a checkpoint that lacks a part of its state would be noticed too late
+    probe.check(args, lora, make_optimizer, averaged_weights, save_state, load_state)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}, {world_size} process(es)")
 
@@ -924,10 +961,16 @@ while step < args.max_steps and not stop:
     # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
-        raise diverged(step, picks, loss, grad_norm)
+        raise unusable(step, picks, f"loss {loss}, gradient norm {grad_norm}", "check these samples, and start a new "
+                       "run with a lower --lr (--pretrained_lora takes a checkpoint from before the loss rose)")
 
     # The learning rate is ours; an optimizer's own rates, of several groups for instance, would be overwritten.
     lr = learning_rate(step)
+    # A run that learns nothing must not look like a success. (Until the LoRA has changed something, samples with
+    # `preserve` have no gradient; with --preserve below 1, others will come.)
+    if grad_norm == 0 and lr > 0 and not (args.preserve < 1 and all(p.preserve for p in picks)):
+        raise unusable(step, picks, "a gradient of exactly 0", "look at the masks and their weights, --preserve 1, "
+                       "--lora_args, and a --pretrained_lora of zeros")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -47,7 +47,8 @@ OPTIMIZERS = dict(adamw="torch.optim.AdamW", adam="torch.optim.Adam", adamw8bit=
                   prodigy="prodigyopt.Prodigy", lion8bit="bitsandbytes.optim.Lion8bit")
 VALUES = [ # argparse's message, and what it means
     ("--gradient_checkpointing: invalid int value", "0 is off; leave it out, and what does not fit is recomputed"),
-    ("--offload: invalid number_of_blocks value", "give a number of blocks, or all")]
+    ("--offload: invalid number_of_blocks value", "give a number of blocks, or all"),
+    ("--max_grad_norm: ", "inf turns it off")]
 
 
 def explain(message, known):
@@ -131,7 +132,7 @@ def warnings(args, samples, val_samples=()):
     args: of cache.py, train.py or predict.py."""
     if not samples: # all have errors, which are listed
         return []
-    lines = [bend_of(samples), size_for_tiny(args, samples)]
+    lines = [bend_of(samples), size_for_tiny(args, samples), *not_used(args, samples)]
     if getattr(args, "jobs", None): # a dataset, whose folders are read as a whole
         place, folders = args.out_dir.resolve(), {Path(s.target).resolve().parent for s in samples if s.target}
         if folders & {place, *place.parents}:
@@ -143,6 +144,33 @@ def warnings(args, samples, val_samples=()):
         if args.sample_every and not val_samples:
             lines.append("--sample_every: nothing will be generated; give pairs that are not trained as --val_data")
     return [f"warning: {line}" for line in lines if line]
+
+
+def not_used(args, samples):
+    """What is given and has no effect, or another one than it may seem to have."""
+    given = "--negative_prompt" in {word.split("=")[0] for word in sys.argv[1:]}
+    no_effect = "has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"
+    if hasattr(args, "max_steps"): # train.py
+        if given and args.true_cfg_scale <= 1:
+            yield f"--negative_prompt: {no_effect}"
+    if not hasattr(args, "jobs"):
+        return
+    # predict.py, where each line of --jobs may have settings of its own
+    if args.image and len(args.image) > 3:
+        yield f"--image: {len(args.image)} pictures make one result; give their folder to edit each"
+    if several := [sample.name for sample in samples if len(sample.prompts) > 1]:
+        yield f"{several[0]}: of several prompts only the first is used{others(several)}"
+    without = []
+    for sample in samples:
+        own = given or sample.settings["negative_prompt"] != args.negative_prompt
+        if own and sample.settings["true_cfg_scale"] <= 1:
+            without.append(sample.name)
+    if without:
+        yield f"{without[0]}: its negative prompt {no_effect}{others(without)}"
+
+
+def others(names):
+    return f" ({len(names) - 1} others likewise)" if len(names) > 1 else ""
 
 
 def bend_of(samples):

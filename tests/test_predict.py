@@ -466,6 +466,54 @@ def test_a_shape_that_is_bent_is_a_warning(tmp_path, photos):
         lines = [line for line in result.err.splitlines() if "warning" in line]
         assert result.status == 0 and len(lines) == bool(named) and (not named or named in lines[0]), result.err
 
+def warnings_of(result):
+    return [line for line in result.err.splitlines() if line.startswith("warning: ")]
+
+def test_a_negative_prompt_without_cfg_is_a_warning(tmp_path, photos):
+    """Of the command line, or of lines of --jobs, which are counted; not where CFG runs, or where none is given."""
+    one = ["--image", photos[0], "--prompt", "x", "--out", tmp_path / "a.png", "--cache_dir", tmp_path / "cache"]
+    for scale in (0.5, 1):
+        warned, = warnings_of(draw(*one, "--negative_prompt=ugly", "--true_cfg_scale", scale))
+        assert "has no effect at a CFG scale of 1 or below" in warned
+    assert not warnings_of(draw(*one, "--negative_prompt", "ugly", "--true_cfg_scale", 2))
+    assert not warnings_of(draw(*one, "--true_cfg_scale", 1))
+    own = dict(image=[str(photos[0])], prompt="x")
+    jobs = write_jobs(tmp_path, [own | dict(out="a.png"), own | dict(out="b.png", negative_prompt="ugly"), own | dict(
+        out="c.png", negative_prompt="ugly", true_cfg_scale=2), own | dict(out="d.png", negative_prompt="dark")])
+    warned, = warnings_of(draw("--jobs", jobs, "--out_dir", tmp_path / "o", "--cache_dir", tmp_path / "cache"))
+    assert "has no effect" in warned and "(1 others likewise)" in warned
+
+def test_several_pictures_or_prompts_for_one_result_are_a_warning(tmp_path, photos):
+    """Four pictures are rather meant as four edits; of two prompts only the first is used."""
+    copies = [shutil.copy(photos[0], tmp_path / f"{n}.png") for n in range(4)]
+    for count, words in ((3, []), (4, ["4 pictures make one result; give their folder to edit each"])):
+        lines = warnings_of(draw("--image", *copies[:count], "--prompt", "x", "--out_dir", tmp_path / f"o{count}"))
+        assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
+        assert len(list(tmp_path.glob(f"o{count}/*.png"))) == 1
+    jobs = write_jobs(tmp_path, [dict(image=[str(photos[0])], prompt=["a", "b"])])
+    warned, = warnings_of(draw("--jobs", jobs, "--out_dir", tmp_path / "o"))
+    assert "of several prompts only the first is used" in warned
+
+@pytest.mark.parametrize("letter", "x\u00e9\u5370")
+def test_a_name_near_the_limit_gets_its_sheet_or_one_line_before_anything_is_generated(tmp_path, photos, monkeypatch,
+                                                                                     letter):
+    """A file's name may have 255 bytes: with two seeds the pictures' fit, their sheet's is cut; longer ones are refused
+    before a model is loaded."""
+    def name(size):
+        whole, rest = divmod(size, len(letter.encode()))
+        return "_" * rest + letter * whole
+    flags = ["--image", photos[0], "--prompt", "x", "--cache_dir", tmp_path / "cache", "--seed", 1, 2]
+    result = draw(*flags, "--out", tmp_path / "o" / f"{name(248)}.png")
+    made = sorted(path.name for path in tmp_path.glob("o/*"))
+    assert len(made) == 3 and sum("-sheet" in path for path in made) == 1, result.err
+    monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
+    result = run_script("predict.py", *flags, "--out", tmp_path / "p" / f"{name(248) + 3 * 'y'}.png")
+    assert result.status == 1 and is_one_line(result.errors[0], "too long for a file"), result.err
+    # a folder's picture of such a name, which gets no number
+    long = save(paint_picture(), tmp_path / "long" / f"{name(248) + 'y'}.png")
+    result = run_script("predict.py", "--image", long, "--prompt", "x", "--seed", 1, 22, "--out_dir", tmp_path / "q")
+    assert result.status == 1 and is_one_line(result.errors[0], "too long for a file"), result.err
+
 def test_one_picture_goes_to_out_dir_if_it_is_given(tmp_path, photos):
     result = draw("--image", photos[1], photos[0], "--prompt", "x", "--lora", "", "--out_dir", tmp_path / "o")
     assert [p.name for p in tmp_path.glob("o/*")] == [photos[1].name], result.err

@@ -165,7 +165,7 @@ def test_learning_rate_is_a_function_of_the_step(tmp_path, schedule, want):
 
 def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
     """A mask that is all white or all black changes nothing; a half one weighs 2 : 1; each sample has its own mean,
-    however large it is; weights of 0 make no NaN."""
+    however large it is. An idle pass has a loss of 0; weights of 0 are no such pass, and must not look like one."""
     ns = globals_of_train(tmp_path / "a")
     items = [ns["load_item"](ns["pick"](p)) for p in (0, 1)]
     for item in items: # the prediction will be 0, the velocity 1 and 3: squares 1 and 9
@@ -186,7 +186,42 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
     assert lens[0] != lens[1]
     assert losses(ones) == losses([2 * w for w in ones]) == pytest.approx([5, 5])
     assert losses([ones[0], halves[1]]) == pytest.approx([5, (1 + 2 * 9) / 3])
-    assert losses([0 * ones[0], halves[1]]) == pytest.approx([0, (1 + 2 * 9) / 3])
+    assert losses([None, halves[1]]) == pytest.approx([0, (1 + 2 * 9) / 3])
+    assert losses([1e-20 * ones[0], halves[1]]) == pytest.approx([5, (1 + 2 * 9) / 3])
+    assert math.isnan(losses([0 * ones[0], halves[1]])[0])
+
+@pytest.mark.parametrize("weight, colour", [("background", "black"), ("foreground", "white")])
+def test_a_mask_that_leaves_nothing_to_learn_ends_the_run_and_is_named(tmp_path, weight, colour):
+    """Its loss would be 0, and one among others would make their gradients smaller. A gray mask leaves something."""
+    for name in "ab":
+        add_item(tmp_path / "data", name, mask=Image.new("L", (64, 64), "gray"))
+    flags = [f"--mask_{weight}_weight", 0, "--max_steps", 4]
+    assert all(loss > 0 for loss in train(tmp_path / "data", tmp_path, *flags).losses)
+    save(Image.new("L", (64, 64), colour), tmp_path / "data/mask/b.png")
+    result = train(tmp_path / "data", tmp_path, *flags)
+    assert result.status == 1 and is_one_line(result.errors[0], "data/mask/b.png", "no token a weight"), result.err
+    assert not list(tmp_path.glob("run-1/*.safetensors"))
+    assert train(tmp_path / "data", tmp_path).status == 0 # at the default weights nothing is wrong
+
+def test_a_gradient_of_exactly_zero_ends_the_run_before_the_step(tmp_path, data):
+    """A LoRA of zeros, and --preserve 1 on a LoRA that has learned nothing; but not --lr 0, nor a step whose samples
+    are all `preserve` while others will come."""
+    assert train(data, tmp_path, "--lr", 0).status == 0
+    assert train(data, tmp_path, "--warmup_steps", 2).status == 0
+    for share, status in ((1, 1), (0.999, 0)):
+        result = train(data, tmp_path, "--preserve", share)
+        assert result.status == status, result.err
+        assert not status or is_one_line(result.errors[0], "exactly 0 at step 1 (", "cat", "--preserve 1"), result.err
+    assert result.losses == [0, 0] # from the second on, too
+    run = train(data, tmp_path)
+    tensors, meta = common.read_tensors(next(tmp_path.glob("run-0/*.safetensors")), "lora_adapter_metadata")
+    zeros = {name: torch.zeros_like(x) for name, x in tensors.items()}
+    common.write_tensors(tmp_path / "zeros.safetensors", zeros, meta, "lora_adapter_metadata")
+    result = run_script("train.py", "--data", data, "--val_data", "--pretrained_lora", tmp_path / "zeros.safetensors",
+                        "--out_dir", tmp_path / "zeros", "--max_steps", 2)
+    assert run.status == 0 and result.status == 1, result.err
+    assert is_one_line(result.errors[0], "exactly 0 at step 1 (", "--pretrained_lora"), result.err
+    assert not log_of(tmp_path / "zeros") and not list(tmp_path.glob("zeros/checkpoint-*"))
 
 def test_packs_are_dealt_to_all_by_cost_and_evened_out(tmp_path):
     """Every sample once, nobody above the limit, the dearest share within a tenth of the mean; with --fsdp everybody
@@ -331,7 +366,8 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
     (["--lora_args", "lora_bias=true", "init_lora_weights=true"], 1, "lora_bias"),
     (["--lora_args", 'modules_to_save=["img_in"]'], 1, "modules_to_save"), (["--optimizer_args", "lr=5"], 2, "--lr"),
     (["--lora_dropout", 1], 2, "--lora_dropout"), (["--lora_alpha", 0], 2, "--lora_alpha"),
-    (["--lora_args", "init_lora_weights=pissa"], 2, "base"),
+    (["--lr", "1e39"], 2, "--lr"), (["--lr", "inf"], 2, "1e+30"), (["--weight_decay", "1e39"], 2, "--weight_decay"),
+    (["--max_grad_norm", "0"], 2, "inf turns it off"), (["--mask_background_weight", "1e39"], 2, "1e+30"),
     (["--lora_targets", "to_q", "to_kk"], 1, "to_k "), # peft would go on
     (["--fsdp"], 2, "torchrun"),
     (["--dtype", "float16"], 2, "bfloat16"),
@@ -354,6 +390,8 @@ def test_a_bad_flag_is_one_line_before_anything_slow(small, tmp_path, monkeypatc
     assert not (tmp_path / "a/checkpoint-000002").exists()
 
 WARNINGS = { # flags of a training on pairs of 64x64, or of two shapes -> what is warned of
+    "--negative_prompt ugly": "--negative_prompt: has no effect at a CFG scale of 1 or below",
+    "--negative_prompt ugly --true_cfg_scale 2": None,
     "--sample_every 1": "--sample_every: nothing will be generated", "--max_tokens 9": "--max_tokens 9: cat has ",
     "--mask_foreground_weight 5": "there is no mask", "--target_pixels 512x512": "cat: 512x512 is slow",
     "--mask auto --mask_foreground_weight 5": None, "--target_pixels 320x320": None}

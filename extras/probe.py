@@ -1,0 +1,126 @@
+"""
+Does a checkpoint keep all of an optimizer's state? train.py asks before the first step, not at the first checkpoint.
+(Taken if this file is there.)
+
+An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
+LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
+The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
+"""
+import contextlib
+import io
+import random
+import tempfile
+import types
+from pathlib import Path
+
+import torch
+
+from common import InputError, first_words, read_tensors, write_tensors
+
+STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
+FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def check(args, lora, make_optimizer, averaged_weights, save_state, load_state):
+    """InputError if an optimizer of --optimizer would not resume to the bit. All but `args` is train.py's; lora: {name:
+    parameter}."""
+    few = {}
+    for name, p in lora.items():
+        if sum(p.shape == other.shape for other in few.values()) < 2:
+            few[name] = p
+    first = copies_of(few)
+    state_of_python = random.getstate()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once
+            lost = find_lost(few, make_optimizer, averaged_weights, save_state, load_state)
+    except Exception as e: # a foreign class can fail in any way
+        raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
+                         f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
+    finally:
+        random.setstate(state_of_python)
+    if lost is not None:
+        raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
+                         "anew; take another, such as torch.optim.AdamW")
+
+
+def find_lost(few, make_optimizer, averaged_weights, save_state, load_state):
+    """-> what of an optimizer's state does not come back, None if all does. few: {name: parameter}."""
+    first = copies_of(few)
+    optimizer = make_optimizer(first.values())
+    take_steps(optimizer, first, range(STEPS[0]))
+    with averaged_weights(optimizer):
+        second = copies_of(first)
+        tensors, state = save_state(optimizer, first)
+        with tempfile.TemporaryDirectory() as folder:
+            write_tensors(Path(folder, "state"), tensors, dict(state=state))
+            tensors, meta = read_tensors(Path(folder, "state"))
+    other = make_optimizer(second.values())
+    load_state(other, second, tensors, meta["state"])
+    lost = difference(vars(optimizer), vars(other), "", set())
+    if lost is None:
+        for one, parameters in ((optimizer, first), (other, second)):
+            random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each pack
+            take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
+        if not all(close(first[name], second[name], few[name]) for name in few):
+            lost = "all of its state: with the same gradients it goes on with other steps"
+        with averaged_weights(optimizer):
+            save_state(optimizer, first) # what has come since can be saved, too
+    return lost
+
+
+def copies_of(parameters):
+    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+
+
+def take_steps(optimizer, parameters, steps):
+    for n in steps:
+        generator = torch.Generator().manual_seed(n)
+        for p in parameters.values():
+            p.grad = 0.01 * torch.randn(p.shape, generator=generator).to(p.device)
+        torch.manual_seed(n)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def close(p, other, before):
+    """To the bit on a CPU; a GPU may add in another order."""
+    if p.device.type == "cpu":
+        return same_bits(p, other)
+    return bool((p - other).norm() <= 0.01 * (p - before).norm())
+
+
+def same_bits(a, b):
+    if (type(a), a.dtype, a.shape, a.device) != (type(b), b.dtype, b.shape, b.device):
+        return False
+    a, b = [x.detach().cpu().contiguous().flatten().view(torch.uint8) for x in (a, b)]
+    return torch.equal(a, b)
+
+
+def difference(a, b, path, seen):
+    """-> where two values differ in any part, at any depth: ".state.0.exp_avg"; None if nowhere. seen: pairs that are
+    being compared already, as objects may refer to each other."""
+    if a is b or (id(a), id(b)) in seen:
+        return None
+    seen.add((id(a), id(b)))
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return None if same_bits(a, b) else path
+    if type(a) is not type(b):
+        return path
+    if isinstance(a, FUNCTIONS): # of each instance its own
+        return None if a.__name__ == b.__name__ else path
+    if isinstance(a, dict):
+        a, b = [[(key if isinstance(key, str) else n, [key, value]) for n, (key, value) in enumerate(x.items())]
+                for x in (a, b)]
+    elif isinstance(a, (list, tuple)):
+        a, b = list(enumerate(a)), list(enumerate(b))
+    elif isinstance(a, (str, int, float, bytes, set, frozenset, torch.dtype, torch.device)):
+        return None if a == b or a != a and b != b else path
+    else: # an object: what pickle would keep of it, such as a generator's position
+        a, b = [[("", part) for part in x.__reduce_ex__(4)[1:]] for x in (a, b)]
+    if len(a) != len(b):
+        return path
+    for (key, value), (_, other) in zip(a, b):
+        found = difference(value, other, f"{path}.{key}".strip("."), seen)
+        if found is not None:
+            return found
+    return None

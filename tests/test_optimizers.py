@@ -1,0 +1,274 @@
+"""
+Optimizers of any package, by where they keep their state: a run that is resumed is the unbroken run to the bit, or the
+optimizer is refused before the first step, in one line that names what a checkpoint cannot keep.
+
+$ python -m pytest -q tests/test_optimizers.py    # twenty seconds
+"""
+import collections
+import json
+import random
+import types
+from pydoc import locate
+
+import pytest
+import torch
+
+import common
+from extras import probe
+from tests.harness import assert_same_run, is_one_line, log_of, recipe, run_script
+
+class Optimizer(torch.optim.Optimizer):
+    """Each class below says how it updates one parameter, from a state of some form."""
+    def __init__(self, params, lr, weight_decay, **group):
+        super().__init__(params, dict(lr=lr, **group))
+        self.begin()
+
+    def begin(self):
+        pass
+
+    @torch.no_grad()
+    def step(self):
+        group, = self.param_groups
+        self.begin_step(group)
+        for p in group["params"]:
+            p.sub_(group["lr"] * self.update(p, self.state[p], group) * p.grad)
+
+    def begin_step(self, group):
+        pass
+
+# ---- state that a checkpoint keeps -----------------------------------------------------------------------------------
+
+class TensorInGroup(Optimizer):
+    """As d-adaptation's; also a tuple there."""
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, lr, weight_decay, d=torch.tensor(1.0), pair=(1, 2.0))
+
+    def begin_step(self, group):
+        group["d"] *= 1.5
+        group["pair"] = group["pair"][0] + 1, 2.0
+
+    def update(self, p, state, group):
+        return group["d"] * group["pair"][0]
+
+class Attribute(Optimizer):
+    """As StableSPAM's total_steps; also a tensor and a dictionary of tensors."""
+    def begin(self):
+        self.t, self.d, self.buffers = 0, torch.ones(2, dtype=torch.bfloat16), {}
+
+    def begin_step(self, group):
+        self.t += 1
+        self.d += 1
+        self.buffers[self.t % 3] = torch.full((2,), self.t)
+
+    def update(self, p, state, group):
+        return self.t * self.d[0].float() + sum(x.sum() for x in self.buffers.values())
+
+class Lists(Optimizer):
+    """As SOAP's and Shampoo's: matrices in lists, a part of them filled in the second step, None before that."""
+    def update(self, p, state, group):
+        if not state:
+            state.update(GG=[torch.eye(p.shape[0]), []], Q=None, first=True, n=0)
+        state["n"] += 1
+        state["GG"][0].lerp_(torch.full((len(p), len(p)), float(state["n"])), 0.1)
+        if state["n"] == 2:
+            state["Q"], state["first"] = [state["GG"][0].bfloat16()], False
+        return 1 if state["first"] else state["GG"][0].mean() + state["Q"][0].float().mean()
+
+class Nested(Optimizer):
+    """As SPAM's and ScalableShampoo's: dictionaries, with keys that JSON would turn into strings."""
+    def update(self, p, state, group):
+        if not state:
+            state["precond"] = {0: {"a": torch.ones(2)}, (1, "b"): (torch.tensor(1), None, True, "text", float("inf"))}
+        state["precond"][0]["a"] += 1
+        return state["precond"][0]["a"][1]
+
+class Harmless(Optimizer):
+    """Objects that its constructor makes, and that never change."""
+    def begin(self):
+        self.settings, self.dtype = types.SimpleNamespace(a=3), torch.bfloat16
+        self.all, self.function = self.param_groups[0]["params"], self.update
+
+    def update(self, p, state, group):
+        return self.settings.a
+
+# ---- and that it does not --------------------------------------------------------------------------------------------
+
+class ByParameter(Optimizer):
+    def begin(self):
+        self.counts = {}
+
+    def update(self, p, state, group):
+        self.counts[p] = self.counts.get(p, 0) + 1
+        return self.counts[p]
+
+class Generator(Optimizer):
+    def begin(self):
+        self.random = torch.Generator().manual_seed(1)
+
+    def update(self, p, state, group):
+        return torch.rand((), generator=self.random)
+
+class PythonsGenerator(Optimizer):
+    """As Kron's."""
+    def begin(self):
+        self.random = random.Random(1)
+
+    def update(self, p, state, group):
+        return self.random.random()
+
+class GlobalGenerator(Optimizer):
+    def update(self, p, state, group):
+        return random.random()
+
+class Closure(Optimizer):
+    def begin(self):
+        counter = iter(range(10**6))
+        self.count = lambda: next(counter)
+
+    def update(self, p, state, group):
+        return self.count()
+
+class ObjectThatCounts(Optimizer):
+    def begin(self):
+        self.counter = types.SimpleNamespace(t=0)
+
+    def update(self, p, state, group):
+        self.counter.t += 1
+        return self.counter.t
+
+class ObjectInState(Optimizer):
+    """As Automagic's Auto8bitTensor."""
+    def update(self, p, state, group):
+        state["moment"] = types.SimpleNamespace(x=p.grad)
+        return 1
+
+class LateObject(Optimizer):
+    def update(self, p, state, group):
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] == 12:
+            state["later"] = [{1, 2}]
+        return 1
+
+class StateOfAll(Optimizer):
+    def update(self, p, state, group):
+        self.state["all"] = dict(n=self.state["all"].get("n", 0) + 1)
+        return self.state["all"]["n"]
+
+class Window(Optimizer):
+    def begin(self):
+        self.window = collections.deque([1.0], 9)
+
+    def update(self, p, state, group):
+        self.window.append(0.5)
+        return sum(self.window)
+
+class OneTensorTwice(Optimizer):
+    """In the group and as an attribute: read back, they would be two."""
+    def begin(self):
+        self.d = self.param_groups[0]["d"] = torch.ones(1)
+
+    def begin_step(self, group):
+        group["d"] += 1
+
+    def update(self, p, state, group):
+        return self.d
+
+class Sparse(Optimizer):
+    def update(self, p, state, group):
+        state["sparse"] = p.grad.to_sparse()
+        return 1
+
+class FailsInItsStep(Optimizer):
+    def update(self, p, state, group):
+        return {}["missing"]
+
+# torch.optim's, by their defaults, and those of other packages with what they need
+TORCH = "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Adafactor Muon"
+KEPT = [f"torch.optim.{name}" for name in TORCH.split()]
+KEPT += ["bitsandbytes.optim.PagedAdEMAMix8bit", "bitsandbytes.optim.Lion8bit", "schedulefree.RAdamScheduleFree",
+         "schedulefree.AdamWScheduleFreeReference", "prodigyplus.ProdigyPlusScheduleFree", "prodigyopt.Prodigy"]
+OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Attribute, Lists, Nested, Harmless)]
+LOST = {ByParameter: "counts", Generator: "random", PythonsGenerator: "random", GlobalGenerator: "all of its state",
+        Closure: "all of its state", ObjectThatCounts: "counter", ObjectInState: "SimpleNamespace in its moment",
+        LateObject: "set in its later", StateOfAll: "state", Window: "all of its state", Sparse: "a trial",
+        OneTensorTwice: "all of its state", FailsInItsStep: "KeyError"}
+
+@pytest.mark.parametrize("optimizer", OWN)
+def test_state_of_every_form_resumes_to_the_bit(small, tmp_path, optimizer):
+    flags = [*small.flags, "--optimizer", optimizer, "--lr", 1e-2]
+    for name, steps, more in (("a", 6, []), ("b", 3, []), ("b", 6, ["--resume"])):
+        result = run_script("train.py", *flags, "--out_dir", tmp_path / name, "--max_steps", steps, *more)
+        assert result.status == 0, result.err
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    # it is the state that decides: without it the curve is another
+    assert len({r["loss"] for r in log_of(tmp_path / "a")}) == 6
+
+@pytest.mark.parametrize("optimizer", LOST, ids=lambda c: c.__name__)
+def test_what_a_checkpoint_cannot_keep_is_refused_before_the_first_step(small, tmp_path, optimizer):
+    result = run_script("train.py", *small.flags, "--optimizer", f"{__name__}.{optimizer.__name__}",
+                        "--out_dir", tmp_path / "a")
+    assert result.status == 1 and is_one_line(result.errors[0], f"--optimizer {__name__}", LOST[optimizer]), result.err
+    assert not (tmp_path / "a/log.jsonl").exists() and "step 1" not in result.out
+
+def trial(optimizer, **more):
+    """extras/probe.py's, on a LoRA of three layers."""
+    ns = recipe()
+    torch.manual_seed(0)
+    shapes = dict(lora_A=(16, 320), lora_B=(512, 16))
+    lora = {f"{n}.{k}": torch.nn.Parameter(0.1 * torch.randn(shape)) for n in range(3) for k, shape in shapes.items()}
+    args = types.SimpleNamespace(**dict(vars(ns["args"]), optimizer=optimizer, optimizer_args=[*more.items()], lr=0.01))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("args", args), ("optimizer_class", locate(optimizer))):
+            patch.setitem(ns["make_optimizer"].__globals__, name, value)
+        before = {name: p.detach().clone() for name, p in lora.items()}
+        probe.check(args, lora, *[ns[name] for name in "make_optimizer averaged_weights save_state load_state".split()])
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
+
+@pytest.mark.parametrize("optimizer", KEPT)
+def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer):
+    pytest.importorskip(optimizer.split(".")[0])
+    torch.manual_seed(3)
+    state = random.getstate()
+    trial(optimizer)
+    assert random.getstate() == state
+
+@pytest.mark.parametrize("place", ["group", "self", "state", "values"])
+def test_a_checkpoint_that_lacks_a_part_is_noticed_by_the_trial(monkeypatch, place):
+    """The trial has teeth: whatever load_state leaves out."""
+    names, real = recipe(), recipe()["load_state"]
+    kept = dict(group=lambda entry: entry[0] != "group", self=lambda entry: entry[0] != "self",
+                state=lambda entry: entry[0] in ("group", "self"), values=lambda entry: entry[1] != "exp_avg")
+    monkeypatch.setitem(names, "load_state", lambda optimizer, lora, tensors, state: real(
+        optimizer, lora, tensors, list(filter(kept[place], state))))
+    optimizer = dict(group=TensorInGroup, self=Attribute, state=Nested).get(place)
+    with pytest.raises(common.InputError, match="cannot keep|fails in a trial"):
+        trial(f"{__name__}.{optimizer.__name__}" if optimizer else "torch.optim.AdamW")
+
+def test_a_run_goes_on_as_if_no_trial_had_been(small, tmp_path, monkeypatch):
+    """To the bit; and without extras/probe.py."""
+    flags = [*small.flags, "--max_steps", 3, "--lora_dropout", 0.3]
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "a").status == 0
+    find_extra = common.find_extra
+    monkeypatch.setattr(common, "find_extra", lambda name: find_extra(name) if name != "probe" else None)
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "b").status == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+def test_a_late_state_that_cannot_be_kept_is_one_line(small, tmp_path, monkeypatch):
+    """Also where the trial has not seen it."""
+    find_extra = common.find_extra
+    monkeypatch.setattr(common, "find_extra", lambda name: find_extra(name) if name != "probe" else None)
+    result = run_script("train.py", *small.flags, "--optimizer", f"{__name__}.ObjectInState", "--out_dir",
+                        tmp_path / "a")
+    assert result.status == 1 and is_one_line(result.errors[0], "SimpleNamespace in its moment"), result.err
+
+def test_a_checkpoints_state_is_json_and_tensors(small, tmp_path):
+    """Counters stay on the CPU on any device; a list stays a list; numbers have their type."""
+    ns = recipe()
+    value = {"a": [1, 1.0, True, None, "x", (), {}], 2: (torch.tensor(3), torch.ones(2, 2, dtype=torch.bfloat16))}
+    tensors = {}
+    text = json.dumps(ns["to_json"](value, "path", tensors))
+    back = ns["from_json"](json.loads(text), tensors)
+    assert repr(back) == repr(value) and len(tensors) == 2
+    for bad in (object(), {1}, torch.nn.Parameter(torch.ones(1)), [b"bytes"], torch.float32):
+        with pytest.raises(TypeError):
+            ns["to_json"](bad, "path", {})
