@@ -51,15 +51,20 @@ from diffusers.utils.torch_utils import randn_tensor
 from huggingface_hub import hf_hub_download
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import lora
+from peft.utils.other import get_pattern_key
 from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
 import cache
 import common
-from common import InputError, file_hash, first_words, load_extra, make_sample, natural, number, pixels, positive
+from common import InputError, file_hash, load_extra, make_sample, natural, number, pixels, positive
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
+PEFT_FILE = "adapter_model.safetensors" # as peft calls it
+# the name of a LoRA's tensor in diffusers' form: (layer, A or B)
+PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
+                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]*)\.lora_([AB])\.weight")
 # how the stock pipeline samples, as the model cards have it
 SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
                 shift=None)
@@ -228,9 +233,11 @@ def checkpoints(run):
     return sorted(found, key=number_of)
 
 def find_lora(path):
-    """-> a LoRA's file: `path` itself, the one in this folder, the one in the newest checkpoint of an unfinished run,
-    or user/repo[/file.safetensors] of the hub."""
+    """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
+    unfinished run, or user/repo[/file.safetensors] of the hub."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    if not file.exists() and Path(path, PEFT_FILE).is_file():
+        return Path(path, PEFT_FILE)
     # a run that has not finished, or was stopped
     if not file.exists() and (saved := checkpoints(path)):
         file = saved[-1] / LORA_FILE
@@ -238,59 +245,81 @@ def find_lora(path):
     if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
         user, repo, name = [*str(path).split("/", 2), LORA_FILE][:3]
         return common.from_hub(f"{path}: {name}", lambda: hf_hub_download(f"{user}/{repo}", name))
-    if not file.is_file() or file.suffix != ".safetensors":
+    if not file.is_file():
         raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
                          "user/repo of the hub")
     return file
 
 def read_lora(path):
-    """What find_lora takes -> (state dict with transformer. keys, metadata). diffusers converts the keys of ComfyUI and
-    kohya, and multiplies their alpha in. InputError if it is no LoRA, damaged, or holds NaN."""
-    file = find_lora(path)
-    try:
+    """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
+    r); metadata as diffusers has it, of which lora_config reads the alpha, with our own train. entries). Plain files,
+    as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
+    form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
+    file, plain, others = find_lora(path), False, common.find_extra("lora_files")
+    with suppress(Exception): # a foreign file can fail in any way
         with safetensors.safe_open(file, "pt") as f:
-            header, raw = f.metadata() or {}, safetensors.torch.load_file(file)
+            header = f.metadata() or {}
         # diffusers' entry, or what tools/convert_lora.py writes for ComfyUI
-        meta_key = "lora_adapter_metadata" if "lora_adapter_metadata" in header else "train"
-        meta = dict(json.loads(header.get(meta_key, "{}")))
-        if "digest" in meta: # this project wrote the file, so it can be checked to the bit
-            raw, meta = common.read_tensors(file, meta_key)
-        if other := re.search("dora_scale|lora_magnitude|lokr_|hada_", " ".join(raw)):
-            raise ValueError(f"{other[0]}: a DoRA, a LoKr or a LoHa")
-        if any(k.startswith("transformer_blocks.") for k in raw): # without a prefix, as Lightning's
-            raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
-        state = QwenImageEditPlusPipeline.lora_state_dict(raw)
-        # diffusers would load part of such a file, and only warn
-        if not state or not all("lora" in k for k in state):
-            raise ValueError("it holds no LoRA, or other tensors too")
-        if diverged := [k for k, v in state.items() if not v.isfinite().all()]:
-            raise ValueError(f"NaN or Inf in {diverged[0]}: its training diverged")
-    except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{file}: cannot be used as a LoRA: {first_words(e)}; take another file "
-                         "(tools/convert_lora.py reads peft's folders, LoKr and LoHa)")
+        meta_key = "train" if "train" in header else "lora_adapter_metadata"
+        if any(map(common.SIGNED.match, header.values())): # this project wrote the file: it can be checked to the bit
+            state, meta = common.read_tensors(file, meta_key, note=others.warn if others else print)
+        else:
+            state, meta = safetensors.torch.load_file(file), dict(json.loads(header.get(meta_key, "{}")))
+        # it may have an alpha in another place, which only others.read knows
+        plain = is_plain(state, meta) and "alpha" not in " ".join(header) and file.name != PEFT_FILE
+    if not plain:
+        if not others:
+            raise InputError(f"{file}: no plain LoRA of diffusers; other forms need extras/lora_files.py: copy it here")
+        state, meta = others.read(file)
+    if diverged := [k for k, v in state.items() if not v.isfinite().all()]:
+        raise InputError(f"{file}: NaN or Inf in {diverged[0]}, so its training diverged; take an earlier checkpoint")
+    if others:
+        others.warn_of_no_effect(file, state, config_of(state, meta))
     return state, meta
+
+def is_plain(state, meta):
+    """Whether these are two matrices for each of some layers of Qwen-Image, of the rank that the metadata says. Raises
+    anything for what is not."""
+    patterns, ranks = meta.get("transformer.rank_pattern") or {}, {}
+    for key, matrix in state.items():
+        layer, half = PLAIN.fullmatch(key).groups()
+        rank, _ = matrix.shape if half == "A" else matrix.T.shape
+        ranks.setdefault(layer, []).append(rank)
+    for layer, both in ranks.items():
+        rank = patterns.get(get_pattern_key(patterns, layer), meta.get("transformer.r", both[0]))
+        if both != [rank, rank]:
+            return False
+    dtypes = {v.dtype for v in state.values()}
+    return bool(dtypes) and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+
+def config_of(state, meta):
+    """-> LoraConfig's arguments for what read_lora returns: layers and ranks from the tensors, alpha from the metadata,
+    or else the rank."""
+    state = {k.removeprefix("transformer."): v for k, v in state.items()}
+    # lora_B is (outputs, rank). ^: these layers and no others
+    ranks = {f"^{k}": v.shape[1] for k, v in state.items() if k.endswith(".lora_B.weight")}
+    config = get_peft_kwargs(ranks, None, state)
+    if "transformer.lora_alpha" in meta:
+        config.update(lora_alpha=meta["transformer.lora_alpha"], use_rslora=meta.get("transformer.use_rslora", False),
+                      alpha_pattern=meta.get("transformer.alpha_pattern") or {})
+    return config
 
 def lora_config(path):
     """-> LoraConfig's arguments for a new LoRA with the layers, ranks and scales of this one."""
-    state, meta = read_lora(path)
-    state = {k.removeprefix("transformer."): v for k, v in state.items()}
-    # lora_B is (outputs, rank). ^: these layers and no others
-    ranks = {f"^{k}": v.shape[1] for k, v in state.items() if ".lora_B." in k}
-    config = get_peft_kwargs(ranks, None, state)
-    config.pop("lora_bias", None)
-    # a file of diffusers says what the shapes cannot tell
-    for name in "r lora_alpha rank_pattern alpha_pattern use_rslora".split():
-        if f"transformer.{name}" in meta:
-            config[name] = meta[f"transformer.{name}"]
-    return config
+    return config_of(*read_lora(path))
 
-def check_loaded(transformer, adapter, state, path):
-    """InputError unless the adapter has just the tensors of this state dict: diffusers only warns if some are missing,
-    or fit nowhere."""
-    loaded = {f"transformer.{k}" for k in get_peft_model_state_dict(transformer, adapter_name=adapter)}
-    if wrong := sorted(loaded ^ state.keys()):
-        raise InputError(f"{path}: {len(wrong)} of {len(loaded | state.keys())} tensors are missing or do not fit, for "
-                         f"instance {wrong[0]}; it is incomplete, or was made for another model")
+def check_fit(transformer, state, path):
+    """InputError unless each tensor of this state dict fits a layer of the model."""
+    modules, wrong = dict(transformer.named_modules()), []
+    for key, tensor in state.items():
+        layer, _, half = key.removeprefix("transformer.").rpartition(".lora_")
+        # a layer without such an attribute is not linear
+        width = getattr(modules.get(layer), "in_features" if half == "A.weight" else "out_features", None)
+        if width != tensor.shape[-1 if half == "A.weight" else 0]:
+            wrong.append(f"{layer}: {list(tensor.shape)}, the model has {width or 'no such layer'}")
+    if wrong:
+        raise InputError(f"{path}: {len(wrong)} of {len(state)} tensors do not fit the model, for instance {wrong[0]}; "
+                         "it was made for another one")
 
 def load_loras(transformer, paths, scales=None):
     """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
@@ -299,27 +328,18 @@ def load_loras(transformer, paths, scales=None):
     names = [f"lora{i}" for i in range(len(paths))]
     for name, path in zip(names, paths):
         state, meta = read_lora(path)
-        # the part of the metadata that diffusers knows: rank, alpha, layers
-        config = {k: v for k, v in meta.items() if k.startswith("transformer.")}
-        try:
-            QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name,
-                                                                 metadata=config or None)
-            check_loaded(transformer, name, state, path)
-        except Exception as e: # a foreign file can fail in any way
-            raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file "
-                             "(tools/convert_lora.py reads peft's folders)")
+        check_fit(transformer, state, path)
+        config = {f"transformer.{k}": v for k, v in config_of(state, meta).items()}
+        QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
     if names:
         transformer.set_adapters(names, scales)
-    transformer.eval() # or a LoRA that says lora_dropout would drop some of its inputs
+    transformer.eval() # what is new is in training mode
     return names
 
 def load_weights(transformer, state, path):
     """Fills the adapter "default" with read_lora's tensors, bit for bit."""
-    try:
-        set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
-    except RuntimeError as e:
-        raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file")
-    check_loaded(transformer, "default", state, path)
+    check_fit(transformer, state, path)
+    set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
 
 def save_lora(path, transformer, train, fold=False):
     """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
