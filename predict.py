@@ -32,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import mode
 from time import monotonic
 from types import SimpleNamespace
 
@@ -46,7 +47,6 @@ from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, 
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.training_utils import cast_training_params
-from diffusers.utils import get_peft_kwargs
 from diffusers.utils.torch_utils import randn_tensor
 from huggingface_hub import hf_hub_download
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -62,6 +62,7 @@ from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_pa
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
 PEFT_FILE = "adapter_model.safetensors" # as peft calls it
+VARIANTS = "use_dora use_qalora alora_invocation_tokens".split() # of LoRA, which compute something else
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
                    r"norm_out\.|img_in|txt_in|proj_out)[\w.]*)\.lora_([AB])\.weight")
@@ -259,49 +260,43 @@ def read_lora(path):
     with suppress(Exception): # a foreign file can fail in any way
         with safetensors.safe_open(file, "pt") as f:
             header = f.metadata() or {}
-        # diffusers' entry, or what tools/convert_lora.py writes for ComfyUI
-        meta_key = "train" if "train" in header else "lora_adapter_metadata"
-        if any(map(common.SIGNED.match, header.values())): # this project wrote the file: it can be checked to the bit
-            state, meta = common.read_tensors(file, meta_key, note=others.warn if others else print)
+        ours = [key for key, text in header.items() if common.SIGNED.match(text)]
+        if ours: # this project wrote the file, so it can be checked to the bit
+            state, meta = common.read_tensors(file, ours[0], note=others.warn if others else print)
         else:
-            state, meta = safetensors.torch.load_file(file), dict(json.loads(header.get(meta_key, "{}")))
-        # it may have an alpha in another place, which only others.read knows
-        plain = is_plain(state, meta) and "alpha" not in " ".join(header) and file.name != PEFT_FILE
-    if not plain:
-        if not others:
-            raise InputError(f"{file}: no plain LoRA of diffusers; other forms need extras/lora_files.py: copy it here")
+            state, meta = safetensors.torch.load_file(file), json.loads(header.get("lora_adapter_metadata", "{}"))
+        config_of(state, meta)
+        # an alpha may stand in another place. isfinite does not know fp8, which is not plain either
+        plain = ("alpha" not in " ".join(header) and file.name != PEFT_FILE
+                 and all(v.isfinite().all() for v in state.values()))
+    if plain and others:
+        others.warn_of_no_effect(file, state, meta)
+    elif others:
         state, meta = others.read(file)
-    if diverged := [k for k, v in state.items() if not v.isfinite().all()]:
-        raise InputError(f"{file}: NaN or Inf in {diverged[0]}, so its training diverged; take an earlier checkpoint")
-    if others:
-        others.warn_of_no_effect(file, state, config_of(state, meta))
+    elif not plain:
+        raise InputError(f"{file}: no plain LoRA of diffusers; other forms need extras/lora_files.py: copy it here")
     return state, meta
 
-def is_plain(state, meta):
-    """Whether these are two matrices for each of some layers of Qwen-Image, of the rank that the metadata says. Raises
-    anything for what is not."""
-    patterns, ranks = meta.get("transformer.rank_pattern") or {}, {}
+def config_of(state, meta):
+    """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
+    metadata's, or else the rank. Raises anything unless these are just the two matrices, of the metadata's rank, of
+    each of some layers of Qwen-Image, and computed as a plain LoRA's."""
+    ranks, said = {}, meta.get("transformer.rank_pattern") or {}
     for key, matrix in state.items():
         layer, half = PLAIN.fullmatch(key).groups()
         rank, _ = matrix.shape if half == "A" else matrix.T.shape
-        ranks.setdefault(layer, []).append(rank)
-    for layer, both in ranks.items():
-        rank = patterns.get(get_pattern_key(patterns, layer), meta.get("transformer.r", both[0]))
-        if both != [rank, rank]:
-            return False
-    dtypes = {v.dtype for v in state.values()}
-    return bool(dtypes) and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
-
-def config_of(state, meta):
-    """-> LoraConfig's arguments for what read_lora returns: layers and ranks from the tensors, alpha from the metadata,
-    or else the rank."""
-    state = {k.removeprefix("transformer."): v for k, v in state.items()}
-    # lora_B is (outputs, rank). ^: these layers and no others
-    ranks = {f"^{k}": v.shape[1] for k, v in state.items() if k.endswith(".lora_B.weight")}
-    config = get_peft_kwargs(ranks, None, state)
+        wanted = said.get(get_pattern_key(said, layer), meta.get("transformer.r", rank))
+        if not rank == wanted == ranks.setdefault(layer, rank):
+            raise ValueError(f"{key} has rank {rank}")
+    if len(state) != 2 * len(ranks) or any(meta.get(f"transformer.{name}") for name in VARIANTS):
+        raise ValueError("a half is missing, or it is no plain LoRA")
+    most = mode(ranks.values())
+    others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != most} # ^: these layers and no others
+    config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))
     if "transformer.lora_alpha" in meta:
-        config.update(lora_alpha=meta["transformer.lora_alpha"], use_rslora=meta.get("transformer.use_rslora", False),
-                      alpha_pattern=meta.get("transformer.alpha_pattern") or {})
+        config.update(lora_alpha=meta["transformer.lora_alpha"] + 0, # + 0: an error unless it is a number
+                      alpha_pattern=meta.get("transformer.alpha_pattern") or {},
+                      use_rslora=meta.get("transformer.use_rslora", False))
     return config
 
 def lora_config(path):
@@ -311,12 +306,12 @@ def lora_config(path):
 def check_fit(transformer, state, path):
     """InputError unless each tensor of this state dict fits a layer of the model."""
     modules, wrong = dict(transformer.named_modules()), []
-    for key, tensor in state.items():
-        layer, _, half = key.removeprefix("transformer.").rpartition(".lora_")
-        # a layer without such an attribute is not linear
-        width = getattr(modules.get(layer), "in_features" if half == "A.weight" else "out_features", None)
-        if width != tensor.shape[-1 if half == "A.weight" else 0]:
-            wrong.append(f"{layer}: {list(tensor.shape)}, the model has {width or 'no such layer'}")
+    for key, matrix in state.items():
+        layer, half = PLAIN.fullmatch(key).groups()
+        side, width = ("in_features", matrix.shape[1]) if half == "A" else ("out_features", matrix.shape[0])
+        has = getattr(modules.get(layer), side, None) # only linear layers know their sides
+        if has != width:
+            wrong.append(f"{key} is for {width} {side}, and the model has {has or 'no such linear layer'}")
     if wrong:
         raise InputError(f"{path}: {len(wrong)} of {len(state)} tensors do not fit the model, for instance {wrong[0]}; "
                          "it was made for another one")

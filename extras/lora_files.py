@@ -59,12 +59,13 @@ def warn(line):
         print(line, file=sys.stderr)
 
 
-def warn_of_no_effect(file, state, config):
-    """config: LoraConfig's arguments."""
+def warn_of_no_effect(file, state, meta):
+    """A line for a LoRA that changes nothing, by what predict.read_lora returns."""
+    alphas = [meta.get("transformer.lora_alpha", 1), *(meta.get("transformer.alpha_pattern") or {}).values()]
     live = [k for k, v in state.items() if ".lora_A." in k and v.any() and state[k.replace(".lora_A.", ".lora_B.")].any()]
     if not live:
         warn(f"warning: {file}: has no effect: each layer's lora_A or lora_B is zero, as before a training's first step")
-    elif not any([config["lora_alpha"], *config["alpha_pattern"].values()]):
+    elif not any(alphas):
         warn(f"warning: {file}: has no effect: its alpha is 0")
 
 
@@ -327,7 +328,9 @@ def convert(file, rank):
                 "tools/convert_lora.py is nearer")
         if os.environ.get("RANK", "0") == "0":
             print(line)
-    return state, meta_of(alphas) | train
+    meta = meta_of(alphas) | train
+    warn_of_no_effect(file, state, meta)
+    return state, meta
 
 
 def to_lora(layer, parts, rank, configs, loss):
