@@ -160,8 +160,14 @@ def find_transformer(args, weights=True):
         folder = cache.find_model(args.model, ["transformer"], weights=False)
         load_extra("transformer").check_fit(args.transformer, folder)
         return folder, args.transformer
-    flag = "--transformer" if args.transformer else "--model"
-    return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag), None
+    if not args.transformer:
+        return cache.find_model(args.model, ["transformer"], weights), None
+    name, parts = args.transformer, ["transformer"]
+    if other := common.find_extra("transformer"): # before 41 GB are downloaded
+        # a local --model may be without a transformer
+        model = cache.find_model(args.model, [] if Path(args.model).is_dir() else parts, weights=False)
+        other.check_folder(name, cache.find_model(name, parts, False, "--transformer"), model)
+    return cache.find_model(name, parts, weights, "--transformer"), None
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
@@ -268,7 +274,7 @@ def read_lora(path):
         config_of(state, meta)
         # an alpha may stand in another place. isfinite does not know fp8, which is not plain either
         plain = ("alpha" not in " ".join(header) and file.name != PEFT_FILE
-                 and all(v.isfinite().all() for v in state.values()))
+                 and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
     if plain and others:
         others.warn_of_no_effect(file, state, meta)
     elif others:
