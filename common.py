@@ -420,33 +420,58 @@ def remove_unused(folder):
             os.rmdir(folder)
 
 NO_DIGEST = "0" * 64
+SIGNED = re.compile(r'\{".{6}": ".{64}"') # how the JSON begins that write_tensors adds, with a damaged digest too
 
 def write_tensors(path, tensors, meta, meta_key="json"):
-    """A safetensors file that carries the sha256 of all its bytes: it is made with zeros where the digest will stand,
-    the first in the file, and hashed; the digest takes their place. Metadata is one JSON string, because safetensors
-    orders several metadata keys at random. Tensors go to the CPU."""
+    """A safetensors file that carries content_digest: it is made with zeros where the digest will stand, the first in
+    the file; the digest takes their place. Metadata is one JSON string, because safetensors orders several metadata
+    keys at random. Tensors go to the CPU."""
     import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
-    text = json.dumps({"digest": NO_DIGEST, **meta}, default=sorted) # sets become lists
-    data = safetensors.torch.save(tensors, {meta_key: text})
-    digest = hashlib.sha256(data).hexdigest()
-    write_file(path, data.replace(NO_DIGEST.encode(), digest.encode(), 1))
+    dtypes = {str(v.dtype) for v in tensors.values()}
+    text = json.dumps({"sha256": NO_DIGEST, "dtypes": dtypes, **meta}, default=sorted) # sets become lists
+    data = bytearray(safetensors.torch.save(tensors, {meta_key: text}))
+    place = data.index(NO_DIGEST.encode())
+    data[place:place + len(NO_DIGEST)] = content_digest(data, text).encode()
+    write_file(path, data)
 
-def read_tensors(path, meta_key="json", key=None):
-    """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of it has changed since
-    write_tensors, or if it holds other content than `key`. Never unpickles."""
+def content_digest(data, text):
+    """sha256 of what a safetensors file says: of `text`, our JSON with NO_DIGEST in it, and of each tensor's name,
+    dtype, shape and bytes. Other entries of the header do not count: many programs add some."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    parts, rows = json.loads(data[8:start]), memoryview(data)[start:]
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(parts.keys() - {"__metadata__"}):
+        first, end = parts[name]["data_offsets"]
+        digest.update(json.dumps([name, parts[name]["dtype"], parts[name]["shape"]]).encode())
+        digest.update(rows[first:end])
+    return digest.hexdigest()
+
+def read_tensors(path, meta_key="json", key=None, note=None):
+    """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of its tensors or of our metadata
+    has changed since write_tensors, or if it holds other content than `key`. Never unpickles. note: is called with a
+    line where another program has added to the header, or cast all tensors (without a note this is an error)."""
     import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
         data = Path(path).read_bytes()
         tensors = safetensors.torch.load(data)
-        header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
-        meta = json.loads(header["__metadata__"][meta_key])
-        digest = meta.pop("digest").encode()
+        entries = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        meta = json.loads(entries[meta_key])
+        digest, dtypes = meta.pop("sha256"), set(meta.pop("dtypes"))
+        intact = content_digest(data, entries[meta_key].replace(digest, NO_DIGEST, 1)) == digest
     except Exception as e: # it is missing, or a foreign file, which can fail in any way
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
-    if hashlib.sha256(data.replace(digest, NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
+    # a flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it
+    now = {str(v.dtype) for v in tensors.values()}
+    cast = bool(now) and now.isdisjoint(dtypes) and dtypes < {"torch.float32", "torch.float16", "torch.bfloat16"}
+    if not intact and not (note and cast):
         raise InputError(f"{path}: content does not match its digest; {fix}")
+    if not intact:
+        note(f"warning: {path}: was cast from {', '.join(dtypes)} to {', '.join(now)} since it was written, so its "
+             "tensors cannot be checked")
+    elif note and len(entries) > 1:
+        note(f"warning: {path}: its header was edited since it was written; its tensors are intact")
     if key and (meta.get("key"), meta.get("version")) != (key, VERSION):
         raise InputError(f"{path}: holds {meta.get('key')} of version {meta.get('version')}, want {VERSION}; {fix}")
     return tensors, meta

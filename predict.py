@@ -33,6 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import mode
 from time import monotonic
 from types import SimpleNamespace
 
@@ -47,20 +48,25 @@ from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, 
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.training_utils import cast_training_params
-from diffusers.utils import get_peft_kwargs
 from diffusers.utils.torch_utils import randn_tensor
 from huggingface_hub import hf_hub_download
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import lora
+from peft.utils.other import get_pattern_key
 from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
 import cache
 import common
-from common import InputError, file_hash, first_words, load_extra, make_sample, natural, number, pixels, positive
+from common import InputError, file_hash, load_extra, make_sample, natural, number, pixels, positive
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
+PEFT_FILE = "adapter_model.safetensors" # as peft calls it
+VARIANTS = "use_dora use_qalora alora_invocation_tokens".split() # of LoRA, which compute something else
+# the name of a LoRA's tensor in diffusers' form: (layer, A or B)
+PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
+                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]*)\.lora_([AB])\.weight")
 # how the stock pipeline samples, as the model cards have it
 SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
                 shift=None)
@@ -156,8 +162,14 @@ def find_transformer(args, weights=True):
         folder = cache.find_model(args.model, ["transformer"], weights=False)
         load_extra("transformer").check_fit(args.transformer, folder)
         return folder, args.transformer
-    flag = "--transformer" if args.transformer else "--model"
-    return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag), None
+    if not args.transformer:
+        return cache.find_model(args.model, ["transformer"], weights), None
+    name, parts = args.transformer, ["transformer"]
+    if other := common.find_extra("transformer"): # before 41 GB are downloaded
+        # a local --model may be without a transformer
+        model = cache.find_model(args.model, [] if Path(args.model).is_dir() else parts, weights=False)
+        other.check_folder(name, cache.find_model(name, parts, False, "--transformer"), model)
+    return cache.find_model(name, parts, weights, "--transformer"), None
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
@@ -230,9 +242,11 @@ def checkpoints(run):
     return sorted(found, key=number_of)
 
 def find_lora(path):
-    """-> a LoRA's file: `path` itself, the one in this folder, the one in the newest checkpoint of an unfinished run,
-    or user/repo[/file.safetensors] of the hub."""
+    """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
+    unfinished run, or user/repo[/file.safetensors] of the hub."""
     file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    if not file.exists() and Path(path, PEFT_FILE).is_file():
+        return Path(path, PEFT_FILE)
     # a run that has not finished, or was stopped
     if not file.exists() and (saved := checkpoints(path)):
         file = saved[-1] / LORA_FILE
@@ -240,59 +254,75 @@ def find_lora(path):
     if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
         user, repo, name = [*str(path).split("/", 2), LORA_FILE][:3]
         return common.from_hub(f"{path}: {name}", lambda: hf_hub_download(f"{user}/{repo}", name))
-    if not file.is_file() or file.suffix != ".safetensors":
+    if not file.is_file():
         raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
                          "user/repo of the hub")
     return file
 
 def read_lora(path):
-    """What find_lora takes -> (state dict with transformer. keys, metadata). diffusers converts the keys of ComfyUI and
-    kohya, and multiplies their alpha in. InputError if it is no LoRA, damaged, or holds NaN."""
-    file = find_lora(path)
-    try:
+    """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
+    r); metadata as diffusers has it, of which lora_config reads the alpha, with our own train. entries). Plain files,
+    as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
+    form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
+    file, plain, others = find_lora(path), False, common.find_extra("lora_files")
+    with suppress(Exception): # a foreign file can fail in any way
         with safetensors.safe_open(file, "pt") as f:
-            header, raw = f.metadata() or {}, safetensors.torch.load_file(file)
-        # diffusers' entry, or what tools/convert_lora.py writes for ComfyUI
-        meta_key = "lora_adapter_metadata" if "lora_adapter_metadata" in header else "train"
-        meta = dict(json.loads(header.get(meta_key, "{}")))
-        if "digest" in meta: # this project wrote the file, so it can be checked to the bit
-            raw, meta = common.read_tensors(file, meta_key)
-        if other := re.search("dora_scale|lora_magnitude|lokr_|hada_", " ".join(raw)):
-            raise ValueError(f"{other[0]}: a DoRA, a LoKr or a LoHa")
-        if any(k.startswith("transformer_blocks.") for k in raw): # without a prefix, as Lightning's
-            raw = {f"diffusion_model.{k}": v for k, v in raw.items()}
-        state = QwenImageEditPlusPipeline.lora_state_dict(raw)
-        # diffusers would load part of such a file, and only warn
-        if not state or not all("lora" in k for k in state):
-            raise ValueError("it holds no LoRA, or other tensors too")
-        if diverged := [k for k, v in state.items() if not v.isfinite().all()]:
-            raise ValueError(f"NaN or Inf in {diverged[0]}: its training diverged")
-    except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{file}: cannot be used as a LoRA: {first_words(e)}; take another file "
-                         "(tools/convert_lora.py reads peft's folders, LoKr and LoHa)")
+            header = f.metadata() or {}
+        ours = [key for key, text in header.items() if common.SIGNED.match(text)]
+        if ours: # this project wrote the file, so it can be checked to the bit
+            state, meta = common.read_tensors(file, ours[0], note=others.warn if others else print)
+        else:
+            state, meta = safetensors.torch.load_file(file), json.loads(header.get("lora_adapter_metadata", "{}"))
+        config_of(state, meta)
+        # an alpha may stand in another place. isfinite does not know fp8, which is not plain either
+        plain = ("alpha" not in " ".join(header) and file.name != PEFT_FILE
+                 and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
+    if plain and others:
+        others.warn_of_no_effect(file, state, meta)
+    elif others:
+        state, meta = others.read(file)
+    elif not plain:
+        raise InputError(f"{file}: no plain LoRA of diffusers; other forms need extras/lora_files.py: copy it here")
     return state, meta
+
+def config_of(state, meta):
+    """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
+    metadata's, or else the rank. Raises anything unless these are just the two matrices, of the metadata's rank, of
+    each of some layers of Qwen-Image, and computed as a plain LoRA's."""
+    ranks, said = {}, meta.get("transformer.rank_pattern") or {}
+    for key, matrix in state.items():
+        layer, half = PLAIN.fullmatch(key).groups()
+        rank, _ = matrix.shape if half == "A" else matrix.T.shape
+        wanted = said.get(get_pattern_key(said, layer), meta.get("transformer.r", rank))
+        if not rank == wanted == ranks.setdefault(layer, rank):
+            raise ValueError(f"{key} has rank {rank}")
+    if len(state) != 2 * len(ranks) or any(meta.get(f"transformer.{name}") for name in VARIANTS):
+        raise ValueError("a half is missing, or it is no plain LoRA")
+    most = mode(ranks.values())
+    others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != most} # ^: these layers and no others
+    config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))
+    if "transformer.lora_alpha" in meta:
+        config.update(lora_alpha=meta["transformer.lora_alpha"] + 0, # + 0: an error unless it is a number
+                      alpha_pattern=meta.get("transformer.alpha_pattern") or {},
+                      use_rslora=meta.get("transformer.use_rslora", False))
+    return config
 
 def lora_config(path):
     """-> LoraConfig's arguments for a new LoRA with the layers, ranks and scales of this one."""
-    state, meta = read_lora(path)
-    state = {k.removeprefix("transformer."): v for k, v in state.items()}
-    # lora_B is (outputs, rank). ^: these layers and no others
-    ranks = {f"^{k}": v.shape[1] for k, v in state.items() if ".lora_B." in k}
-    config = get_peft_kwargs(ranks, None, state)
-    config.pop("lora_bias", None)
-    # a file of diffusers says what the shapes cannot tell
-    for name in "r lora_alpha rank_pattern alpha_pattern use_rslora".split():
-        if f"transformer.{name}" in meta:
-            config[name] = meta[f"transformer.{name}"]
-    return config
+    return config_of(*read_lora(path))
 
-def check_loaded(transformer, adapter, state, path):
-    """InputError unless the adapter has just the tensors of this state dict: diffusers only warns if some are missing,
-    or fit nowhere."""
-    loaded = {f"transformer.{k}" for k in get_peft_model_state_dict(transformer, adapter_name=adapter)}
-    if wrong := sorted(loaded ^ state.keys()):
-        raise InputError(f"{path}: {len(wrong)} of {len(loaded | state.keys())} tensors are missing or do not fit, for "
-                         f"instance {wrong[0]}; it is incomplete, or was made for another model")
+def check_fit(transformer, state, path):
+    """InputError unless each tensor of this state dict fits a layer of the model."""
+    modules, wrong = dict(transformer.named_modules()), []
+    for key, matrix in state.items():
+        layer, half = PLAIN.fullmatch(key).groups()
+        side, width = ("in_features", matrix.shape[1]) if half == "A" else ("out_features", matrix.shape[0])
+        has = getattr(modules.get(layer), side, None) # only linear layers know their sides
+        if has != width:
+            wrong.append(f"{key} is for {width} {side}, and the model has {has or 'no such linear layer'}")
+    if wrong:
+        raise InputError(f"{path}: {len(wrong)} of {len(state)} tensors do not fit the model, for instance {wrong[0]}; "
+                         "it was made for another one")
 
 def load_loras(transformer, paths, scales=None):
     """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
@@ -301,27 +331,18 @@ def load_loras(transformer, paths, scales=None):
     names = [f"lora{i}" for i in range(len(paths))]
     for name, path in zip(names, paths):
         state, meta = read_lora(path)
-        # the part of the metadata that diffusers knows: rank, alpha, layers
-        config = {k: v for k, v in meta.items() if k.startswith("transformer.")}
-        try:
-            QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name,
-                                                                 metadata=config or None)
-            check_loaded(transformer, name, state, path)
-        except Exception as e: # a foreign file can fail in any way
-            raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file "
-                             "(tools/convert_lora.py reads peft's folders)")
+        check_fit(transformer, state, path)
+        config = {f"transformer.{k}": v for k, v in config_of(state, meta).items()}
+        QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
     if names:
         transformer.set_adapters(names, scales)
-    transformer.eval() # or a LoRA that says lora_dropout would drop some of its inputs
+    transformer.eval() # what is new is in training mode
     return names
 
 def load_weights(transformer, state, path):
     """Fills the adapter "default" with read_lora's tensors, bit for bit."""
-    try:
-        set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
-    except RuntimeError as e:
-        raise InputError(f"{path}: does not fit the model ({first_words(e)}); take another file")
-    check_loaded(transformer, "default", state, path)
+    check_fit(transformer, state, path)
+    set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
 
 def save_lora(path, transformer, train, fold=False):
     """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of

@@ -12,9 +12,12 @@ fp8 a linear layer keeps the file's own bytes and scale (extras/quantize.py), so
 
 Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp4, Nunchaku, ConvRot).
 """
+import functools
+import inspect
 import json
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,24 +28,21 @@ from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 
 from common import InputError, first_words
+from extras import foreign
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
+CLASS = "QwenImageTransformer2DModel"
 MARK_2511 = "__index_timestep_zero__" # ComfyUI's: controls are at timestep 0, which is zero_cond_t in diffusers' config
 SCALES = ("scale_weight", "weight_scale")
 NOT_USED = ("scale_input", "input_scale", "comfy_quant") # of activations; a note that refuse_format looks at
-SIGNS = {b"GGUF": "a gguf", b"PK": "a pickle, which may run code", b"\x80": "a pickle, which may run code",
-         b"version https://git-lfs": "a pointer of git lfs", b"<": "a web page"} # how other files begin
 # a tensor's name -> what such a file is, by the first that fits
 LORAS = r"lora_|\.lora\.|lokr_|hada_|dora_scale"
 FORMATS = {r"\.(qzeros|g_idx)$": "int4 of GPTQ or AWQ", r"\.(qweight|wscales|smooth_factor)$": "Nunchaku's SVDQuant, "
            "int4 or nvfp4", r"\.weight_scale_2$": "nvfp4", r"\.absmax$|bitsandbytes": "bitsandbytes' 4 or 8 bits",
            r"\._data$|_qtype$": "quanto's"}
+SHARD = r"-\d{5}-of-\d{5}"
 DTYPES = dict(I8="int8", U8="4 bits, packed in bytes", F4="fp4", F8_E8M0="mxfp8")
-FAMILIES = {r"visual\.blocks\.0\.|layers\.0\.self_attn\.": "a text encoder", r"(^|\.)decoder\.(conv|up)": "a VAE",
-            r"double_blocks\.0\.|single_transformer_blocks\.0\.": "Flux or one of its kin",
-            r"input_blocks\.0\.|down_blocks\.0\.": "a UNet (Stable Diffusion, SDXL)", r"joint_blocks\.0\.": "SD 3",
-            r"(^|\.)blocks\.0\.": "Wan or another video model", r"(^|\.)decoder\.": "a VAE"}
 
 
 @dataclass
@@ -63,16 +63,7 @@ def open_file(path):
     """-> the file, mapped by safetensors. InputError says what it is instead."""
     if not os.path.isfile(path):
         raise error_of(path, "no file of that name", "check it (of the hub: hf download REPO FILE --local-dir .)")
-    try:
-        return safetensors.safe_open(path, "pt")
-    except Exception as e: # a foreign file can fail in any way
-        with open(path, "rb") as f:
-            start = f.read(200)
-        for sign, what in SIGNS.items():
-            if start.startswith(sign):
-                raise error_of(path, what, REMEDY if what == "a gguf" else "download the .safetensors file itself")
-        what = first_words(e) if start else "an empty file"
-        raise error_of(path, f"is no whole .safetensors file ({what})", "download it again")
+    return foreign.open_file(path, functools.partial(error_of, path), REMEDY)
 
 
 def is_used(name):
@@ -87,14 +78,18 @@ def read_layout(path):
     text = "\n".join(keys)
     if re.search(LORAS, text):
         raise error_of(path, "a LoRA", "give it as --lora (in train.py --pretrained_lora), and leave out --transformer")
-    block = re.search(r"^((?:.*\.)?)transformer_blocks\.0\.attn\.", text, re.M)
-    for pattern, family in FAMILIES.items():
-        if re.search(pattern, text, re.M) and (not block or "single_" in pattern):
-            raise error_of(path, f"looks like {family}", "give a transformer of Qwen-Image-Edit")
-    if not block:
+    prefixes = sorted(set(re.findall(r"^((?:.*\.)?)transformer_blocks\.\d+\.attn\.", text, re.M)))
+    # an all-in-one file has a text encoder and a VAE beside; Flux has blocks of the same name, and single ones
+    family, _ = foreign.family([key for key in keys if not prefixes or "single_" in key])
+    if family:
+        raise error_of(path, f"looks like {family}", "give a transformer of Qwen-Image-Edit")
+    if not prefixes:
         raise error_of(path, f"is no transformer of Qwen-Image (a tensor of it: {min(keys, default='none')})",
                      "give one of Qwen-Image-Edit")
-    prefix = block[1]
+    if len(prefixes) > 1: # such as the moving average of a training beside its last weights
+        copies = " and ".join(f"{prefix}transformer_blocks" for prefix in prefixes)
+        raise error_of(path, f"has several transformers, {copies}", "save the one that is meant in a file of its own")
+    prefix, = prefixes
     names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
     refuse_format(path, f, names)
 
@@ -114,10 +109,29 @@ def read_layout(path):
         if not rows or shape not in ([], [1], [1, 1], [rows], [rows, 1]):
             raise error_of(path, f"{key} is {shape}: neither one scale of a weight nor one for each of its {rows} rows",
                          REMEDY)
+    check_scales(path, f, names, layout)
     layout.form = " and ".join(f"{n} matrices in {dtype}" for dtype, n in dtypes.most_common())
     if layout.scales:
         layout.form += ", with scales"
     return layout
+
+
+def check_scales(path, f, names, layout):
+    """InputError if a matrix in fp8 has no scale although ComfyUI's marks, or the scales of others, say that it had
+    one: it would be wrong by a large factor. (A file that was only cast to fp8 has no scales at all, and in one with
+    scales some matrices stay in bf16.)"""
+    marks = [name for name in names if name == "scaled_fp8" or name.endswith(".comfy_quant")]
+    header = json.loads((f.metadata() or {}).get("_quantization_metadata", "{}"))
+    marks += [f"_quantization_metadata of {layer}" for layer in header.get("layers", {})
+              if f"{layer}.weight" in names.values()]
+    if not layout.scales and not marks:
+        return
+    lost = [name for name, key in layout.keys.items() if name not in layout.scales and name.endswith(".weight")
+            and len(layout.shapes[name]) == 2 and f.get_slice(key).get_dtype().startswith("F8")]
+    if lost:
+        why = f"it has {marks[0]}" if marks else f"{len(layout.scales)} others have one"
+        raise error_of(path, f"{len(lost)} weights in fp8 lack their scale, for instance {lost[0]}, and {why}",
+                     "take another copy of the file")
 
 
 def refuse_format(path, f, names):
@@ -159,9 +173,13 @@ def check_fit(path, folder):
     with init_empty_weights():
         model = QwenImageTransformer2DModel.from_config(fields)
     wanted = {name: list(p.shape) for name, p in model.state_dict().items()}
+    blocks = {name.split(".")[1] for name in layout.keys if name.startswith("transformer_blocks.")}
+    if len(blocks) < len(model.transformer_blocks) and not re.search(SHARD, Path(path).name):
+        raise error_of(path, f"lacks blocks: it has {len(blocks)}, and --model's {config} asks for "
+                       f"{len(model.transformer_blocks)}", "give the --model it was made from, or download it again")
     if missing := sorted(wanted.keys() - layout.keys):
         remedy = "download it again, or give the --model it was made from"
-        if re.search(r"-\d{5}-of-\d{5}", Path(path).name):
+        if re.search(SHARD, Path(path).name):
             remedy = "it is one of several; give the diffusers folder of all"
         raise error_of(path, f"lacks {len(missing)} of {len(wanted)} tensors, for instance {missing[0]}", remedy)
     if foreign := sorted(layout.keys.keys() - wanted):
@@ -171,6 +189,45 @@ def check_fit(path, folder):
         if layout.shapes[name] != shape:
             raise error_of(path, f"{name} is {layout.shapes[name]}, and --model's {config} asks for {shape}",
                          "give the --model it was made from")
+
+
+def check_folder(name, folder, model):
+    """InputError if the folder of --transformer (name) says that it is no transformer of Qwen-Image-Edit, or one of
+    another kind than --model's folder: its encoders' latents and prompts would not be what it was trained on. A
+    transformer that was merged or trained on is of the same kind, and so is one with fewer blocks, which is told. v1 and
+    2509 have the same config.json: only a model_index.json tells them apart, and many folders have none."""
+    remedy = "give the --model it was made from, or one of its kind as --transformer"
+    pipelines = [read_json(folder / "model_index.json", name), read_json(model / "model_index.json", "--model")]
+    ours, theirs = [index.get("_class_name", "") for index in pipelines]
+    if ours and not ours.startswith("QwenImageEdit"):
+        raise error_of(name, f"its model_index.json says {ours}", "give a transformer of Qwen-Image-Edit")
+    if ours and theirs and ("Plus" in ours) != ("Plus" in theirs):
+        raise error_of(name, f"its model_index.json says {ours}, and that of --model {model} {theirs}", remedy)
+    config = read_json(folder / "transformer/config.json", name)
+    if config.get("_class_name", CLASS) != CLASS:
+        raise error_of(name, f"its transformer is a {config['_class_name']}", "give a transformer of Qwen-Image-Edit")
+    other = read_json(model / "transformer/config.json", "--model")
+    for field, parameter in inspect.signature(QwenImageTransformer2DModel).parameters.items():
+        a, b = [json.dumps(fields.get(field, parameter.default)) for fields in (config, other)] # tuples become lists
+        if not other or a == b:
+            continue
+        words = f"{field} {a} in its transformer/config.json, and {b} in that of --model {model}"
+        if field == "num_layers": # a pruned model, which works beside the encoders of the whole one
+            if os.environ.get("RANK", "0") == "0":
+                print(f"warning: --transformer {name}: {words}", file=sys.stderr)
+        else:
+            mark = " (the mark of a 2511)" if field == "zero_cond_t" else ""
+            raise error_of(name, f"{words}{mark}", remedy)
+
+
+def read_json(path, name):
+    """-> the JSON object in a file, {} if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except Exception as e: # a foreign file can fail in any way
+        raise error_of(name, f"{path} cannot be read ({first_words(e)})", "download it again")
 
 
 def attach(transformer, path):

@@ -22,7 +22,7 @@ import cache
 import common
 import predict
 from extras import quantize
-from extras.transformer import MARK_2511
+from extras.transformer import MARK_2511, read_layout
 from tests.harness import (ADAMW, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve, is_one_line, log_of,
                            lora_file, lora_of, lora_tensors, refused, run_script, start_ranks)
 
@@ -209,7 +209,14 @@ def noted(**said):
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 
 def without(names, state=OURS):
-    return {k: v for k, v in state.items() if names not in k}
+    """A state dict without the tensors whose names contain one of these, or are one of them."""
+    return {k: v for k, v in state.items() if k not in names and (not isinstance(names, str) or names not in k)}
+
+def stripped(form, all_of_them=False):
+    """A file in fp8 that has lost the scale of its first matrix, or all of them."""
+    state, _ = file_of(form)
+    scales = sorted(k for k in state if k.endswith((".scale_weight", ".weight_scale")))
+    return without(tuple(scales if all_of_them else scales[:1]), state)
 
 FOREIGN = [
     ("gguf", lambda: b"GGUF" + bytes(200)), ("empty", lambda: b""), ("pickle", lambda: b"PK\3\4" + bytes(200)),
@@ -238,6 +245,18 @@ FOREIGN = [
     ("bitsandbytes", lambda: OURS | {f"{LAYER}.weight.absmax": torch.ones(4)}),
     ("neither one scale", lambda: OURS | {f"{LAYER}.weight_scale": torch.ones(160, 4)}),
     ("neither one scale", lambda: OURS | {"transformer_blocks.9.weight_scale": torch.ones(1)}),
+    ("ema.diffusion_model.transformer_blocks and model.diffusion_model.transformer_blocks", lambda: {
+        f"{prefix}.diffusion_model.{k}": v for prefix in ("ema", "model") for k, v in OURS.items()}),
+    ("several transformers, transformer_blocks and ema.transformer_blocks", lambda: OURS | {
+        f"ema.{k}": v for k, v in OURS.items()}),
+    ("lack their scale", lambda: stripped("scale_weight")), ("lack their scale", lambda: stripped("weight_scale")),
+    ("42 weights in fp8 lack their scale", lambda: stripped("scale_weight", all_of_them=True)),
+    ("has scaled_fp8", lambda: file_of("cast")[0] | {f"{COMFY}scaled_fp8": torch.zeros(2, dtype=E4M3)}),
+    ("1 weights in fp8 lack their scale", lambda: file_of("rows")[0] | {"img_in.weight": OURS["img_in.weight"].to(E4M3)}),
+    ("Flux", lambda: {"text_encoders.t5xxl.x": torch.ones(2), **{f"{COMFY}{kind}transformer_blocks.0.attn.to_q.weight":
+                                                              torch.ones(2) for kind in ("", "single_")}}),
+    ("a picture", lambda: b"\x89PNG"), ("a text file", lambda: b"Entry not found"),
+    ("Z-Image", lambda: {"layers.0.attention.qkv.weight": torch.ones(2), "noise_refiner.0.x.weight": torch.ones(2)}),
     ("Flux", lambda: {"double_blocks.0.img_attn.qkv.weight": torch.ones(2)}),
     ("Flux", lambda: {"transformer_blocks.0.attn.to_q.weight": torch.ones(2),
                       "single_transformer_blocks.0.attn.to_q.weight": torch.ones(2)}),
@@ -262,7 +281,23 @@ def test_a_file_of_another_kind_is_one_line_that_names_it(tmp_path, what, make):
         predict.transformer_name(str(file))
     assert files_of(tmp_path) == before
 
+@pytest.mark.parametrize("form", ["scale_weight", "weight_scale", "rows"])
+def test_matrices_in_bf16_beside_scaled_ones_and_marks_of_other_parts_are_taken(tmp_path, form):
+    """As in ComfyUI's mixed files; what stands beside the transformer's prefix has its own scales."""
+    state, _ = file_of(form)
+    prefix = COMFY if form == "scale_weight" else ""
+    name = f"{LAYER}.weight"
+    state = without(f"{LAYER}.", state) | {prefix + k: v for k, v in OURS.items() if k.startswith(f"{LAYER}.")}
+    layout = read_layout(write(state, tmp_path / "x.safetensors"))
+    assert name not in layout.scales and len(layout.scales) == len(MATRICES) - 1
+    cast, _ = file_of("cast")
+    beside = {"text_encoders.qwen.scaled_fp8": torch.zeros(2, dtype=E4M3),
+              "text_encoders.qwen.x.comfy_quant": noted(format="float8_e4m3fn")}
+    assert not read_layout(write(cast | beside, tmp_path / "y.safetensors")).scales
+
 MISFITS = [
+    ("lacks blocks: it has 2", lambda: without("transformer_blocks.0.")),
+    ("lacks blocks: it has 1", lambda: without("transformer_blocks.0.", without("transformer_blocks.2."))),
     ("lacks 1 of 109 tensors, for instance img_in.bias", lambda: without("img_in.bias")),
     ("lacks", lambda: without("transformer_blocks.2.")),
     ("has 1 tensors that", lambda: OURS | {"transformer_blocks.3.attn.to_q.weight": torch.ones(2)}),
@@ -359,3 +394,63 @@ def test_shards_of_a_file_train_as_one_process(tmp_path, home, start):
     assert sum("the transformer" in r.output() for r in ranks) == 1 # the first process says it
     assert [loss for _, loss, *_ in curve(log_of(tmp_path / "two"))] == pytest.approx(
         [loss for _, loss, *_ in one.curve], rel=1e-5)
+
+# ---- a folder --------------------------------------------------------------------------------------------------------
+
+def changed_model(folder, pipeline=None, without=(), **fields):
+    """A copy of tiny with another pipeline's class, or other fields in its transformer's config.json."""
+    model = copy_model(folder, *without)
+    for path, change in ((model / "model_index.json", dict(_class_name=pipeline) if pipeline else {}),
+                         (model / "transformer/config.json", fields)):
+        if path.exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    return model
+
+PLUS, V1 = "QwenImageEditPlusPipeline", "QwenImageEditPipeline"
+OTHER_FOLDERS = { # what differs in --transformer's folder, or in --model's; what the error names
+    "text-to-image": (dict(pipeline="QwenImagePipeline"), {}, ["QwenImagePipeline"]),
+    "Flux": (dict(pipeline="FluxPipeline"), {}, ["FluxPipeline"]),
+    "v1 beside 2509": (dict(pipeline=V1), {}, [V1, PLUS]),
+    "2509 beside v1": ({}, dict(pipeline=V1), [V1, PLUS]),
+    "another class": (dict(_class_name="FluxTransformer2DModel"), {}, ["FluxTransformer2DModel"]),
+    "2511 beside 2509": (dict(zero_cond_t=True), {}, ["zero_cond_t", "2511"]),
+    "2509 beside 2511": ({}, dict(zero_cond_t=True), ["zero_cond_t", "2511"]),
+    "layered": (dict(use_layer3d_rope=True), {}, ["use_layer3d_rope"]),
+    "channels": (dict(in_channels=128), {}, ["in_channels 128", "64"]),
+    "another text encoder": (dict(joint_attention_dim=3584), {}, ["joint_attention_dim 3584", "64"])}
+
+@pytest.mark.parametrize("kind", OTHER_FOLDERS)
+def test_a_folder_of_another_model_is_one_line_that_names_both(tmp_path, kind):
+    theirs, ours, words = OTHER_FOLDERS[kind]
+    other, model = changed_model(tmp_path / "other", **theirs), changed_model(tmp_path / "model", **ours)
+    args = SimpleNamespace(model=str(model), transformer=str(other))
+    with refused(f"--transformer {other}", *words):
+        predict.find_transformer(args)
+
+def test_folders_that_people_have_are_taken(tmp_path, capfd):
+    """A merged 2509; a folder with nothing but transformer/, also of a v1, of which nothing tells; a --model without a
+    transformer; fields that a newer diffusers has added; a pruned one, with a line."""
+    model = changed_model(tmp_path / "model")
+    encoders = changed_model(tmp_path / "encoders")
+    shutil.rmtree(encoders / "transformer")
+    alone = folder_of(OURS, tmp_path / "alone")
+    old = changed_model(tmp_path / "old")
+    config = json.loads((old / "transformer/config.json").read_text())
+    for field in ("zero_cond_t", "use_layer3d_rope", "use_additional_t_cond"):
+        config.pop(field)
+    (old / "transformer/config.json").write_text(json.dumps(config | dict(pooled_projection_dim=768)))
+    for base in (model, encoders):
+        for other in (changed_model(tmp_path / f"{base.name}-merged"), alone, old):
+            args = SimpleNamespace(model=str(base), transformer=str(other))
+            assert predict.find_transformer(args) == (other, None)
+    assert capfd.readouterr() == ("", "")
+    pruned = changed_model(tmp_path / "pruned", num_layers=2)
+    predict.find_transformer(SimpleNamespace(model=str(model), transformer=str(pruned)))
+    error = capfd.readouterr().err
+    assert error.startswith("warning: --transformer") and "num_layers 2" in error and len(error.splitlines()) == 1
+
+def test_a_broken_index_beside_a_transformer_is_one_line(tmp_path):
+    other = changed_model(tmp_path / "other")
+    (other / "model_index.json").write_text("[")
+    with refused(f"--transformer {other}", "model_index.json"):
+        predict.find_transformer(SimpleNamespace(model="tiny", transformer=str(other)))

@@ -1,0 +1,377 @@
+"""
+LoRA files of other programs: kohya and musubi-tuner, ComfyUI, ai-toolkit, OneTrainer, DiffSynth, LightX2V, peft, LyCORIS.
+
+`read` brings one to diffusers' form, or says in one line what the file is instead. Names come with many prefixes, with
+dots or underscores, and with lora_A, lora_down or lora.down for the narrow matrix. A LoKr or LoHa becomes the nearest
+LoRA of rank 64 (tools/convert_lora.py --rank makes another one).
+
+The scale of a layer is alpha / rank (of an rsLoRA: alpha / sqrt(rank)), and the alpha may stand in four places: a tensor
+X.alpha, which every program but diffusers reads as alpha / rank; lora_adapter_metadata, which diffusers writes into the
+header; lora_alpha or alpha in a flat header, as LightX2V has it; adapter_config.json, which peft writes beside its
+file. Each that is there must say the same; if none is, alpha is the rank. kohya's ss_network_alpha is a note about the
+training: musubi-tuner's converter keeps it although it multiplies the alpha into the weights. So it counts only for
+files with kohya's names that have lost their alpha tensors.
+"""
+import functools
+import json
+import math
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from accelerate import init_empty_weights
+from diffusers import QwenImageTransformer2DModel
+from peft.utils.other import get_pattern_key
+from tqdm import tqdm
+
+from common import InputError, first_words
+from extras import foreign
+
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
+                      r"(lycoris|lora_unet|lora_transformer|lora_dit|unet|transformer(?!_blocks))_")
+# how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa
+PARTS = re.compile(r"(.+?)\.(?:lora_(?:linear_layer\.)?|lora\.)(?P<half>A|B|down|up)(?:\.(?!weight$|bias$)\w+)?(?:\.weight)?"
+                   r"|(.+)\.(?P<alpha>(?:lora_|network_)?alpha)"
+                   r"|(.+)\.(?P<factor>lokr_w[12](?:_[ab])?|hada_w[12]_[ab])(?:\.\w+)?")
+HALVES = dict(A="A", down="A", B="B", up="B")
+# what is no plain LoRA, by its tensors' names
+OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used here",
+          r"lora_mid|lokr_t2|hada_t[12]": "a LoRA in Tucker's form (lora_mid, t2), which is for convolutions",
+          r"\.diff(_[bg])?$|\.set_weight$": "differences of whole weights or biases (diff, diff_b), not only a LoRA",
+          r"[wb]_norm$": "with trained norms", r"oft_|boft": "an OFT", r"\.[ab][12]\.weight$": "a GLoRA",
+          r"lora_embedding": "a LoRA with token embeddings", r"lora_(B|up)\.(\w+\.)?bias$": "a LoRA with biases",
+          r"lora.*(scale_weight|weight_scale)$": "a LoRA in scaled fp8"}
+FLAT = dict(alpha=("lora_alpha", "network_alpha", "alpha", "transformer.lora_alpha"),
+            rank=("lora_rank", "network_dim", "rank", "r", "transformer.r"))
+NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
+VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
+
+
+@functools.cache
+def warn(line):
+    """Once, although a file is read several times; in the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
+
+
+def warn_of_no_effect(file, state, meta):
+    """A line for a LoRA that changes nothing, by what predict.read_lora returns."""
+    alphas = [meta.get("transformer.lora_alpha", 1), *(meta.get("transformer.alpha_pattern") or {}).values()]
+    live = [k for k, v in state.items() if ".lora_A." in k and v.any() and state[k.replace(".lora_A.", ".lora_B.")].any()]
+    if not live:
+        warn(f"warning: {file}: has no effect: each layer's lora_A or lora_B is zero, as before a training's first step")
+    elif not any(alphas):
+        warn(f"warning: {file}: has no effect: its alpha is 0")
+
+
+def error_of(file, what, remedy="take another file"):
+    return InputError(f"{file}: cannot be used as a LoRA: {what}; {remedy}")
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def layer_names():
+    """-> {name with _ for each point: name} of the linear layers of Qwen-Image, of its first block for all."""
+    with init_empty_weights():
+        model = QwenImageTransformer2DModel(num_layers=1, num_attention_heads=1, attention_head_dim=16, in_channels=4,
+                                            axes_dims_rope=(4, 6, 6), joint_attention_dim=8)
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return {name.replace(".", "_"): name for name in names}
+
+
+def find_layer(text):
+    """A layer's name as its trainer writes it -> ours, or None."""
+    text = text.replace("._orig_mod.", ".").removesuffix(".base_layer")
+    while prefix := PREFIXES.match(text):
+        text = text[prefix.end():]
+    text = re.sub(r"\.processor\.(\w+)_lora$", r".\1", text)
+    flat = text.replace(".", "_")
+    block = re.match(r"transformer_blocks_(\d+)_", flat)
+    if not block:
+        return layer_names().get(flat)
+    name = layer_names().get(flat.replace(f"_{block[1]}_", "_0_", 1))
+    return name and name.replace(".0.", f".{int(block[1])}.", 1)
+
+
+def sort_tensors(file, tensors):
+    """{name: tensor} -> {layer: {A, B, alpha, lokr_w1, ...: tensor}}. InputError names what is no LoRA of Qwen-Image."""
+    layers, strange, kinds = {}, [], Counter()
+    for key, tensor in tensors.items():
+        key = key.replace("_lora.", ".lora.") if re.search(r"_lora\.(down|up)\.weight$", key) else key
+        found = PARTS.fullmatch(key)
+        if not found:
+            strange.append(key)
+            continue
+        part = HALVES.get(found["half"]) or found["factor"] or "alpha"
+        kinds[part] += 1
+        layer = find_layer(found[1] or found[3] or found[5])
+        if not layer:
+            strange.append(key)
+        elif part in layers.setdefault(layer, {}):
+            raise error_of(file, f"{layer} has two tensors {part}, of which one is {key}", "leave one copy in it")
+        else:
+            layers[layer][part] = tensor
+    for pattern, what in OTHERS.items():
+        if found := [key for key in tensors if re.search(pattern, key)]:
+            raise error_of(file, f"{what} ({found[0]})", "take a plain LoRA")
+    if not kinds.keys() - {"alpha"}:
+        refuse_model(file, tensors)
+    if strange:
+        what, pattern = foreign.family(strange)
+        if what:
+            strange = [key for key in strange if re.search(pattern, key)] + strange
+        words = f", which looks like {what}" if what else ""
+        raise error_of(file, f"{len(set(strange))} of {len(tensors)} tensors are of no linear layer of Qwen-Image, for "
+                       f"instance {strange[0]}{words}")
+    return layers
+
+
+def refuse_model(file, tensors):
+    """InputError for a file without a LoRA's matrices."""
+    if any(re.search(r"transformer_blocks\.\d+\.attn\.add_q_proj\.", key) for key in tensors):
+        raise error_of(file, "it holds no LoRA but a whole transformer of Qwen-Image", "give it as --transformer")
+    what, _ = foreign.family(tensors)
+    words = f"but {what}" if what else f"(a tensor of it: {min(tensors, default='none')})"
+    raise error_of(file, f"it holds no LoRA {words}")
+
+
+# ---- alpha -----------------------------------------------------------------------------------------------------------
+
+def number(value, what):
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{what} is no number")
+    return value
+
+
+def of_config(where, config, layer, rank):
+    """The scale of a layer by peft's config, which stands at `where`. rank: the tensors', or None."""
+    alpha = config.get("lora_alpha", config.get("alpha"))
+    alphas, ranks = config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}
+    alpha = number(alphas.get(get_pattern_key(alphas, layer), alpha), "lora_alpha")
+    said = number(ranks.get(get_pattern_key(ranks, layer), config.get("r", rank)), "r")
+    if rank and said != rank:
+        raise ValueError(f"{where} says rank {said:g} for {layer}, and its tensors have {rank}")
+    root = str(config.get("use_rslora")).lower() in ("true", "1")
+    return alpha / (math.sqrt(said) if root else said)
+
+
+def flat_config(header, names):
+    """A flat header's alpha and rank -> as peft's config; {} without an alpha."""
+    alphas = [header[key] for key in names["alpha"] if key in header]
+    # (kohya's rank may be the word Dynamic)
+    ranks = [header[key] for key in names["rank"] if re.fullmatch(r"[\d.]+", header.get(key, ""))]
+    config = dict(lora_alpha=alphas[0], use_rslora=header.get("use_rslora")) if alphas else {}
+    return config | dict(r=ranks[0]) if alphas and ranks else config
+
+
+def find_configs(file, header, tensors):
+    """-> [(where, a config that says alpha)] but for the tensors' own, and our entries of the header."""
+    sources, train = [], {}
+    for key in ("lora_adapter_metadata", "train"): # diffusers' entry, and what tools/convert_lora.py writes for ComfyUI
+        try:
+            meta = dict(json.loads(header.get(key, "{}")))
+        except (ValueError, TypeError) as e:
+            if key == "train": # another program's
+                continue
+            raise error_of(file, f"{key} in its header cannot be read ({first_words(e)})")
+        train |= {k: v for k, v in meta.items() if k.startswith("train.")}
+        sources.append((f"{key} in its header", {k.removeprefix("transformer."): v for k, v in meta.items()}))
+    sources.append(("alpha in its header", flat_config(header, FLAT)))
+    with_alpha = any(key.endswith("alpha") for key in tensors)
+    noted = {} if with_alpha else flat_config(header, NOTES)
+    if noted and any("lora_unet_" in key for key in tensors):
+        sources.append(("ss_network_alpha in its header", noted))
+    elif noted and noted["lora_alpha"].removesuffix(".0") != noted.get("r"):
+        warn(f"warning: {file}: ss_network_alpha {noted['lora_alpha']} in its header is taken for a note about the "
+             "training, whose alpha is in the weights, as musubi-tuner's converter puts it there; if not, --lora_scale")
+    peft_s = file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
+    if peft_s and (file.parent / PEFT_CONFIG).is_file():
+        try:
+            sources.append((PEFT_CONFIG, dict(json.loads((file.parent / PEFT_CONFIG).read_text()))))
+        except (ValueError, TypeError) as e:
+            raise error_of(file, f"{PEFT_CONFIG} beside it cannot be read ({first_words(e)})")
+    for where, config in sources:
+        for name in VARIANTS:
+            if config.get(name):
+                raise error_of(file, f"{where} says {name}, which is no plain LoRA")
+    sources = [(where, config) for where, config in sources if {"lora_alpha", "alpha"} & config.keys()]
+    if peft_s and not sources and not with_alpha:
+        if file.name == PEFT_FILE:
+            raise error_of(file, f"{PEFT_CONFIG} is not beside it, which tells its scale", "put it there")
+        warn(f"warning: {file}: has peft's names, and {PEFT_CONFIG}, which tells its scale, is not beside it; alpha is "
+             "taken for the rank")
+    return sources, train
+
+
+def scale_of(layer, parts, rank, configs):
+    """-> the scale of a layer. ValueError if two sources differ. rank: of a LoRA's matrices, or None."""
+    said = {where: of_config(where, config, layer, rank) for where, config in configs}
+    if "alpha" in parts:
+        alpha = number(parts["alpha"].float().mean(), "alpha")
+        if rank:
+            said["its alpha tensors"] = alpha / rank
+        else: # LyCORIS: a LoKr of two whole matrices has no scale
+            narrow = [parts[name] for name in ("lokr_w2_b", "lokr_w1_b", "hada_w1_b") if name in parts]
+            said["its alpha tensors"] = alpha / len(narrow[0]) if narrow else 1.0
+    values = list(said.values())
+    # alpha tensors may be rounded to bf16 or fp8
+    if any(not math.isclose(value, values[0], rel_tol=0.05 if "alpha" in parts else 1e-6) for value in values):
+        words = ", ".join(f"{value:g} by {where}" for where, value in said.items())
+        raise ValueError(f"two sources tell different scales of {layer}: {words}")
+    return values[0] if values else 1.0
+
+
+# ---- LoKr and LoHa: other forms of a change of the weights -----------------------------------------------------------
+# A LoKr adds the Kronecker product of two small matrices to a weight, a LoHa the elementwise product of two LoRAs. Both
+# may have a high rank. The nearest LoRA of a rank is the first part of the singular value decomposition (Eckart and
+# Young 1936), which both allow without one of the whole matrix: that of a Kronecker product is the Kronecker product of
+# two small ones; a LoHa of rank r is a product of two matrices with r * r columns and rows.
+
+def decompose(factors, rank):
+    """The matrices of a layer -> U (outputs, n), S (n,), V (n, inputs), where U diag(S) V is the nearest matrix of
+    rank n <= `rank` to the change of its weight; and how far off it is, and how large the change is, both squared."""
+    f = {name: tensor.double() for name, tensor in factors.items()}
+    if "hada_w1_a" in f:
+        a = torch.einsum("oi,oj->oij", f["hada_w1_a"], f["hada_w2_a"]).flatten(1)
+        b = torch.einsum("io,jo->ijo", f["hada_w1_b"], f["hada_w2_b"]).flatten(0, 1)
+        (q_a, r_a), (q_b, r_b) = torch.linalg.qr(a), torch.linalg.qr(b.T)
+        u, s, v = torch.linalg.svd(r_a @ r_b.T, full_matrices=False)
+        kept = slice(rank)
+        u, v = q_a @ u[:, kept], v[kept] @ q_b.T
+    else:
+        w1, w2 = [f[w] if w in f else f[f"{w}_a"] @ f[f"{w}_b"] for w in ("lokr_w1", "lokr_w2")]
+        (u1, s1, v1), (u2, s2, v2) = [torch.linalg.svd(w, full_matrices=False) for w in (w1, w2)]
+        s = torch.kron(s1, s2) # not sorted
+        kept = s.topk(min(rank, len(s))).indices
+        of_1, of_2 = kept // len(s2), kept % len(s2)
+        u = torch.einsum("in,jn->ijn", u1[:, of_1], u2[:, of_2]).flatten(0, 1)
+        v = torch.einsum("ni,nj->nij", v1[of_1], v2[of_2]).flatten(1)
+    size = s.square().sum().item()
+    return u, s[kept], v, max(0, size - s[kept].square().sum().item()), size
+
+
+class Loss:
+    """How far the LoRAs that were made of LoKrs or LoHas are off, as shares of their changes of the weights."""
+
+    def __init__(self):
+        self.lost, self.size, self.worst = 0.0, 0.0, (0.0, "")
+
+    def add(self, layer, scale, lost, size):
+        self.lost += scale**2 * lost
+        self.size += scale**2 * size
+        self.worst = max(self.worst, (math.sqrt(lost / max(size, 1e-300)), layer))
+
+
+def has_factors(file):
+    """Whether a file is a LoKr or LoHa. False for one that cannot be read, which gets its error line later."""
+    try:
+        with safetensors.safe_open(file, "pt") as f:
+            return bool(re.search("lokr_|hada_", " ".join(f.keys())))
+    except Exception: # a foreign file can fail in any way
+        return False
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+def read(file, rank=64):
+    """A LoRA's file -> (state dict {transformer.LAYER.lora_A.weight: (r, inputs), ....lora_B.weight: (outputs, r)},
+    metadata: transformer.lora_alpha, transformer.alpha_pattern, and our train. entries). rank: of what is made of a LoKr
+    or LoHa. InputError says what the file is instead."""
+    file = Path(file)
+    if has_factors(file): # which take a minute, and are asked for several times
+        status = file.stat()
+        state, meta = decomposed(file, rank, status.st_mtime_ns, status.st_size)
+        return dict(state), dict(meta)
+    return convert(file, rank)
+
+
+@functools.lru_cache(2)
+def decomposed(file, rank, *_):
+    return convert(file, rank)
+
+
+def convert(file, rank):
+    f = foreign.open_file(file, functools.partial(error_of, file), "give a LoRA in .safetensors")
+    header = f.metadata() or {}
+    try:
+        tensors = {key: f.get_tensor(key) for key in f.keys()}
+    except Exception as e: # a dtype that torch lacks
+        raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
+    layers = sort_tensors(file, tensors)
+    configs, train = find_configs(file, header, tensors)
+    state, alphas, loss = {}, {}, Loss()
+    factored = any({"A", "B"}.isdisjoint(parts) for parts in layers.values())
+    try:
+        for layer, parts in tqdm(layers.items(), "decomposing", unit=" layers", disable=None if factored else True,
+                                 leave=False):
+            a, b, alpha = to_lora(layer, parts, rank, configs, loss)
+            state[f"transformer.{layer}.lora_A.weight"], state[f"transformer.{layer}.lora_B.weight"] = a, b
+            alphas[layer] = alpha
+    except ValueError as e:
+        raise error_of(file, first_words(e))
+    except Exception as e: # a foreign file can fail in any way
+        raise error_of(file, f"{layer}: {first_words(e)}")
+    if factored:
+        share = math.sqrt(loss.lost / max(loss.size, 1e-300))
+        line = (f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
+                f"{share:.2%} off, at worst {loss.worst[0]:.2%} ({loss.worst[1]}); a larger --rank of "
+                "tools/convert_lora.py is nearer")
+        if os.environ.get("RANK", "0") == "0":
+            print(line)
+    meta = meta_of(alphas) | train
+    warn_of_no_effect(file, state, meta)
+    return state, meta
+
+
+def to_lora(layer, parts, rank, configs, loss):
+    """A layer's tensors -> (lora_A (r, inputs), lora_B (outputs, r), alpha). ValueError says what is wrong."""
+    matrices = {name: to_matrix(layer, name, tensor) for name, tensor in parts.items() if name != "alpha"}
+    if not {"A", "B"} & matrices.keys():
+        if not matrices:
+            raise ValueError(f"{layer} has an alpha and no matrices")
+        scale = scale_of(layer, parts, None, configs)
+        u, s, v, lost, size = decompose(matrices, rank)
+        loss.add(layer, scale, lost, size)
+        dtype, root = next(iter(matrices.values())).dtype, s.sqrt() # in equal shares, so that half precision holds both
+        return (root[:, None] * v).to(dtype), (scale * u * root).to(dtype), len(s)
+    if matrices.keys() != {"A", "B"}:
+        words = " and ".join(f"lora_{name}" for name in sorted(matrices))
+        raise ValueError(f"{layer} has {words}, and not just lora_A and lora_B")
+    a, b = matrices["A"], matrices["B"]
+    if len(a) != b.shape[1]:
+        raise ValueError(f"{layer} has matrices of different ranks, {list(a.shape)} and {list(b.shape)}")
+    return a, b, scale_of(layer, parts, len(a), configs) * len(a)
+
+
+def to_matrix(layer, name, tensor):
+    """A matrix of fp32, fp16 or bf16; some programs write those of a linear layer as of a 1x1 convolution."""
+    if tensor.ndim == 4 and tensor.shape[2:] == (1, 1):
+        tensor = tensor[..., 0, 0]
+    if tensor.ndim != 2 or not tensor.is_floating_point():
+        raise ValueError(f"{layer}: {name} is {list(tensor.shape)} of {tensor.dtype}, no matrix")
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16): # fp8, fp64
+        tensor = tensor.float()
+    if not tensor.isfinite().all():
+        raise ValueError(f"NaN or Inf in {layer} ({name}): its training diverged")
+    return tensor.contiguous()
+
+
+def meta_of(alphas):
+    """{layer: alpha} -> diffusers' metadata: the most frequent one, and one pattern for each other."""
+    most = Counter(alphas.values()).most_common(1)[0][0]
+    others = {}
+    for layer, alpha in alphas.items():
+        if alpha != most:
+            others.setdefault(alpha, []).append(re.escape(layer))
+    patterns = {f"^({'|'.join(names)})": alpha for alpha, names in others.items()}
+    return {"transformer.lora_alpha": most, "transformer.alpha_pattern": patterns}
