@@ -89,7 +89,7 @@ def first_words(e):
 
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
-EXTRAS = "quantize offload fsdp compile plan tracker mask".split() # flags that a file of their name in extras/ serves
+EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that a file of their name in extras/ serves
 
 def load_extra(name):
     """The module extras/NAME.py, which the flag --NAME needs. InputError if it, or one that it imports, is not here."""

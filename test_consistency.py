@@ -425,6 +425,7 @@ def test_resume_is_bitwise(tmp_path, optimizer, flags):
         real(self)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "step", killed)
+        patch.setitem(sys.modules, "extras.probe", None) # whose trial takes steps of its own
         train_log(tmp_path / "b", *flags)
     shutil.rmtree(tmp_path / "b" / "checkpoint-000004")
     with open(tmp_path / "b" / "log.jsonl", "a") as f:

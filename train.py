@@ -51,7 +51,7 @@ import cache
 import common
 import predict
 from common import (InputError, file_hash, first_words, key_value, load_extra, natural, not_negative, number, positive,
-                    read_tensors, write_file)
+                    write_file)
 from predict import LORA_FILE, checkpoints, number_of
 from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
 
@@ -389,33 +389,11 @@ def lock_folder(folder, name):
             raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
         return lock_folder(folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
 
-def clean_folder(step):
-    """Removes what an earlier process has left: half-written files, and what marks a run as finished. The checkpoints
-    after this step, which are damaged, get another name: they must not count for --keep."""
-    for path in out_dir.glob(".tmp-*"): # we hold the lock, so these belong to a dead process
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    for path in checkpoints(out_dir):
-        if number_of(path) > step:
-            path.rename(f"{path}.damaged-{time.time_ns()}")
-    for name in ("DONE", LORA_FILE):
-        (out_dir / name).unlink(missing_ok=True)
-
-def begin_log(step, versions):
-    """Writes the log's first line, which says how the run was begun. A resumed log keeps its lines up to the
-    checkpoint, because later steps run again, and a kill may have left half a line."""
-    log = out_dir / "log.jsonl"
-    # the first line stays that of the first start
-    lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
+def begin_log(versions, kept):
+    """Writes the log's first line, which says how the run was begun. kept: what a resumed run keeps of its log."""
     begin = dict(command=sys.argv, flags=vars(args), **versions, started=time.time())
-    kept = lines[:1] or [json.dumps(begin, default=str)]
-    for line in lines[1:]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-    write_file(log, ("\n".join(kept) + "\n").encode())
+    lines = kept or [json.dumps(begin, default=str)]
+    write_file(out_dir / "log.jsonl", ("\n".join(lines) + "\n").encode())
 
 def write_log(record, sync=False):
     """Appends a line of JSON. sync: onto the disk, so that after a power loss the log is never behind a checkpoint."""
@@ -428,53 +406,7 @@ def write_log(record, sync=False):
     except OSError as e:
         raise InputError(f"{out_dir}/log.jsonl: cannot be written ({e.strerror}); free some space, then --resume")
 
-# ---- checkpoints: LoRA and optimizer, as safetensors and JSON; never pickles, which run code when they are loaded ----
-
-@dataclass
-class Checkpoint:
-    lora: dict # {diffusers' name: tensor}
-    moments: dict # the optimizer's tensors: {"exp_avg.PARAMETER": tensor}
-    info: dict # step, config, and `optimizer`: all else of its state, as save_state has it
-
-def read_checkpoint(path):
-    """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries."""
-    lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
-    moments, info = read_tensors(path / "optimizer.safetensors")
-    # both files must be of the step in the folder's name
-    if "optimizer" not in info or not meta.get("train.step") == info.get("step") == number_of(path):
-        raise InputError(f"{path}: its files do not belong together; it is damaged, or of an older train.py")
-    return Checkpoint(lora, moments, info)
-
-def find_checkpoint():
-    """-> the newest intact Checkpoint, or None for a run that begins. A damaged one costs a warning and the steps since
-    the one before it, so that a flipped bit does not cost a night's run."""
-    if not args.resume:
-        return None
-    saved = checkpoints(out_dir)
-    for path in reversed(saved):
-        try:
-            return read_checkpoint(path)
-        except InputError as e:
-            say(f"warning: {path} is damaged; trying the checkpoint before it ({e})")
-    # a run that was killed before its first checkpoint begins again
-    if not saved and (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists():
-        return None
-    raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
-
-def refuse_changes(old):
-    """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
-    had its default there."""
-    if "data_hash" not in old:
-        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, "
-                         "or start a new run from its LoRA with --pretrained_lora")
-    changes = []
-    for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
-        before = old.get(name, parser.get_default(name))
-        if before != value:
-            changes.append(f"{name}: {before} -> {value}")
-    if changes:
-        raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
-                         "ones, or start a new run")
+# ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
 def refuse_differences(assumed):
     """InputError names what the processes do not agree on. Each would train its own order of samples, silently."""
@@ -501,71 +433,13 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     shutil.rmtree(tmp, ignore_errors=True)
     with averaged_weights(optimizer):
         predict.save_lora(tmp / LORA_FILE, transformer, dict(step=step, **meta))
-        tensors, state = save_state(optimizer, lora)
-    common.write_tensors(tmp / "optimizer.safetensors", tensors, dict(step=step, config=config, optimizer=state))
+        if resume:
+            resume.save_optimizer(tmp, optimizer, lora, step=step, config=config)
     # the rename is the moment at which the checkpoint exists; a kill before it leaves the older ones as they were
     os.replace(tmp, path)
     common.sync_folder(out_dir)
     for old in checkpoints(out_dir)[:-args.keep]:
         shutil.rmtree(old)
-
-def load_checkpoint(checkpoint, transformer, lora, optimizer):
-    """Puts LoRA and optimizer back, bit for bit."""
-    predict.load_weights(transformer, checkpoint.lora, out_dir)
-    load_state(optimizer, lora, checkpoint.moments, checkpoint.info["optimizer"])
-
-# An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and
-# not only tensors and numbers (SOAP has lists of tensors). extras/probe.py tries before the first step whether all of
-# it comes back.
-
-def places_of(optimizer, lora):
-    """{a parameter's name, "group" or "self": the dictionary in which the optimizer keeps state}."""
-    states = {name: optimizer.state[p] for name, p in lora.items()}
-    return states | {"group": optimizer.param_groups[0], "self": vars(optimizer)}
-
-def save_state(optimizer, lora):
-    """-> (tensors, JSON) of all that the optimizer keeps, within averaged_weights."""
-    tensors, state = {}, []
-    for place, values in places_of(optimizer, lora).items():
-        for key, value in values.items():
-            try:
-                state.append((place, key, to_json(value, f"{key}.{place}", tensors)))
-            except TypeError as e: # beside parameters' states there are objects, which are made with the optimizer
-                if place in lora:
-                    raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {e} in its {key}; take "
-                                     "another, such as torch.optim.AdamW")
-    return tensors, state
-
-def to_json(value, path, tensors):
-    """A value as JSON, which from_json reads; its tensors are added to `tensors`. TypeError if it has other parts."""
-    if type(value) is torch.Tensor:
-        tensors[path] = value
-        return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [to_json(v, f"{path}.{n}", tensors) for n, v in enumerate(value)]}
-    if type(value) is dict:
-        return {"dict": [to_json(pair, f"{path}.{n}", tensors) for n, pair in enumerate(value.items())]}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(type(value).__name__)
-
-def from_json(value, tensors):
-    """The value that to_json was given, its tensors on the device."""
-    if type(value) is not dict:
-        return value
-    (kind, parts), = value.items()
-    if kind == "tensor":
-        path, on_cpu = parts
-        return tensors[path].to("cpu" if on_cpu else args.device)
-    made = [from_json(part, tensors) for part in parts]
-    return locate(kind)(made) # list, tuple or dict
-
-def load_state(optimizer, lora, tensors, state):
-    """Puts back what save_state has returned."""
-    places = places_of(optimizer, lora)
-    for place, key, value in state:
-        places[place][key] = from_json(value, tensors)
-    use_trained_weights(optimizer)
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -817,9 +691,13 @@ out_dir = common.gather_objects(out_dir)[0]
 
 # The checkpoint to continue from, behind the lock: a run that is just ending may still write one. We look at it before
 # anything slow begins, so that a forbidden change or a finished run is reported within seconds.
-checkpoint, step = find_checkpoint(), 0
+resume, checkpoint, step = common.find_extra("resume"), None, 0
+if not resume:
+    say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
+if args.resume:
+    checkpoint = resume.find_checkpoint(out_dir, say)
 if checkpoint:
-    refuse_changes(checkpoint.info["config"])
+    resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser)
     step = checkpoint.info["step"]
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
@@ -862,7 +740,7 @@ say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(tr
     "again")
 optimizer = make_optimizer(lora.values())
 if probe := common.find_extra("probe"): # or a checkpoint that lacks a part of its state would be noticed too late
-    probe.check(args, lora, make_optimizer, averaged_weights, save_state, load_state)
+    probe.check(args, lora, make_optimizer, averaged_weights, use_trained_weights)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}, {world_size} process(es)")
 
@@ -883,18 +761,20 @@ refuse_differences(vars(args) | config | dict(step=step, val_data=data_hash(val_
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
 # learning rate follow from the step alone.
-if args.resume:
-    say(f"{out_dir}: continues after step {step}")
 if checkpoint:
-    refuse_changes(checkpoint.info["config"])
-    load_checkpoint(checkpoint, transformer, lora, optimizer)
+    resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser)
+    resume.load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer)
+    use_trained_weights(optimizer)
     checkpoint = None # frees its tensors
 
 # Rank 0 writes the log, and with --tracker to tensorboard or wandb, too.
 track = None
 if rank == 0:
-    begin_log(step, versions)
-    clean_folder(step)
+    kept = []
+    if args.resume:
+        say(f"{out_dir}: continues after step {step}")
+        kept = resume.clean_folder(out_dir, step)
+    begin_log(versions, kept)
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 # Validations also draw pictures.

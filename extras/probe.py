@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from common import InputError, first_words, read_tensors, write_tensors
+from common import InputError, first_words, read_tensors
+from extras.resume import OPTIMIZER_FILE, load_optimizer, save_optimizer
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def check(args, lora, make_optimizer, averaged_weights, save_state, load_state):
+def check(args, lora, make_optimizer, averaged_weights, use_trained_weights):
     """InputError if an optimizer of --optimizer would not resume to the bit. All but `args` is train.py's; lora: {name:
     parameter}."""
     few = {}
@@ -32,7 +33,7 @@ def check(args, lora, make_optimizer, averaged_weights, save_state, load_state):
     state_of_python = random.getstate()
     try:
         with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once
-            lost = find_lost(few, make_optimizer, averaged_weights, save_state, load_state)
+            lost = find_lost(few, make_optimizer, averaged_weights, use_trained_weights)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
@@ -43,19 +44,19 @@ def check(args, lora, make_optimizer, averaged_weights, save_state, load_state):
                          "anew; take another, such as torch.optim.AdamW")
 
 
-def find_lost(few, make_optimizer, averaged_weights, save_state, load_state):
+def find_lost(few, make_optimizer, averaged_weights, use_trained_weights):
     """-> what of an optimizer's state does not come back, None if all does. few: {name: parameter}."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
     take_steps(optimizer, first, range(STEPS[0]))
     with averaged_weights(optimizer):
         second = copies_of(first)
-        tensors, state = save_state(optimizer, first)
         with tempfile.TemporaryDirectory() as folder:
-            write_tensors(Path(folder, "state"), tensors, dict(state=state))
-            tensors, meta = read_tensors(Path(folder, "state"))
+            save_optimizer(Path(folder), optimizer, first)
+            tensors, info = read_tensors(Path(folder, OPTIMIZER_FILE))
     other = make_optimizer(second.values())
-    load_state(other, second, tensors, meta["state"])
+    load_optimizer(other, second, tensors, info["optimizer"])
+    use_trained_weights(other)
     lost = difference(vars(optimizer), vars(other), "", set())
     if lost is None:
         for one, parameters in ((optimizer, first), (other, second)):
@@ -63,8 +64,8 @@ def find_lost(few, make_optimizer, averaged_weights, save_state, load_state):
             take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
         if not all(close(first[name], second[name], few[name]) for name in few):
             lost = "all of its state: with the same gradients it goes on with other steps"
-        with averaged_weights(optimizer):
-            save_state(optimizer, first) # what has come since can be saved, too
+        with averaged_weights(optimizer), tempfile.TemporaryDirectory() as folder:
+            save_optimizer(Path(folder), optimizer, first) # what has come since can be saved, too
     return lost
 
 

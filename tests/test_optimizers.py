@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import common
-from extras import probe
+from extras import probe, resume
 from tests.harness import assert_same_run, is_one_line, log_of, recipe, run_script
 
 class Optimizer(torch.optim.Optimizer):
@@ -221,7 +221,7 @@ def trial(optimizer, **more):
         for name, value in (("args", args), ("optimizer_class", locate(optimizer))):
             patch.setitem(ns["make_optimizer"].__globals__, name, value)
         before = {name: p.detach().clone() for name, p in lora.items()}
-        probe.check(args, lora, *[ns[name] for name in "make_optimizer averaged_weights save_state load_state".split()])
+        probe.check(args, lora, *[ns[name] for name in "make_optimizer averaged_weights use_trained_weights".split()])
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
 @pytest.mark.parametrize("optimizer", KEPT)
@@ -234,11 +234,11 @@ def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer):
 
 @pytest.mark.parametrize("place", ["group", "self", "state", "values"])
 def test_a_checkpoint_that_lacks_a_part_is_noticed_by_the_trial(monkeypatch, place):
-    """The trial has teeth: whatever load_state leaves out."""
-    names, real = recipe(), recipe()["load_state"]
+    """The trial has teeth: whatever load_optimizer leaves out."""
+    real = resume.load_optimizer
     kept = dict(group=lambda entry: entry[0] != "group", self=lambda entry: entry[0] != "self",
                 state=lambda entry: entry[0] in ("group", "self"), values=lambda entry: entry[1] != "exp_avg")
-    monkeypatch.setitem(names, "load_state", lambda optimizer, lora, tensors, state: real(
+    monkeypatch.setattr(probe, "load_optimizer", lambda optimizer, lora, tensors, state: real(
         optimizer, lora, tensors, list(filter(kept[place], state))))
     optimizer = dict(group=TensorInGroup, self=Attribute, state=Nested).get(place)
     with pytest.raises(common.InputError, match="cannot keep|fails in a trial"):
@@ -263,12 +263,11 @@ def test_a_late_state_that_cannot_be_kept_is_one_line(small, tmp_path, monkeypat
 
 def test_a_checkpoints_state_is_json_and_tensors(small, tmp_path):
     """Counters stay on the CPU on any device; a list stays a list; numbers have their type."""
-    ns = recipe()
     value = {"a": [1, 1.0, True, None, "x", (), {}], 2: (torch.tensor(3), torch.ones(2, 2, dtype=torch.bfloat16))}
     tensors = {}
-    text = json.dumps(ns["to_json"](value, "path", tensors))
-    back = ns["from_json"](json.loads(text), tensors)
+    text = json.dumps(resume.to_json(value, "path", tensors))
+    back = resume.from_json(json.loads(text), tensors, "cpu")
     assert repr(back) == repr(value) and len(tensors) == 2
     for bad in (object(), {1}, torch.nn.Parameter(torch.ones(1)), [b"bytes"], torch.float32):
         with pytest.raises(TypeError):
-            ns["to_json"](bad, "path", {})
+            resume.to_json(bad, "path", {})

@@ -1,0 +1,160 @@
+"""
+--resume: what only a run that goes on needs. It finds the newest intact checkpoint, refuses other settings, and puts
+LoRA and optimizer back, bit for bit on a CPU. Without this file checkpoints hold the LoRA alone.
+
+An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and not
+only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and JSON;
+never as pickles, which run code when they are loaded. extras/probe.py tries before the first step whether all of it
+comes back.
+"""
+import contextlib
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pydoc import locate
+
+import torch
+
+import predict
+from common import InputError, read_tensors, write_tensors
+from predict import LORA_FILE, checkpoints, number_of
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+@dataclass
+class Checkpoint:
+    lora: dict # {diffusers' name: tensor}
+    tensors: dict # the optimizer's: {"exp_avg.PARAMETER": tensor}
+    info: dict # step, config, and `optimizer`: all else of its state, as state_of has it
+
+
+def read_checkpoint(path):
+    """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries."""
+    lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
+    tensors, info = read_tensors(path / OPTIMIZER_FILE)
+    # both files must be of the step in the folder's name
+    if "optimizer" not in info or not meta.get("train.step") == info.get("step") == number_of(path):
+        raise InputError(f"{path}: its files do not belong together; it is damaged, or of an older train.py")
+    return Checkpoint(lora, tensors, info)
+
+
+def find_checkpoint(out_dir, say):
+    """-> the newest intact Checkpoint, or None for a run that begins. A damaged one costs a warning and the steps since
+    the one before it, so that a flipped bit does not cost a night's run."""
+    saved = checkpoints(out_dir)
+    for path in reversed(saved):
+        try:
+            return read_checkpoint(path)
+        except InputError as e:
+            say(f"warning: {path} is damaged; trying the checkpoint before it ({e})")
+    # a run that was killed before its first checkpoint begins again
+    if not saved and (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists():
+        return None
+    raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
+
+
+def refuse_changes(out_dir, old, config, parser):
+    """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
+    had its default there."""
+    if "data_hash" not in old:
+        raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, "
+                         "or start a new run from its LoRA with --pretrained_lora")
+    changes = []
+    for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
+        before = old.get(name, parser.get_default(name))
+        if before != value:
+            changes.append(f"{name}: {before} -> {value}")
+    if changes:
+        raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
+                         "ones, or start a new run")
+
+
+def clean_folder(out_dir, step):
+    """Removes what an earlier process has left: half-written files, and what marks a run as finished. The checkpoints
+    after this step, which are damaged, get another name: they must not count for --keep -> the lines of the log that
+    stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have left half a
+    line."""
+    for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for path in checkpoints(out_dir):
+        if number_of(path) > step:
+            path.rename(f"{path}.damaged-{time.time_ns()}")
+    for name in ("DONE", LORA_FILE):
+        (out_dir / name).unlink(missing_ok=True)
+    log = out_dir / "log.jsonl"
+    lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
+    kept = lines[:1]
+    for line in lines[1:]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    return kept
+
+# ---- the optimizer's state -------------------------------------------------------------------------------------------
+
+
+def places_of(optimizer, lora):
+    """{a parameter's name, "group" or "self": the dictionary in which the optimizer keeps state}."""
+    states = {name: optimizer.state[p] for name, p in lora.items()}
+    return states | {"group": optimizer.param_groups[0], "self": vars(optimizer)}
+
+
+def save_optimizer(folder, optimizer, lora, **info):
+    """Writes all that the optimizer keeps into a checkpoint's folder. lora: {name: parameter}; info: step and config.
+    To be called within train.py's averaged_weights. InputError names state that cannot be saved."""
+    tensors, state = {}, []
+    for place, values in places_of(optimizer, lora).items():
+        for key, value in values.items():
+            try:
+                state.append((place, key, to_json(value, f"{key}.{place}", tensors)))
+            except TypeError as e: # beside parameters' states there are objects, which are made with the optimizer
+                if place in lora:
+                    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+                    raise InputError(f"--optimizer {kind}: a checkpoint cannot keep {e} in its {key}; take another, "
+                                     "such as torch.optim.AdamW")
+    write_tensors(folder / OPTIMIZER_FILE, tensors, dict(info, optimizer=state))
+
+
+def load_optimizer(optimizer, lora, tensors, state):
+    """Puts back what save_optimizer has written: its tensors, and the entry `optimizer`."""
+    places = places_of(optimizer, lora)
+    device = next(iter(lora.values())).device
+    for place, key, value in state:
+        places[place][key] = from_json(value, tensors, device)
+
+
+def load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer):
+    """Puts LoRA and optimizer back, bit for bit."""
+    predict.load_weights(transformer, checkpoint.lora, out_dir)
+    load_optimizer(optimizer, lora, checkpoint.tensors, checkpoint.info["optimizer"])
+
+
+def to_json(value, path, tensors):
+    """A value as JSON, which from_json reads; its tensors are added to `tensors`. TypeError if it has other parts."""
+    if type(value) is torch.Tensor:
+        tensors[path] = value
+        return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [to_json(v, f"{path}.{n}", tensors) for n, v in enumerate(value)]}
+    if type(value) is dict:
+        return {"dict": [to_json(pair, f"{path}.{n}", tensors) for n, pair in enumerate(value.items())]}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(type(value).__name__)
+
+
+def from_json(value, tensors, device):
+    """The value that to_json was given, its tensors on the device."""
+    if type(value) is not dict:
+        return value
+    (kind, parts), = value.items()
+    if kind == "tensor":
+        path, on_cpu = parts
+        return tensors[path].to("cpu" if on_cpu else device)
+    made = [from_json(part, tensors, device) for part in parts]
+    return locate(kind)(made) # list, tuple or dict
