@@ -698,8 +698,7 @@ def open_image(path, content=None):
 def notes_of(png):
     """An open PNG -> a copy of its texts and EXIF without the pixels: what stands behind these, PIL would see only once
     it has decoded them, and a dataset's sizes are read from headers."""
-    place = png.tell()
-    png.seek(0)
+    png.seek(0) # PIL, too, seeks where it reads
     kept, head = [png.read(8)], b""
     while head[4:] != b"IEND" and (head := png.read(8))[4:].isalpha(): # a chunk's length and kind
         length = int.from_bytes(head[:4], "big") + 4 # with the checksum
@@ -707,7 +706,6 @@ def notes_of(png):
             kept += [head, png.read(length)]
         else:
             png.seek(length, os.SEEK_CUR)
-    png.seek(place)
     return io.BytesIO(b"".join(kept))
 
 TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,

@@ -772,7 +772,7 @@ def tensors_of(cache_dir, name):
 def caches(tmp_path_factory):
     """The same two samples as a cache of today and in two forms as version 1.0."""
     root = tmp_path_factory.mktemp("caches")
-    add_item(add_item(root / "data", "cat", mask=paint_picture()), "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
+    add_item(add_item(root / "data", "cat", mask=paint_picture(mode="L")), "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
     assert make_cache(root / "data", root / "new", "--caption_dropout_rate", 0.5, *NATIVE).status == 0
     for form, name in [(form, name) for form in ("padded", "unpadded") for name in ("cat", "dog")]:
         (root / form).mkdir(exist_ok=True)

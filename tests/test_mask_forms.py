@@ -172,9 +172,14 @@ def test_a_mask_that_selects_nothing_or_everything_is_recognised(tmp_path, kind)
 def test_a_mask_lies_as_its_exif_says(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
-    for image in (draw(), with_alpha(WHITE, draw()), in_16_bits(draw(), 257)):
+    for image in (draw(), with_alpha(WHITE, draw()), in_16_bits(draw(), 257), draw().point(lambda v: v // 255)):
         got = common.read_mask(save(image, tmp_path / "mask.png", exif=exif))
         assert np.array_equal(np.asarray(got), np.rot90(np.asarray(draw()), -1))
+
+def test_a_layer_that_is_half_transparent_keeps_its_levels(tmp_path):
+    """Also if none of them is white."""
+    mask = draw(soft=True).point(lambda v: v * 3 // 4)
+    assert np.array_equal(common.read_mask(save(with_alpha(mask, 128), tmp_path / "mask.png")), mask)
 
 def test_masks_in_gray_need_no_extra_and_others_are_refused_without(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "find_extra", lambda name: None)

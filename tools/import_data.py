@@ -409,12 +409,12 @@ def read_tables(tables, anywhere, folder, columns, alone):
     for number, (table, where, row) in enumerate(rows):
         try:
             row = parse_row(where, row)
-            others.update(unread(row, columns))
             place = functools.partial(find_file, table, anywhere, folder)
             sample = read_row(number, where, row, place, columns, alone)
             first_table, first = seen.setdefault(str([sample.target, sample.controls, sample.prompts]), (table, where))
             if first == where:
                 samples.append(sample)
+                others.update(unread(row, columns))
             elif first_table == table:
                 raise InputError(f"{where}: the same as {first}; delete one of them")
         except InputError as e:
