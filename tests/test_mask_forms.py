@@ -144,11 +144,13 @@ def strokes(*colours):
 UNCLEAR = {
     "photo": PHOTO, "photo in colours of a palette": PHOTO.convert("P", palette=Image.Palette.ADAPTIVE),
     "red strokes": strokes("red"), "black and white strokes": strokes("black", "white"), "grey": strokes("gray"),
-    "three colours of strokes": strokes("red", "lime", "blue"), "red on white": ImageOps.colorize(draw(), "white", "red"),
+    "three colours of strokes": strokes("red", "lime", "blue"),
+    "red on white": ImageOps.colorize(draw(), "white", "red"),
     "red and green on black": Image.merge("RGB", [draw(), draw().transpose(Image.ROTATE_180), BLACK.getchannel(0)]),
     "white on blue": ImageOps.colorize(draw(), "blue", "white"),
     "labels": labels(0, 1, 2), "labels of COCO": labels(0, 17, 90), "one label": labels(0, 15),
-    "labels with void": labels(0, 1, 15, 255), "an object and void": labels(0, 1, 255), "labels without 0": labels(1, 2),
+    "labels with void": labels(0, 1, 15, 255), "an object and void": labels(0, 1, 255),
+    "labels without 0": labels(1, 2),
     "labels in 16 bits": labels(0, 1, 300), "12 bits": labels(0, 2000, 4095), "labels of ids": labels(0, 1001, 24012),
     "one id": labels(0, 300)}
 
