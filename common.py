@@ -743,8 +743,7 @@ def open_image(path, content=None):
 def notes_of(png):
     """An open PNG -> a copy of its texts and EXIF without the pixels: what stands behind these, PIL would see only once
     it has decoded them, and a dataset's sizes are read from headers."""
-    place = png.tell()
-    png.seek(0)
+    png.seek(0) # PIL, too, seeks where it reads
     kept, head = [png.read(8)], b""
     while head[4:] != b"IEND" and (head := png.read(8))[4:].isalpha(): # a chunk's length and kind
         length = int.from_bytes(head[:4], "big") + 4 # with the checksum
@@ -752,7 +751,6 @@ def notes_of(png):
             kept += [head, png.read(length)]
         else:
             png.seek(length, os.SEEK_CUR)
-    png.seek(place)
     return io.BytesIO(b"".join(kept))
 
 TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
@@ -809,8 +807,9 @@ def read_mask(path, content=None):
         white on transparency             the white is the region, as opaque as it is
         black, or a photo, with a hole    the hole is the region (as ComfyUI's mask editor and MagicBrush have it)
 
-    Alpha that is the same everywhere, and any colour under alpha 0, mean nothing. content: as for read_image. InputError
-    if the mask could mean several things. One that selects nothing or everything is returned: see mask_is_empty."""
+    Alpha that is the same everywhere, and any colour under alpha 0, mean nothing. content: as for read_image.
+    InputError if the mask could mean several things. One that selects nothing or everything is returned: see
+    mask_is_empty."""
     image = decode(path, content)
     if image.mode.startswith("I;16"):
         mask_HW = np.asarray(image)
@@ -824,8 +823,8 @@ def read_mask(path, content=None):
             mask_HW = extra and extra.region_of(rgba_HW4)
     levels = [256] if mask_HW is None else np.flatnonzero(np.bincount(mask_HW.flatten())).tolist()
     dark = [level for level in levels if level < 255]
-    # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white. As
-    # JPEG or WebP they are noise.
+    # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white.
+    # In a JPEG or WebP they are noise.
     is_labels = image.format in ("PNG", "BMP") and 1 < len(dark) <= 32 and dark[-1] < 96
     if is_labels and levels == [0, 1]:
         mask_HW = mask_HW * 255

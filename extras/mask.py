@@ -40,7 +40,7 @@ EDITED = 12.0 # levels by which it differs; JPEG of quality 70 makes up to 7 in 
 CLOSE = 6 # pixels: gaps of twice this in the edit are edited too
 GAIN = 3.5 # times the edited share: a token with over a seventh edited has 0.5, with two sevenths it counts in full
 # masks by hand
-WHITE, BLACK = 192, 63 # levels that white has at least, and black at most: JPEG and WebP change both
+WHITE, BLACK = 224, 31 # levels that white strokes have at least, and black at most: editors and WebP round them
 OFF = 32 # levels that a channel may be off the colour that it is taken for
 
 # ---- moved: robust least squares on gradients (Lucas and Kanade 1981), coarse to fine --------------------------------

@@ -197,7 +197,8 @@ def test_lines_of_a_caption_are_wordings_of_which_each_position_draws_one(tmp_pa
 
 def test_marks_and_blank_lines_are_no_part_of_a_prompt_and_joiners_are(tmp_path):
     """`cat a.txt b.txt` leaves the mark of an editor inside; emoji and Persian are written with joiners."""
-    lines = ["\U0001f469\u200d\U0001f4bb at work", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001fae9", "!"]
+    lines = ["\U0001f469\u200d\U0001f4bb at work", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+             "\U0001fae9", "!"]
     data = add_item(tmp_path, "cat", caption="\ufeff" + "\n\u200b\n\ufeff".join(lines))
     (tmp_path / "target/dog.png").write_bytes((tmp_path / "target/cat.png").read_bytes())
     write_rows(tmp_path / "m.jsonl", dict(target="target/cat.png", control=[], prompt=lines))
@@ -473,6 +474,11 @@ def test_what_is_decoded_is_what_was_hashed(tmp_path, suffix):
     for read in (common.read_image, common.read_mask):
         with refused(path, "has changed since it was looked at; run the same command again"):
             read(path, content)
+    with pytest.MonkeyPatch.context() as patch: # it changes between two readings: there is only one
+        patch.setattr(Path, "read_bytes", lambda path, data=path.read_bytes(): data)
+        content, changed = common.file_hash(path), common.read_image(path)
+        save(paint_picture(seed=2), path)
+        assert np.array_equal(np.asarray(common.read_image(path, content)), np.asarray(changed))
     path.write_bytes(b"")
     with refused(path):
         common.read_image(path, content)

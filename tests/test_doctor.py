@@ -19,8 +19,8 @@ import cache
 import common
 import predict
 from extras import sheet
-from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture, put_shape,
-                           run_script, save, show)
+from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture,
+                           put_shape, run_script, save, show)
 from tools import doctor, doctor_pairs
 
 # ---- edits of pictures like photos, and what must be found -----------------------------------------------------------

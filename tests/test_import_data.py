@@ -624,7 +624,8 @@ def test_a_table_of_magicbrush_gives_the_holes_as_masks(tmp_path):
         assert np.array_equal(mask, hole(x).resize((128, 64), Image.NEAREST))
     assert got.out.count("columns that are not read: img_id (4 rows), turn_index (4 rows)\n") == 1, got.out
     [line] = [line for line in got.out.splitlines() if "select nothing or everything" in line]
-    assert "left out, 1: " in line and line.endswith("none-mask.png") and len(common.read_dataset(tmp_path / "out")[0]) == 3
+    assert "left out, 1: " in line and line.endswith("none-mask.png")
+    assert len(common.read_dataset(tmp_path / "out")[0]) == 3
 
 def test_a_mask_in_a_parquet_file_is_named_by_its_row(tmp_path):
     pytest.importorskip("pyarrow")
@@ -726,7 +727,8 @@ multiple_target = false
     lines = [line.split(": ")[1].split() for line in got.out.splitlines() if "is not converted" in line]
     assert {line[0]: line[-1] for line in lines} == dict(
         resolution="--target_pixels", bucket_no_upscale="--no-upscale", control_resolution="--control_pixels",
-        no_resize_control="native", alpha_mask="converted", fp_1f_clean_indices="converted", loss_mask_directory="converted")
+        no_resize_control="native", alpha_mask="converted", fp_1f_clean_indices="converted",
+        loss_mask_directory="converted")
     write_rows(tmp_path / "b.toml", text.replace("multiple_target = false", "multiple_target = true"))
     [error] = import_data(tmp_path / "b.toml", tmp_path / "none", status=1).errors
     assert is_one_line(error, "b.toml", "multiple_target")
@@ -772,7 +774,8 @@ def tensors_of(cache_dir, name):
 def caches(tmp_path_factory):
     """The same two samples as a cache of today and in two forms as version 1.0."""
     root = tmp_path_factory.mktemp("caches")
-    add_item(add_item(root / "data", "cat", mask=paint_picture()), "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
+    add_item(root / "data", "cat", mask=paint_picture(mode="L"))
+    add_item(root / "data", "dog", [(64, 32), (64, 64), (64, 64), (32, 64)])
     assert make_cache(root / "data", root / "new", "--caption_dropout_rate", 0.5, *NATIVE).status == 0
     for form, name in [(form, name) for form in ("padded", "unpadded") for name in ("cat", "dog")]:
         (root / form).mkdir(exist_ok=True)

@@ -149,7 +149,7 @@ def test_what_the_doctor_calls_recoloured_gets_no_mask(photos):
 def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
     """A mask by hand stays, and so does a pair of two shapes; 110x66, of one shape, is trained as 96x64. Without the
     flag nothing changes: no key, no tensor."""
-    for name, mask, size in (("own", paint_picture(), (96, 64)), ("none", None, (96, 64)),
+    for name, mask, size in (("own", paint_picture(mode="L"), (96, 64)), ("none", None, (96, 64)),
                              ("rounded", None, (110, 66))):
         control = paint_picture(size, seed=2)
         add_item(tmp_path / "data", name, mask=mask and mask.resize(size))

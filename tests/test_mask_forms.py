@@ -144,11 +144,13 @@ def strokes(*colours):
 UNCLEAR = {
     "photo": PHOTO, "photo in colours of a palette": PHOTO.convert("P", palette=Image.Palette.ADAPTIVE),
     "red strokes": strokes("red"), "black and white strokes": strokes("black", "white"), "grey": strokes("gray"),
-    "three colours of strokes": strokes("red", "lime", "blue"), "red on white": ImageOps.colorize(draw(), "white", "red"),
+    "three colours of strokes": strokes("red", "lime", "blue"),
+    "red on white": ImageOps.colorize(draw(), "white", "red"),
     "red and green on black": Image.merge("RGB", [draw(), draw().transpose(Image.ROTATE_180), BLACK.getchannel(0)]),
     "white on blue": ImageOps.colorize(draw(), "blue", "white"),
     "labels": labels(0, 1, 2), "labels of COCO": labels(0, 17, 90), "one label": labels(0, 15),
-    "labels with void": labels(0, 1, 15, 255), "an object and void": labels(0, 1, 255), "labels without 0": labels(1, 2),
+    "labels with void": labels(0, 1, 15, 255), "an object and void": labels(0, 1, 255),
+    "labels without 0": labels(1, 2),
     "labels in 16 bits": labels(0, 1, 300), "12 bits": labels(0, 2000, 4095), "labels of ids": labels(0, 1001, 24012),
     "one id": labels(0, 300)}
 
@@ -172,9 +174,14 @@ def test_a_mask_that_selects_nothing_or_everything_is_recognised(tmp_path, kind)
 def test_a_mask_lies_as_its_exif_says(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
-    for image in (draw(), with_alpha(WHITE, draw()), in_16_bits(draw(), 257)):
+    for image in (draw(), with_alpha(WHITE, draw()), in_16_bits(draw(), 257), draw().point(lambda v: v // 255)):
         got = common.read_mask(save(image, tmp_path / "mask.png", exif=exif))
         assert np.array_equal(np.asarray(got), np.rot90(np.asarray(draw()), -1))
+
+def test_a_layer_that_is_half_transparent_keeps_its_levels(tmp_path):
+    """Also if none of them is white."""
+    mask = draw(soft=True).point(lambda v: v * 3 // 4)
+    assert np.array_equal(common.read_mask(save(with_alpha(mask, 128), tmp_path / "mask.png")), mask)
 
 def test_masks_in_gray_need_no_extra_and_others_are_refused_without(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "find_extra", lambda name: None)

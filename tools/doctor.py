@@ -91,8 +91,8 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "the edit crops or extends pictures; otherwise crop both alike.",
     "enlarged": "Training would enlarge these pictures, which teaches blur. Train with --no-upscale, or at other "
     "--target_pixels and --control_pixels.",
-    "empty mask": "The mask selects nothing or everything, and then it says nothing: the pair is trained as one without "
-    "a mask. Paint the edited region white on black, or delete the mask.",
+    "empty mask": "The mask selects nothing or everything, and then it says nothing: the pair is trained as one "
+    "without a mask. Paint the edited region white on black, or delete the mask.",
     "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
     "other caption": "The same pair has two prompts. That is right if both ask for this target.",
     "other target": "One control and prompt have two targets, and the LoRA would learn their mean. Delete one, or let "

@@ -16,14 +16,14 @@ $ python tools/import_data.py faces.csv OUT --alone                             
 $ python tools/import_data.py SOURCE OUT --hold_out 10                # every tenth sample to OUT_val, for --val_data
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
-NAME_mask or NAME-masklabel. Where no two names agree, an ending that all pictures of a folder have is left out, such as
--Edit, _after or -Bearbeitet. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
+NAME_mask or NAME-masklabel. Where no two names agree, an ending that all pictures of a folder have is left out, such
+as -Edit, _after or -Bearbeitet. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
 become one prompt (in OUT each line is a prompt of its own). A mask that is not gray with a white region, such as
-MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are hard links where the disk allows
-it: they take no space, but a program that changes one in place changes the original too. A table or configuration that
-you give may refer to any file. A table that is found in a folder, which may come from strangers, may refer only to
-files below its own folder. A cache becomes a cache; give its index to train.py as --data. Every error is printed in a
-line, and then nothing is written, unless --skip_bad leaves the faulty samples out.
+MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
+hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
+too. A table or configuration that you give may refer to any file. A table that is found in a folder, which may come
+from strangers, may refer only to files below its own folder. A cache becomes a cache; give its index to train.py as
+--data. Every error is printed in a line, and then nothing is written, unless --skip_bad leaves the faulty samples out.
 """
 import argparse
 import csv
@@ -409,12 +409,12 @@ def read_tables(tables, anywhere, folder, columns, alone):
     for number, (table, where, row) in enumerate(rows):
         try:
             row = parse_row(where, row)
-            others.update(unread(row, columns))
             place = functools.partial(find_file, table, anywhere, folder)
             sample = read_row(number, where, row, place, columns, alone)
             first_table, first = seen.setdefault(str([sample.target, sample.controls, sample.prompts]), (table, where))
             if first == where:
                 samples.append(sample)
+                others.update(unread(row, columns))
             elif first_table == table:
                 raise InputError(f"{where}: the same as {first}; delete one of them")
         except InputError as e:
@@ -428,7 +428,7 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
-# Settings of a dataset, as toolkit/config_modules.py of ai-toolkit and docs/dataset_config.md of musubi-tuner name them:
+# Settings of a dataset, as ai-toolkit's toolkit/config_modules.py and musubi-tuner's docs/dataset_config.md name them:
 # those that are read, and those that only decide about speed, memory, buckets or videos. Any other one that is set is
 # printed, as it may change what the pictures mean.
 CONTROLS = ["control_path", *[f"control_path{middle}{n}" for middle in ("", "_") for n in range(10)]]
@@ -436,8 +436,8 @@ AITOOLKIT = "folder_path caption_ext caption_type trigger_word mask_path invert_
 MUSUBI = "image_directory control_directory image_jsonl_file caption_extension multiple_target".split()
 HARMLESS = """cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk cache_tensors_to_disk
               cache_latents_num_workers load_image_when_caching_latents num_workers prefetch_factor persistent_workers
-              gpu_prefetch_batches fast_image_size debug buckets bucket_tolerance enable_ar_bucket shrink_video_to_frames
-              auto_frame_count fps do_i2v do_audio full_size_control_images replay_transforms
+              gpu_prefetch_batches fast_image_size debug buckets bucket_tolerance enable_ar_bucket
+              shrink_video_to_frames auto_frame_count fps do_i2v do_audio full_size_control_images replay_transforms
               batch_size enable_bucket cache_directory debug_dataset""".split()
 USUAL = dict(num_repeats=1, num_frames=1, type="image", scale=1, loss_multiplier=1, network_weight=1,
              random_triggers_max=1, control_transparent_color=[255, 255, 255]) # what means nothing, beside 0 and such
@@ -446,7 +446,8 @@ REMEDIES = dict( # what to do instead, or what happens
     num_repeats="; use train.py --repeats", default_caption="; give it as --prompt",
     resolution="; use train.py --target_pixels", control_resolution="; use train.py --control_pixels",
     no_resize_control="; use train.py --control_pixels native", bucket_no_upscale="; use train.py --no-upscale",
-    caption_dropout_rate="; use train.py --caption_dropout_rate", caption_dropout="; use train.py --caption_dropout_rate",
+    caption_dropout_rate="; use train.py --caption_dropout_rate",
+    caption_dropout="; use train.py --caption_dropout_rate",
     mask_min_value="; use train.py --mask_background_weight",
     control_transparent_color="; what is transparent becomes white", **dict.fromkeys(
         "flip_x flip_y random_crop random_scale square_crop scale augments augmentations".split(), AS_THEY_ARE))
@@ -523,8 +524,8 @@ def aitoolkit_part(config, dataset):
     if alpha and mask:
         print(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
     if alpha:
-        print(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes white; "
-              "to leave that out of the loss use train.py --mask_background_weight 0")
+        print(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes "
+              "white; to leave that out of the loss use train.py --mask_background_weight 0")
     suffix = dataset.get("caption_type") or dataset.get("caption_ext", "txt") # the first is its older name
     return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
                 mask=locate(config, mask) if mask and not alpha else None, alpha=alpha,

@@ -8,7 +8,8 @@ averaged; several LoRA scales (--scales) get a line each:
     kept                 PSNR of the result where nothing should change, i.e. where target and control differ by at most
                          8 levels of 255
     inside, outside      PSNR of the result inside and outside of the mask: the dataset's, or else (also if that selects
-                         nothing or everything) the one that --mask auto makes; empty if there is no mask, because nothing differs or nearly everything
+                         nothing or everything) the one that --mask auto makes; empty if there is no mask, because
+                         nothing differs or nearly everything
     shift, zoom, colour  how the edit disturbed the part that should not change: a motion in pixels, a change of size in
                          percent, a colour cast in levels; medians. The reference is the target after the VAE: its soft
                          edges, against the target's own, would look like a zoom of half a percent
