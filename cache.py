@@ -53,7 +53,7 @@ from common import (TINY, TINY_DATA, VERSION, InputError, Sample, content_key, f
                     fraction, image_size, load_extra, pixels, positive, print_problems, read_image, read_mask, read_tensors)
 from rope_patch import ROPE_TABLE
 
-PREPROCESSING = 2 # part of every key: add 1 when the preparation of pictures or prompts changes
+PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or prompts changes
 NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
 # ---- flags of what is trained, for cache.py and train.py -------------------------------------------------------------
