@@ -22,7 +22,6 @@ $ python cache.py --model ... --data photos drawings faces --repeats 1 5 1 # mix
 train.py and predict.py call the same functions; run this script alone to encode on another machine.
 """
 import gc
-import hashlib
 import inspect
 import json
 import os
@@ -31,6 +30,26 @@ import sys
 from contextlib import closing, suppress
 from itertools import product
 from pathlib import Path
+
+import common
+from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, Sample, check_mask, content_key, file_hash,
+                    first_words, fit_size, is_index, load_extra, look_at, look_at_mask, print_problems, read_image,
+                    read_mask, read_tensors, run_name)
+
+def read_flags():
+    """-> args. A slip ends the script here."""
+    parser = common.Parser(__doc__)
+    common.add_model_flags(parser)
+    common.add_data_flags(parser)
+    parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
+    args = common.parse_data_args(parser, "cache.py")
+    common.look_over(args)
+    if common.rank() == 0:
+        print(f"{args.cache_dir}: encodes {' '.join(args.data)} with {args.model}; the libraries take some seconds")
+    return args
+
+if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
+    args = read_flags()
 
 import numpy as np
 import safetensors
@@ -48,65 +67,9 @@ try: # the one that works without torchvision; from transformers 5.4 on it has a
 except ModuleNotFoundError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
-import common
-from common import (TINY, TINY_DATA, VERSION, InputError, Sample, content_key, file_hash, first_words, fit_size,
-                    fraction, image_size, load_extra, pixels, positive, print_problems, read_image, read_mask, read_tensors)
 from rope_patch import ROPE_TABLE
 
 PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or prompts changes
-NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
-
-# ---- flags of what is trained, for cache.py and train.py -------------------------------------------------------------
-
-def add_data_flags(parser):
-    flag = parser.group("data")
-    flag("--data", None,
-         "dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written",
-         nargs="+")
-    flag("--repeats", None,
-         "how many times an epoch uses each --data, one number for each (default: 1)",
-         type=positive, nargs="+")
-    flag("--val_data", None,
-         "validation datasets, not trained on: their loss is logged, their pictures are generated without and with the "
-         "LoRA (default: none; the demo has its own)", nargs="*")
-    flag("--target_pixels", [1024 * 1024],
-         "area of the target (default: 1024x1024); several: each use of a sample picks one; native: own size",
-         type=pixels, nargs="+")
-    flag("--control_pixels", 1024 * 1024,
-         "area of the controls, likewise (default: 1024x1024)", type=pixels)
-    flag("--upscale", True, "enlarge smaller pictures to the area, as stock does")
-    flag("--caption_dropout_rate", 0.0, "share of samples trained with the empty prompt", type=fraction)
-    flag("--prompt_image_dropout_rate", 0.0,
-         "share of samples trained as text-to-image, without their controls; not with v1", type=fraction)
-    flag("--preserve", 0.0,
-         "share of samples that get another instruction and learn what the base answers to it, so that the model does "
-         "not forget", type=fraction)
-    flag("--preserve_prompts", [NEGATIVE_PROMPT],
-         "instructions that the base follows, for --preserve (default: an empty one)", nargs="+")
-    flag("--mask", None,
-         "auto: a pair without a mask gets one of where target and control differ (default: none; tools/doctor.py "
-         "--mask auto shows them)", choices=["auto"])
-    flag("--skip_bad", False, "go on without the samples that have an error")
-
-def parse_data_args(parser, tiny):
-    """common.parse_args, with the flags of add_data_flags."""
-    args = common.parse_args(parser, tiny)
-    # the demo, and no other dataset of tiny, brings its own validation pictures
-    if args.val_data is None:
-        is_demo = args.data == TINY["data"]
-        args.val_data = [str(TINY_DATA.with_name(name)) for name in ("val", "known")] if is_demo else []
-    if not args.data:
-        parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
-    if len({Path(root).resolve() for root in args.data}) < len(args.data):
-        parser.error("argument --data: names a dataset twice; leave one out; --repeats uses it more often")
-    if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
-        parser.error("argument --data: an index holds a whole training's samples with their masks; give it alone, "
-                     "without --mask")
-    if args.preserve_prompts != [NEGATIVE_PROMPT] and not args.preserve:
-        parser.error("argument --preserve_prompts: has no use without --preserve; give both")
-    if args.repeats and len(args.repeats) != len(args.data):
-        parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
-    return args
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -368,20 +331,6 @@ def check_finite(tensors, sample):
 
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
 
-def look_at(path):
-    """-> [(width, height), content hash] of a picture. InputErrors are image_size's."""
-    return [image_size(path), file_hash(path)]
-
-def look_ahead(samples, args):
-    """-> look_at, which already knows the answers for the pictures of these samples."""
-    paths = [path for sample in samples for path in (sample.target, *sample.controls) if path]
-    return common.look_ahead(paths, look_at, Path(args.cache_dir, "pictures.txt"))
-
-def look_at_mask(path):
-    """-> [(width, height), content hash, whether it marks a part] of a mask. InputErrors are read_mask's."""
-    content = file_hash(path)
-    return [image_size(path), content, not common.mask_is_empty(read_mask(path, content))]
-
 def plan_sizes(pipe, sample, geometry, look):
     """Sets sample.sizes and prompt_sizes -> [(width, height)] of the target at each of its encodings, and of the
     controls. geometry: dict(target_pixels=[...], control_pixels, upscale). look: as for plan_sample."""
@@ -419,12 +368,6 @@ def check_sample(pipe, sample, max_sequence_length):
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {left} have positions; "
                          "shorten the prompt, or give fewer pictures")
 
-def check_mask(mask, size, target_size):
-    """InputError for a mask of another shape (it may have another size)."""
-    (w, h), (target_w, target_h) = size, target_size
-    if abs(w / h / (target_w / target_h) - 1) > 0.02:
-        raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
-
 def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look_at, look_mask=look_at_mask):
     """Adds to the sample what will be encoded of it, in which files. A mask that marks nothing or everything is left
     out. geometry: as for plan_sizes; fingerprints: encoder_fingerprints; args: cache_dir, dtype, max_sequence_length,
@@ -439,9 +382,8 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look
         check_mask(sample.mask, size, sample.sizes[0])
         sample.contents = {sample.mask: content}
         sample.mask = sample.mask if marks else None
-    for path in (sample.target, *sample.controls):
-        if path:
-            sample.contents[path] = look(path)[1]
+    for path in common.pictures_of(sample):
+        sample.contents[path] = look(path)[1]
     # what decides the content of every file
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
 
@@ -473,9 +415,8 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     good = []
     problems = []
     fingerprints = encoder_fingerprints(Path(pipe.name_or_path), args.cache_dir)
-    look = look_ahead(samples, args)
+    look, look_mask = common.looks(samples, args.cache_dir)
     masks = [sample.mask for sample in samples]
-    look_mask = common.look_ahead(filter(None, masks), look_at_mask, Path(args.cache_dir, "masks.txt"))
     for sample in tqdm(samples, desc="planning", unit=" samples", disable=common.quiet(), leave=False):
         with common.noted(problems):
             plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look, look_mask)
@@ -593,15 +534,6 @@ def load_text(sample, text_key, encoders=None):
 
 # ---- indexes: a dataset's samples and their files --------------------------------------------------------------------
 
-def is_index(root):
-    return Path(root).suffix == ".json"
-
-def run_name(model, roots):
-    """<model>-<data>+<more data>, for indexes and run folders."""
-    model = Path(model).name if Path(model).is_dir() else model.split("/", 1)[-1].replace("/", "-") # (ID@refs/pr/3)
-    names = [Path(root).stem if is_index(root) else common.root_name(root) for root in roots]
-    return f"{model}-{'+'.join(names).removeprefix(model + '-')}" # an index has that name already
-
 def write_index(path, samples, geometry, fingerprints, roots=()):
     """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
     of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
@@ -664,10 +596,10 @@ def open_index(path, folder, texts_of, args):
                 raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")
     # pictures need not be on this machine, but those that are here should be the ones that were encoded
     here = [s for s in samples if all(map(os.path.isfile, s.contents))]
-    look = look_ahead(here, args)
+    look, _ = common.looks(here, args.cache_dir)
     edited = []
     for sample in here:
-        for picture in (sample.target, *sample.controls):
+        for picture in common.pictures_of(sample):
             with suppress(InputError): # the file is another one, and no picture
                 if look(picture)[1] == sample.contents[picture]:
                     continue
@@ -777,12 +709,8 @@ def plan_training(pipe, folder, args):
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-def main():
-    parser = common.Parser(__doc__)
-    common.add_model_flags(parser)
-    add_data_flags(parser)
-    parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
-    args = parse_data_args(parser, TINY)
+def main(args):
+    common.find_devices(args)
     common.start_processes(args)
     folder, pipe = find_pipeline(args)
     samples, val_samples, _ = make_cache(pipe, folder, args, verify=args.verify)
@@ -793,4 +721,4 @@ def main():
         dist.destroy_process_group()
 
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -33,7 +33,9 @@ from PIL import Image
 VERSION = "2.0" # of the cache files
 TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transformer; the real model has 3584
-TINY = dict(data=[str(TINY_DATA)], target_pixels=["native"], control_pixels="native") # defaults of --model tiny
+LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
+PEFT_FILE = "adapter_model.safetensors" # as peft calls it
+NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
 @dataclass
 class Sample:
@@ -140,6 +142,7 @@ def key_value(text):
         return key, value
 
 natural, positive = number(int, 0), number(int, 1)
+noise_level = number(float, 1e-6, 1)
 not_negative, fraction = number(float, 0, 1e30), number(float, 0, 1) # fp32 holds sums of such numbers
 
 def add_model_flags(parser):
@@ -222,37 +225,129 @@ def is_tiny(model):
     config = Path(model, "transformer", "config.json")
     return model == "tiny" or (config.is_file() and TINY_WIDTH in config.read_text(errors="replace"))
 
-def parse_args(parser, tiny):
-    """parser.parse_args(), twice, as --model tiny brings the defaults in `tiny`. Fills in devices and dtype, and
-    refuses what cannot work: a device, a flag whose package or file in extras/ is missing."""
-    import torch
-    parser.epilog = f"With --model tiny these defaults apply: {tiny}"
+def add_data_flags(parser):
+    flag = parser.group("data")
+    flag("--data", None,
+         "dataset folders or metadata.jsonl files; or one index (.json) that cache.py has written",
+         nargs="+")
+    flag("--repeats", None,
+         "how many times an epoch uses each --data, one number for each (default: 1)",
+         type=positive, nargs="+")
+    flag("--val_data", [],
+         "validation datasets, not trained on: their loss is logged, their pictures are generated without and with the "
+         "LoRA (default: none; the demo has its own)", nargs="*")
+    flag("--target_pixels", [1024 * 1024],
+         "area of the target (default: 1024x1024); several: each use of a sample picks one; native: own size",
+         type=pixels, nargs="+")
+    flag("--control_pixels", 1024 * 1024,
+         "area of the controls, likewise (default: 1024x1024)", type=pixels)
+    flag("--upscale", True, "enlarge smaller pictures to the area, as stock does")
+    flag("--caption_dropout_rate", 0.0, "share of samples trained with the empty prompt", type=fraction)
+    flag("--prompt_image_dropout_rate", 0.0,
+         "share of samples trained as text-to-image, without their controls; not with v1", type=fraction)
+    flag("--preserve", 0.0,
+         "share of samples that get another instruction and learn what the base answers to it, so that the model does "
+         "not forget", type=fraction)
+    flag("--preserve_prompts", [NEGATIVE_PROMPT],
+         "instructions that the base follows, for --preserve (default: an empty one)", nargs="+")
+    flag("--mask", None,
+         "auto: a pair without a mask gets one of where target and control differ (default: none; tools/doctor.py "
+         "--mask auto shows them)", choices=["auto"])
+    flag("--skip_bad", False, "go on without the samples that have an error")
+
+def number_of_blocks(text):
+    return ALL_BLOCKS if text == "all" else natural(text)
+
+def is_one_file(name):
+    return Path(name or "").is_file() or str(name).endswith((".safetensors", ".gguf"))
+
+def add_transformer_flags(parser):
+    """Which transformer train.py and predict.py use, and what they can do if it is too large for its device -> the
+    add_argument of the flags' group."""
+    flag = parser.group("transformer, memory")
+    flag("--transformer", None, "hub id or folder whose transformer/ replaces --model's; or one .safetensors file of "
+         "ComfyUI, Civitai or diffusers, in bf16 or fp8: of --model only its other parts are needed")
+    add_quantize_flag(flag, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
+    flag("--offload", 0,
+         "blocks (a number, or all) that wait in host memory and are copied to the device for each forward and "
+         "backward pass, behind the computation if a pass has enough tokens: raise --max_tokens too",
+         type=number_of_blocks)
+    return flag
+
+# how the stock pipeline samples, as the model cards have it
+SAMPLING = dict(negative_prompt=NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
+                shift=None)
+def png_name(text):
+    if not text.lower().endswith(".png") or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no .png name")
+    return text
+
+def only_text(value):
+    if not isinstance(value, str):
+        raise TypeError("is no text")
+    return value
+
+def noise_levels(values):
+    return list(map(noise_level, values))
+
+# Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}; and three that have another
+# form on the command line. train.py has those of SAMPLING, for its validation pictures.
+SAMPLE_FLAGS = dict(
+    negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
+    num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
+    true_cfg_scale=(number(float, 0, 1e6), "CFG scale; at 1 or below no unconditional pass is run: half the time"),
+    shift=(number(float, 1e-6, 1e6), "one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the "
+           "model's own, by size)"),
+    height=(number(int, 32, 16384), "of the result, in pixels, rounded down to 16 (default: from the area)"),
+    width=(number(int, 32, 16384), "pixels, likewise"),
+    size_from=(positive, "which picture gives the result its shape, from 1 (default: the last, as in stock)"))
+JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=number(int, 0, 2**64 - 1),
+                 **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
+
+def add_sample_flags(flag, names):
+    for name in names:
+        kind, text = SAMPLE_FLAGS[name]
+        flag(f"--{name}", SAMPLING.get(name), text, type=kind)
+
+def model_defaults(model, script):
+    """The flags that a model's folder sets by its defaults.json: {script: {flag: value}}, {folder} stands for its own
+    path -> {flag: value}."""
+    folder = TINY_DATA.parent if model == "tiny" else Path(model)
+    file = folder / "defaults.json"
+    if not file.is_file():
+        return {}
+    text = read_text(file).replace("{folder}", json.dumps(str(folder))[1:-1])
+    try:
+        return dict(json.loads(text)[script])
+    except Exception as e: # a foreign file can be anything
+        raise InputError(f"{file}: no flags of {script} ({first_words(e)}); mend it, or delete it")
+
+def parse_args(parser, script):
+    """parser.parse_args(), twice, as the folder of --model may bring defaults of its own for this script. Without torch,
+    so that a slip is answered at once; find_devices does the rest."""
     args = parser.parse_args()
-    if is_tiny(args.model):
-        parser.set_defaults(**tiny)
+    if own := model_defaults(args.model, script):
+        parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
         args = parser.parse_args()
-    cards = find_extra("cuda") # without it a card works as torch sets it up
-    if cards:
-        cards.refuse_cpu(parser, args)
-    default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in [name for name in vars(args) if name.endswith("device")]:
-        device = getattr(args, name) or default
-        if device == "cuda": # each process its own
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        elif device.startswith("cuda") and world() > 1:
-            parser.error(f"argument --{name}: {device} for all processes; give cuda, which is one for each")
-        if cards:
-            cards.check(parser, name, device, args.dtype)
-        elif device != "cpu" and not torch.cuda.is_available():
-            parser.error(f"argument --{name}: {device} cannot be used; give cpu")
-        setattr(args, name, device)
-    args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
-    for flag, value in vars(args).items():
-        name = flag.removesuffix("_text_encoder") # one file quantizes both models
-        if name in EXTRAS and value and value != "none":
-            package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
-            if package and not find_spec(package):
-                parser.error(f"argument --{flag}: {value} needs a missing package; pip install {package}")
+    return args
+
+def parse_data_args(parser, script):
+    """parse_args, with the flags of add_data_flags."""
+    args = parse_args(parser, script)
+    # the validation pictures of a model's own data belong to no other data
+    if "--val_data" not in parser.given() and "--data" in parser.given():
+        args.val_data = []
+    if not args.data:
+        parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
+    if len({Path(root).resolve() for root in args.data}) < len(args.data):
+        parser.error("argument --data: names a dataset twice; leave one out; --repeats uses it more often")
+    if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
+        parser.error("argument --data: an index holds a whole training's samples with their masks; give it alone, "
+                     "without --mask")
+    if args.preserve_prompts != [NEGATIVE_PROMPT] and not args.preserve:
+        parser.error("argument --preserve_prompts: has no use without --preserve; give both")
+    if args.repeats and len(args.repeats) != len(args.data):
+        parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
     return args
 
 # ---- processes and devices -------------------------------------------------------------------------------------------
@@ -268,6 +363,38 @@ def world():
 def quiet():
     """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
     return True if rank() else None
+
+def flag_error(line):
+    """As Parser.error, for what shows only when torch is there: status 2."""
+    print(error_line(line), file=sys.stderr)
+    sys.exit(2)
+
+def find_devices(args):
+    """Fills in devices and dtype. Refuses what cannot work: a device, a flag whose package or file in extras/ is
+    missing."""
+    import torch
+    cards = find_extra("cuda") # without it a card works as torch sets it up
+    if cards:
+        cards.refuse_cpu(args)
+    default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name in [name for name in vars(args) if name.endswith("device")]:
+        device = getattr(args, name) or default
+        if device == "cuda": # each process its own
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        elif device.startswith("cuda") and world() > 1:
+            flag_error(f"--{name}: {device} for all processes; give cuda, which is one for each")
+        if cards:
+            cards.check(name, device, args.dtype)
+        elif device != "cpu" and not torch.cuda.is_available():
+            flag_error(f"--{name}: {device} cannot be used; give cpu")
+        setattr(args, name, device)
+    args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
+    for flag, value in vars(args).items():
+        name = flag.removesuffix("_text_encoder") # one file quantizes both models
+        if name in EXTRAS and value and value != "none":
+            package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
+            if package and not find_spec(package):
+                flag_error(f"--{flag}: {value} needs a missing package; pip install {package}")
 
 def start_processes(args):
     """Lets the processes that torchrun has started find each other. Objects are sent over the CPU, gradients over
@@ -489,6 +616,47 @@ def look_ahead(paths, look, memory):
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
+# ---- LoRA files in run folders ----------------------------------------------------------------------------------------
+
+def number_of(path):
+    """200 of checkpoint-000200, 1 of tiny-data-001."""
+    return int(path.name.split("-")[-1])
+
+def checkpoints(run):
+    """The checkpoints in a run's folder, oldest first. A person's copies (checkpoint-000200.bak) are none."""
+    found = [path for path in Path(run).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=number_of)
+
+def find_run_folder(args, name):
+    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number."""
+    # a folder without a log does not count: its run never began
+    runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(name) + r"-\d+", p.parent.name)]
+    newest = max(runs, default=None, key=number_of)
+    next_run = f"out/{name}-{number_of(newest) + 1 if newest else 1:03d}"
+    folder = Path(args.out_dir or (args.resume and newest) or next_run)
+    if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
+        raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
+    return folder
+
+def find_lora(path):
+    """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
+    unfinished run, or user/repo[/file.safetensors] of the hub."""
+    file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
+    if not file.exists() and Path(path, PEFT_FILE).is_file():
+        return Path(path, PEFT_FILE)
+    # a run that has not finished, or was stopped
+    if not file.exists() and (saved := checkpoints(path)):
+        file = saved[-1] / LORA_FILE
+        print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
+    if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
+        from huggingface_hub import hf_hub_download
+        user, repo, name = [*str(path).split("/", 2), LORA_FILE][:3]
+        return from_hub(f"{path}: {name}", lambda: hf_hub_download(f"{user}/{repo}", name))
+    if not file.is_file():
+        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
+                         "user/repo of the hub")
+    return file
+
 # ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------
 
 PICTURES = ".png .jpg .jpeg .webp .bmp".split()
@@ -707,6 +875,61 @@ def read_text(path):
             return text
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
+def is_index(root):
+    return Path(root).suffix == ".json"
+
+def run_name(model, roots):
+    """<model>-<data>+<more data>, for indexes and run folders."""
+    model = Path(model).name if Path(model).is_dir() else model.split("/", 1)[-1].replace("/", "-") # (ID@refs/pr/3)
+    names = [Path(root).stem if is_index(root) else root_name(root) for root in roots]
+    return f"{model}-{'+'.join(names).removeprefix(model + '-')}" # an index has that name already
+
+def look_at(path):
+    """-> [(width, height), content hash] of a picture. InputErrors are image_size's."""
+    return [image_size(path), file_hash(path)]
+
+def look_at_mask(path):
+    """-> [(width, height), content hash, whether it marks a part] of a mask. InputErrors are read_mask's."""
+    content = file_hash(path)
+    return [image_size(path), content, not mask_is_empty(read_mask(path, content))]
+
+def pictures_of(sample):
+    """The paths of its pictures, the target first if it has one."""
+    return [path for path in (sample.target, *sample.controls) if path]
+
+def looks(samples, cache_dir):
+    """-> look_at and look_at_mask, which already know the answers for the pictures of these samples."""
+    pictures = [path for sample in samples for path in pictures_of(sample)]
+    masks = [sample.mask for sample in samples if sample.mask]
+    return (look_ahead(pictures, look_at, Path(cache_dir, "pictures.txt")),
+            look_ahead(masks, look_at_mask, Path(cache_dir, "masks.txt")))
+
+def check_mask(mask, size, target_size):
+    """InputError for a mask of another shape (it may have another size)."""
+    (w, h), (target_w, target_h) = size, target_size
+    if abs(w / h / (target_w / target_h) - 1) > 0.02:
+        raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
+
+def look_over(args):
+    """Ends the script if a dataset of --data or --val_data has an error, without --skip_bad: before the libraries are
+    loaded, as a person has to mend these first. (Of several processes none looks: make_cache's first one will.)"""
+    problems = []
+    if args.skip_bad or world() > 1:
+        return
+    for root in [*args.data, *args.val_data]:
+        if not is_index(root):
+            samples, wrong = read_dataset(root)
+            problems += wrong
+            look, look_mask = looks(samples, args.cache_dir)
+            for sample in samples:
+                with noted(problems):
+                    size = [look(path)[0] for path in pictures_of(sample)][0]
+                    if sample.mask:
+                        check_mask(sample.mask, look_mask(sample.mask)[0], size)
+    if problems:
+        print_problems(problems)
+        sys.exit("correct these samples, or go on without them: --skip_bad")
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
@@ -841,10 +1064,9 @@ def mask_is_empty(mask):
 def fit_size(size, area, upscale=True):
     """(width, height) to resize to: the stock pipeline's calculate_dimensions(area, w / h), i.e. sides rounded to 32;
     with area = 'native', or where upscale is off and the picture is smaller, its own sides rounded to 32."""
-    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
     w, h = size
-    if area == "native" or (not upscale and w * h < area):
-        w, h = round(w / 32) * 32, round(h / 32) * 32
-    else:
-        w, h = calculate_dimensions(area, w / h)
-    return max(w, 32), max(h, 32) # calculate_dimensions can give 0 for long thin pictures
+    if area != "native" and (upscale or w * h >= area):
+        ratio = w / h
+        w = math.sqrt(area * ratio)
+        h = w / ratio
+    return max(round(w / 32) * 32, 32), max(round(h / 32) * 32, 32) # stock's can be 0 for long thin pictures

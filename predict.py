@@ -37,6 +37,78 @@ from statistics import mode
 from time import monotonic
 from types import SimpleNamespace
 
+import common
+from common import (JOB_TYPES, LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, SAMPLING, InputError, checkpoints, file_hash,
+                    find_lora, is_one_file, load_extra, make_sample, noise_level, number, number_of, pixels, png_name,
+                    positive)
+
+def read_flags():
+    """-> args. Flags that contradict each other end the script here."""
+    parser = common.Parser(__doc__)
+    common.add_model_flags(parser)
+    flag = parser.group("what to generate")
+    flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=Path)
+    flag("--prompt", None, "the instruction")
+    flag("--jobs", None, "jobs.jsonl, or a dataset: many samples in one batch", type=Path)
+    flag("--out", None, "PNG to write for --image FILES (default: NAME.png in --out_dir, named after the first, or "
+         "NAME-2.png and so on if that is another picture)", type=png_name)
+    flag("--out_dir", "out/predict", "folder for all other PNGs", type=Path)
+    flag("--seed", [0],
+         "seed of the noise; several: each sample is generated once per seed", type=JOB_TYPES["seed"], nargs="+")
+    flag = parser.group("with which LoRA")
+    strength = number(float, -10, 10)
+    flag("--lora", [], "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
+         "none; without --model the newest run's of tiny)", nargs="+")
+    flag("--lora_scale", [1.0], "strength of the LoRA, or of each: 0 is none, 1 as trained", type=strength, nargs="+")
+    flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
+         type=strength, nargs="+")
+    flag = parser.group("how")
+    common.add_sample_flags(flag, SAMPLE_FLAGS)
+    flag("--sigmas", None,
+         "noise level of each step, before the shift: falling, from 1 (default: evenly spaced)",
+         type=noise_level, nargs="+")
+    flag("--target_pixels", None,
+         "area of the result, or native (default: as the LoRA was trained, else 1024x1024; tiny: native)",
+         type=pixels)
+    flag("--control_pixels", None, "area of the pictures given, likewise", type=pixels)
+    flag("--upscale", None,
+         "enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)",
+         action=argparse.BooleanOptionalAction)
+    flag = common.add_transformer_flags(parser)
+    flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
+    flag("--transformer_device", None, "default: --device")
+    given = set(parser.given())
+    # without flags: the demo's validation pictures, with the newest LoRA of tiny
+    runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
+    if runs and not given & {"--model", "--lora"}:
+        sys.argv += ["--lora", str(runs[-1])] # each PNG tells this command
+    args = common.parse_args(parser, "predict.py")
+    if common.is_tiny(args.model) and not given & {"--image", "--jobs"}:
+        args.jobs = common.TINY_DATA.with_name("val")
+
+    # LoRAs, each with its strength
+    args.lora = [str(find_lora(path)) for path in args.lora if path]
+    if not args.lora and (args.scales != [1.0] or args.lora_scale != [1.0]):
+        parser.error("argument --scales: --scales and --lora_scale need a LoRA; give --lora")
+    if len(args.lora_scale) == 1:
+        args.lora_scale *= len(args.lora)
+    if len(args.lora_scale) != len(args.lora):
+        parser.error(f"argument --lora_scale: {len(args.lora_scale)} for {len(args.lora)} LoRAs; give one, or one each")
+    # what is generated, and where it goes: either one file --out, or files in --out_dir
+    if {"--sigmas", "--num_inference_steps"} <= given:
+        parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
+    if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
+        parser.error("argument --image: give --image with --prompt, or --jobs")
+    if args.out:
+        if args.jobs or args.image[0].is_dir() or "--out_dir" in given:
+            parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
+        args.out = Path(args.out)
+        args.out_dir = args.out.parent
+    return args
+
+if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
+    args = read_flags()
+
 import numpy as np
 import safetensors.torch
 import torch
@@ -49,7 +121,6 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
-from huggingface_hub import hf_hub_download
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import lora
 from peft.utils.other import get_pattern_key
@@ -57,58 +128,14 @@ from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
 import cache
-import common
-from common import InputError, file_hash, load_extra, make_sample, natural, number, pixels, positive
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
-LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
-PEFT_FILE = "adapter_model.safetensors" # as peft calls it
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split() # of LoRA, which compute something else
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
                    r"norm_out\.|img_in|txt_in|proj_out)[\w.]*)\.lora_([AB])\.weight")
-# how the stock pipeline samples, as the model cards have it
-SAMPLING = dict(negative_prompt=cache.NEGATIVE_PROMPT, num_inference_steps=20, true_cfg_scale=4.0, sigmas=None,
-                shift=None)
-# tiny was not trained to go without a prompt; few steps average its errors, and this shift is best with 8
-TINY_SAMPLING = dict(true_cfg_scale=1.0, num_inference_steps=8, shift=5.0)
 NAME_BYTES = 255 # a file's name may have so many
 OURS = rb"tEXtkey\0" # is in every picture that save_png has written
-NOISE_LEVEL = number(float, 1e-6, 1)
-
-# Types of flags, which raise what argparse turns into an error line.
-
-def png_name(text):
-    if not text.lower().endswith(".png") or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no .png name")
-    return text
-
-def only_text(value):
-    if not isinstance(value, str):
-        raise TypeError("is no text")
-    return value
-
-def noise_levels(values):
-    return list(map(NOISE_LEVEL, values))
-
-# Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}; and three that have another
-# form on the command line. train.py has those of SAMPLING, for its validation pictures.
-SAMPLE_FLAGS = dict(
-    negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
-    num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
-    true_cfg_scale=(number(float, 0, 1e6), "CFG scale; at 1 or below no unconditional pass is run: half the time"),
-    shift=(number(float, 1e-6, 1e6), "one shift for all sizes, not stretched: 3 for Qwen-Image-Lightning (default: the "
-           "model's own, by size)"),
-    height=(number(int, 32, 16384), "of the result, in pixels, rounded down to 16 (default: from the area)"),
-    width=(number(int, 32, 16384), "pixels, likewise"),
-    size_from=(positive, "which picture gives the result its shape, from 1 (default: the last, as in stock)"))
-JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=number(int, 0, 2**64 - 1),
-                 **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
-
-def add_sample_flags(flag, names):
-    for name in names:
-        kind, text = SAMPLE_FLAGS[name]
-        flag(f"--{name}", SAMPLING.get(name), text, type=kind)
 
 # ==== the library =====================================================================================================
 
@@ -128,32 +155,6 @@ def load_transformer(folder, dtype, weights=True, file=None):
         if weights:
             load_extra("transformer").attach(transformer, file)
     return patch_qwen_model_for_multi_resolution(transformer)
-
-def number_of_blocks(text):
-    return common.ALL_BLOCKS if text == "all" else natural(text)
-
-def is_one_file(name):
-    return Path(name or "").is_file() or str(name).endswith((".safetensors", ".gguf"))
-
-def transformer_name(text):
-    """For argparse's type=: a file is looked at before anything slow."""
-    if is_one_file(text):
-        load_extra("transformer").read_layout(text)
-    return text
-
-def add_transformer_flags(parser):
-    """Which transformer train.py and predict.py use, and what they can do if it is too large for its device -> the
-    add_argument of the flags' group."""
-    flag = parser.group("transformer, memory")
-    flag("--transformer", None, "hub id or folder whose transformer/ replaces --model's; or one .safetensors file of "
-         "ComfyUI, Civitai or diffusers, in bf16 or fp8: of --model only its other parts are needed",
-         type=transformer_name)
-    common.add_quantize_flag(flag, "--quantize", "the frozen blocks of the transformer, 41 GB in bf16")
-    flag("--offload", 0,
-         "blocks (a number, or all) that wait in host memory and are copied to the device for each forward and "
-         "backward pass, behind the computation if a pass has enough tokens: raise --max_tokens too",
-         type=number_of_blocks)
-    return flag
 
 def find_transformer(args, weights=True):
     """-> (the folder whose transformer/ is used: --transformer's, or else --model's; None). If --transformer is one
@@ -231,33 +232,6 @@ def add_lora(transformer, **config):
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 # ---- LoRA files ------------------------------------------------------------------------------------------------------
-
-def number_of(path):
-    """200 of checkpoint-000200, 1 of tiny-data-001."""
-    return int(path.name.split("-")[-1])
-
-def checkpoints(run):
-    """The checkpoints in a run's folder, oldest first. A person's copies (checkpoint-000200.bak) are none."""
-    found = [path for path in Path(run).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=number_of)
-
-def find_lora(path):
-    """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
-    unfinished run, or user/repo[/file.safetensors] of the hub."""
-    file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
-    if not file.exists() and Path(path, PEFT_FILE).is_file():
-        return Path(path, PEFT_FILE)
-    # a run that has not finished, or was stopped
-    if not file.exists() and (saved := checkpoints(path)):
-        file = saved[-1] / LORA_FILE
-        print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
-    if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
-        user, repo, name = [*str(path).split("/", 2), LORA_FILE][:3]
-        return common.from_hub(f"{path}: {name}", lambda: hf_hub_download(f"{user}/{repo}", name))
-    if not file.is_file():
-        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
-                         "user/repo of the hub")
-    return file
 
 def read_lora(path):
     """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
@@ -522,73 +496,6 @@ def finished(path, key):
 
 # ==== the command line ================================================================================================
 
-# ---- flags -----------------------------------------------------------------------------------------------------------
-
-def read_flags():
-    """-> args. Flags that contradict each other end the script here."""
-    parser = common.Parser(__doc__)
-    common.add_model_flags(parser)
-    flag = parser.group("what to generate")
-    flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=Path)
-    flag("--prompt", None, "the instruction")
-    flag("--jobs", None, "jobs.jsonl, or a dataset: many samples in one batch", type=Path)
-    flag("--out", None, "PNG to write for --image FILES (default: NAME.png in --out_dir, named after the first, or "
-         "NAME-2.png and so on if that is another picture)", type=png_name)
-    flag("--out_dir", "out/predict", "folder for all other PNGs", type=Path)
-    flag("--seed", [0],
-         "seed of the noise; several: each sample is generated once per seed", type=JOB_TYPES["seed"], nargs="+")
-    flag = parser.group("with which LoRA")
-    strength = number(float, -10, 10)
-    flag("--lora", [], "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
-         "none; without --model the newest run's of tiny)", nargs="+")
-    flag("--lora_scale", [1.0], "strength of the LoRA, or of each: 0 is none, 1 as trained", type=strength, nargs="+")
-    flag("--scales", [1.0], "each picture at these strengths of all its LoRAs, side by side; 0 is the base",
-         type=strength, nargs="+")
-    flag = parser.group("how")
-    add_sample_flags(flag, SAMPLE_FLAGS)
-    flag("--sigmas", None,
-         "noise level of each step, before the shift: falling, from 1 (default: evenly spaced)",
-         type=NOISE_LEVEL, nargs="+")
-    flag("--target_pixels", None,
-         "area of the result, or native (default: as the LoRA was trained, else 1024x1024; tiny: native)",
-         type=pixels)
-    flag("--control_pixels", None, "area of the pictures given, likewise", type=pixels)
-    flag("--upscale", None,
-         "enlarge smaller pictures to the area (default: as the LoRA was trained, else yes)",
-         action=argparse.BooleanOptionalAction)
-    flag = add_transformer_flags(parser)
-    flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
-    flag("--transformer_device", None, "default: --device")
-    given = set(parser.given())
-    # without flags: the demo's validation pictures, with the newest LoRA of tiny
-    tiny = dict(TINY_SAMPLING)
-    if not given & {"--image", "--jobs"}:
-        tiny["jobs"] = common.TINY_DATA.with_name("val")
-    runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
-    if runs and not given & {"--model", "--lora"}:
-        sys.argv += ["--lora", str(runs[-1])] # each PNG tells this command
-    args = common.parse_args(parser, tiny)
-
-    # LoRAs, each with its strength
-    args.lora = [str(find_lora(path)) for path in args.lora if path]
-    if not args.lora and (args.scales != [1.0] or args.lora_scale != [1.0]):
-        parser.error("argument --scales: --scales and --lora_scale need a LoRA; give --lora")
-    if len(args.lora_scale) == 1:
-        args.lora_scale *= len(args.lora)
-    if len(args.lora_scale) != len(args.lora):
-        parser.error(f"argument --lora_scale: {len(args.lora_scale)} for {len(args.lora)} LoRAs; give one, or one each")
-    # what is generated, and where it goes: either one file --out, or files in --out_dir
-    if {"--sigmas", "--num_inference_steps"} <= given:
-        parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
-    if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
-        parser.error("argument --image: give --image with --prompt, or --jobs")
-    if args.out:
-        if args.jobs or args.image[0].is_dir() or "--out_dir" in given:
-            parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
-        args.out = Path(args.out)
-        args.out_dir = args.out.parent
-    return args
-
 def find_geometry(args):
     """The sizes to generate at: those of the flags, else those at which the first LoRA was trained, else stock's."""
     area = "native" if common.is_tiny(args.model) else 1024 * 1024
@@ -758,8 +665,8 @@ def write_sheet(path, pictures):
         save_png(sheet.results_sheet(done, common.read_image), path)
         print(f"{path}: {len(done)} of them side by side")
 
-def main():
-    args = read_flags()
+def main(args):
+    common.find_devices(args)
     common.start_processes(args)
     rank = common.rank()
     geometry, place = find_geometry(args), args.out_dir.resolve()
@@ -824,4 +731,4 @@ def main():
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":
-    main()
+    main(args)

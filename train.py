@@ -37,29 +37,22 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
 
 import filelock
-import torch
-import torch.distributed as dist
-from diffusers import FlowMatchEulerDiscreteScheduler
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
-import cache
 import common
-import predict
-from common import (InputError, file_hash, first_words, key_value, load_extra, natural, not_negative, number, positive,
-                    write_file)
-from predict import LORA_FILE, checkpoints, number_of
-from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
+from common import (LORA_FILE, InputError, checkpoints, file_hash, first_words, key_value, load_extra, natural,
+                    not_negative, number, number_of, positive, write_file)
 
-# ---- flags: flag(name, default, help). Others come from common.add_model_flags, cache.add_data_flags, ... ------------
+# ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
 parser = common.Parser(__doc__)
 common.add_model_flags(parser)
-cache.add_data_flags(parser)
+common.add_data_flags(parser)
 flag = parser.group("LoRA")
 flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
 flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)", type=number(float, 1e-6))
@@ -88,7 +81,7 @@ flag("--timestep_sampling", "qwen_shift", "qwen_shift: logit-normal, shifted by 
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
 # These change memory and speed; of them only --quantize changes the result.
-flag = predict.add_transformer_flags(parser)
+flag = common.add_transformer_flags(parser)
 flag("--gradient_checkpointing", None, "number of blocks that the backward pass recomputes: more take less memory and "
      "more time (default: on a GPU as many as its memory requires, else all)", type=natural)
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)")
@@ -97,7 +90,7 @@ flag = parser.group("validation pictures: as predict.py generates them with the 
 flag("--sample_lora", [], "LoRAs that are added to the trained one while these are generated, such as Lightning",
      nargs="+")
 SAMPLING_FLAGS = "num_inference_steps true_cfg_scale shift negative_prompt".split()
-predict.add_sample_flags(flag, SAMPLING_FLAGS)
+common.add_sample_flags(flag, SAMPLING_FLAGS)
 flag = parser.group("run")
 flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
 flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=number(int, 0, 2**64 - 1))
@@ -110,13 +103,7 @@ flag("--keep", 2, "number of newest checkpoints to keep", type=positive)
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
 flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data")
-# With --model tiny (which is the default) these defaults replace those above: native sizes, minutes on a CPU. tiny
-# trains more layers than the real model, which learns an edit with its attention alone, and learns faster with Muon.
-args = cache.parse_data_args(parser, dict(
-    **common.TINY, **predict.TINY_SAMPLING, max_steps=500, batch_size=8, max_tokens=4096,
-    optimizer="torch.optim.Muon", optimizer_args=[("adjust_lr_fn", "match_rms_adamw"), ("ns_steps", 3)], lr=5e-3,
-    lr_scheduler="cosine", warmup_steps=10, val_pictures=32, gradient_checkpointing=0, lora_targets="to_q to_k to_v "
-    "to_out.0 add_q_proj add_k_proj add_v_proj net.0.proj net.2 proj_out img_in".split()))
+args = common.parse_data_args(parser, "train.py") # tiny/defaults.json has those of --model tiny, the default
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 lora_args = dict(args.lora_args)
@@ -128,28 +115,48 @@ if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "-
 if lora_args.get("use_dora"):
     parser.error("argument --lora_args: use_dora is not trained here, as ComfyUI ignores a DoRA's magnitudes and a "
                  "quantized base has none; leave it out, and raise --lora_rank")
-if lora_args: # peft takes some of which a LoRA file cannot hold what they train
-    load_extra("lora_args").try_out(lora_args, predict.add_lora)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
     parser.error("argument --num_inference_steps: 1 needs a --shift; give one, or 2 or more steps")
 common.check_text("--negative_prompt", args.negative_prompt)
-if args.fsdp and int(os.environ.get("WORLD_SIZE", 1)) < 2:
+if args.fsdp and common.world() < 2:
     parser.error("argument --fsdp: needs several processes; start with torchrun --nproc_per_node=N")
-if not args.use_cache and (args.skip_bad or any(map(cache.is_index, args.data + args.val_data))):
+if not args.use_cache and (args.skip_bad or any(map(common.is_index, args.data + args.val_data))):
     parser.error("argument --use_cache: an index is a cache, and --skip_bad finds broken pictures when it fills one; "
                  "leave out --no-use_cache")
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
+if not find_spec(args.optimizer.split(".")[0]):
+    parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
+pretrained_file = common.find_lora(args.pretrained_lora) if args.pretrained_lora else None
+sample_lora_files = [common.find_lora(path) for path in args.sample_lora]
+run_name = common.run_name(args.model, args.data)
+out_dir = common.find_run_folder(args, run_name)
+common.look_over(args)
+if common.rank() == 0:
+    print(f"{out_dir}: a LoRA for {args.model}, trained on {' '.join(args.data)}; the libraries take some seconds")
+
+# What follows takes ten seconds to import, so it comes behind all that needs a second.
+import torch
+import torch.distributed as dist
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import cache
+import predict
+from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
+
+common.find_devices(args)
+dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
-    parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
-pretrained_file = predict.find_lora(args.pretrained_lora) if args.pretrained_lora else None
-for path in args.sample_lora: # now, as a model may be downloaded next
+    common.flag_error(f"--optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
+if lora_args: # peft takes some of which a LoRA file cannot hold what they train
+    load_extra("lora_args").try_out(lora_args, predict.add_lora)
+for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
-sampling = predict.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
-dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
+sampling = common.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
 
 # What --resume compares with the checkpoint: every flag but these. A flag that you add is compared, unless you name it
 # here. (The code is not compared.)
@@ -358,17 +365,6 @@ def say(line):
         tqdm.write(line) # print would tear the progress bar
 
 # ---- the run folder --------------------------------------------------------------------------------------------------
-
-def find_folder(name):
-    """-> the run's folder: --out_dir; with --resume the newest of this name; else the next number."""
-    # a folder without a log does not count: its run never began
-    runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(name) + r"-\d+", p.parent.name)]
-    newest = max(runs, default=None, key=number_of)
-    next_run = f"out/{name}-{number_of(newest) + 1 if newest else 1:03d}"
-    folder = Path(args.out_dir or (args.resume and newest) or next_run)
-    if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
-        raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
-    return folder
 
 def lock_folder(folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
@@ -683,8 +679,6 @@ if args.batch_size < world_size:
 
 # The run folder. Two runs in one folder would spoil each other, so rank 0 locks it, as long as `lock` lives. --plan
 # writes nothing.
-run_name = cache.run_name(args.model, args.data)
-out_dir = find_folder(run_name)
 if rank == 0 and not args.plan:
     out_dir, lock = lock_folder(out_dir, run_name)
 out_dir = common.gather_objects(out_dir)[0]

@@ -11,33 +11,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import InputError
+from common import InputError, flag_error
 
 
 def first_line(e):
     return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
 
 
-def check(parser, flag, device, dtype):
-    """parser.error if torch cannot train or sample on this flag's device in this dtype (None: bfloat16 on a card)."""
+def check(flag, device, dtype):
+    """flag_error if torch cannot train or sample on this flag's device in this dtype (None: bfloat16 on a card)."""
     try:
         torch.empty(0, device=device).cpu() # (meta has no numbers)
     except (RuntimeError, AssertionError) as e:
         other = "cpu" if device.startswith("cuda") else "cuda or cpu"
-        parser.error(f"argument --{flag}: {device!r} cannot be used ({first_line(e)}); give {other}")
+        flag_error(f"--{flag}: {device!r} cannot be used ({first_line(e)}); give {other}")
     if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
             and torch.cuda.get_device_capability(device) < (8, 0)):
-        parser.error(f"argument --{flag}: {torch.cuda.get_device_name(device)} has no bfloat16 attention; take an "
+        flag_error(f"--{flag}: {torch.cuda.get_device_name(device)} has no bfloat16 attention; take an "
                      "Ampere card (A100, RTX 30xx) or a newer one, or --dtype float32")
 
 
-def refuse_cpu(parser, args):
-    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used; parser.error for a
+def refuse_cpu(args):
+    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used; flag_error for a
     device that was given as a transformer."""
     transformer = getattr(args, "transformer", None) or ""
     if re.fullmatch(r"cuda(:\d+)?|cpu|mps", transformer):
         flag = "--transformer_device" if hasattr(args, "transformer_device") else "--device"
-        parser.error(f"argument --transformer: {transformer} is a device; here {flag} {transformer}")
+        flag_error(f"--transformer: {transformer} is a device; here {flag} {transformer}")
     weights = [file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")]
     small = args.model == "tiny" or (Path(args.model).exists() and sum(weights) < 4e9)
     small |= not Path(args.model).exists() and not re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) # a slip of the pen
