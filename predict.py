@@ -130,7 +130,6 @@ from tqdm import tqdm
 import cache
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
-VARIANTS = "use_dora use_qalora alora_invocation_tokens".split() # of LoRA, which compute something else
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
                    r"norm_out\.|img_in|txt_in|proj_out)[\w.]*)\.lora_([AB])\.weight")
@@ -163,14 +162,10 @@ def find_transformer(args, weights=True):
         folder = cache.find_model(args.model, ["transformer"], weights=False)
         load_extra("transformer").check_fit(args.transformer, folder)
         return folder, args.transformer
-    if not args.transformer:
-        return cache.find_model(args.model, ["transformer"], weights), None
-    name, parts = args.transformer, ["transformer"]
-    if other := common.find_extra("transformer"): # before 41 GB are downloaded
-        # a local --model may be without a transformer
-        model = cache.find_model(args.model, [] if Path(args.model).is_dir() else parts, weights=False)
-        other.check_folder(name, cache.find_model(name, parts, False, "--transformer"), model)
-    return cache.find_model(name, parts, weights, "--transformer"), None
+    if args.transformer and (other := common.find_extra("transformer")):
+        other.check_folder(args, cache.find_model) # before its weights are downloaded
+    flag = "--transformer" if args.transformer else "--model"
+    return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag), None
 
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
@@ -262,16 +257,16 @@ def read_lora(path):
 def config_of(state, meta):
     """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
     metadata's, or else the rank. Raises anything unless these are just the two matrices, of the metadata's rank, of
-    each of some layers of Qwen-Image, and computed as a plain LoRA's."""
+    each of some layers of Qwen-Image."""
     ranks, said = {}, meta.get("transformer.rank_pattern") or {}
     for key, matrix in state.items():
         layer, half = PLAIN.fullmatch(key).groups()
         rank, _ = matrix.shape if half == "A" else matrix.T.shape
         wanted = said.get(get_pattern_key(said, layer), meta.get("transformer.r", rank))
         if not rank == wanted == ranks.setdefault(layer, rank):
-            raise ValueError(f"{key} has rank {rank}")
-    if len(state) != 2 * len(ranks) or any(meta.get(f"transformer.{name}") for name in VARIANTS):
-        raise ValueError("a half is missing, or it is no plain LoRA")
+            raise ValueError(key)
+    if len(state) != 2 * len(ranks):
+        raise ValueError("a half is missing")
     most = mode(ranks.values())
     others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != most} # ^: these layers and no others
     config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))

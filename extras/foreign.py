@@ -7,9 +7,11 @@ import safetensors
 
 # how files begin that are no safetensors files
 SIGNS = {b"GGUF": "a gguf", b"PK": "a pickle or another zip archive, which may run code",
-         b"\x80": "a pickle, which may run code", b"version https://git-lfs": "a pointer of git lfs, not the file itself",
+         b"\x80": "a pickle, which may run code",
+         b"version https://git-lfs": "a pointer of git lfs, not the file itself",
          b"<": "a web page, such as a hub's login", b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture",
-         b"RIFF": "a picture or a sound", b"Rar!": "a rar archive", b"7z": "a 7z archive", b"\x1f\x8b": "a gzip archive"}
+         b"RIFF": "a picture or a sound", b"Rar!": "a rar archive", b"7z": "a 7z archive",
+         b"\x1f\x8b": "a gzip archive"}
 
 # which model has tensors of these names, dots or underscores between their parts; the first that fits
 FAMILIES = {

@@ -1,12 +1,12 @@
 """
-LoRA files of other programs: kohya and musubi-tuner, ComfyUI, ai-toolkit, OneTrainer, DiffSynth, LightX2V, peft, LyCORIS.
+LoRA files of other programs: kohya, musubi-tuner, ComfyUI, ai-toolkit, OneTrainer, DiffSynth, LightX2V, peft, LyCORIS.
 
 `read` brings one to diffusers' form, or says in one line what the file is instead. Names come with many prefixes, with
 dots or underscores, and with lora_A, lora_down or lora.down for the narrow matrix. A LoKr or LoHa becomes the nearest
 LoRA of rank 64 (tools/convert_lora.py --rank makes another one).
 
-The scale of a layer is alpha / rank (of an rsLoRA: alpha / sqrt(rank)), and the alpha may stand in four places: a tensor
-X.alpha, which every program but diffusers reads as alpha / rank; lora_adapter_metadata, which diffusers writes into the
+The scale of a layer is alpha / rank (of an rsLoRA: alpha / sqrt(rank)), and the alpha may stand in four places: a
+tensor X.alpha, which every program reads as alpha / rank; lora_adapter_metadata, which diffusers writes into the
 header; lora_alpha or alpha in a flat header, as LightX2V has it; adapter_config.json, which peft writes beside its
 file. Each that is there must say the same; if none is, alpha is the rank. kohya's ss_network_alpha is a note about the
 training: musubi-tuner's converter keeps it although it multiplies the alpha into the weights. So it counts only for
@@ -35,7 +35,8 @@ PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
                       r"(lycoris|lora_unet|lora_transformer|lora_dit|unet|transformer(?!_blocks))_")
 # how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa
-PARTS = re.compile(r"(.+?)\.(?:lora_(?:linear_layer\.)?|lora\.)(?P<half>A|B|down|up)(?:\.(?!weight$|bias$)\w+)?(?:\.weight)?"
+PARTS = re.compile(r"(.+?)\.(?:lora_(?:linear_layer\.)?|lora\.)(?P<half>A|B|down|up)"
+                   r"(?:\.(?!weight$|bias$)\w+)?(?:\.weight)?"
                    r"|(.+)\.(?P<alpha>(?:lora_|network_)?alpha)"
                    r"|(.+)\.(?P<factor>lokr_w[12](?:_[ab])?|hada_w[12]_[ab])(?:\.\w+)?")
 HALVES = dict(A="A", down="A", B="B", up="B")
@@ -62,9 +63,10 @@ def warn(line):
 def warn_of_no_effect(file, state, meta):
     """A line for a LoRA that changes nothing, by what predict.read_lora returns."""
     alphas = [meta.get("transformer.lora_alpha", 1), *(meta.get("transformer.alpha_pattern") or {}).values()]
-    live = [k for k, v in state.items() if ".lora_A." in k and v.any() and state[k.replace(".lora_A.", ".lora_B.")].any()]
-    if not live:
-        warn(f"warning: {file}: has no effect: each layer's lora_A or lora_B is zero, as before a training's first step")
+    names = [key.removesuffix("A.weight") for key in state if key.endswith(".lora_A.weight")]
+    if not any(state[f"{name}A.weight"].any() and state[f"{name}B.weight"].any() for name in names):
+        warn(f"warning: {file}: has no effect: each layer's lora_A or lora_B is zero, as before the first step of a "
+             "training")
     elif not any(alphas):
         warn(f"warning: {file}: has no effect: its alpha is 0")
 
@@ -100,7 +102,7 @@ def find_layer(text):
 
 
 def sort_tensors(file, tensors):
-    """{name: tensor} -> {layer: {A, B, alpha, lokr_w1, ...: tensor}}. InputError names what is no LoRA of Qwen-Image."""
+    """{name: tensor} -> {layer: {A, B, alpha, lokr_w1, ...: tensor}}. InputError says what is no LoRA of Qwen-Image."""
     layers, strange, kinds = {}, [], Counter()
     for key, tensor in tensors.items():
         key = key.replace("_lora.", ".lora.") if re.search(r"_lora\.(down|up)\.weight$", key) else key
@@ -285,8 +287,8 @@ def has_factors(file):
 
 def read(file, rank=64):
     """A LoRA's file -> (state dict {transformer.LAYER.lora_A.weight: (r, inputs), ....lora_B.weight: (outputs, r)},
-    metadata: transformer.lora_alpha, transformer.alpha_pattern, and our train. entries). rank: of what is made of a LoKr
-    or LoHa. InputError says what the file is instead."""
+    metadata: transformer.lora_alpha, transformer.alpha_pattern, and our train. entries). rank: of what is made of a
+    LoKr or LoHa. InputError says what the file is instead."""
     file = Path(file)
     if has_factors(file): # which take a minute, and are asked for several times
         status = file.stat()

@@ -191,11 +191,15 @@ def check_fit(path, folder):
                          "give the --model it was made from")
 
 
-def check_folder(name, folder, model):
-    """InputError if the folder of --transformer (name) says that it is no transformer of Qwen-Image-Edit, or one of
-    another kind than --model's folder: its encoders' latents and prompts would not be what it was trained on. A
-    transformer that was merged or trained on is of the same kind, and so is one with fewer blocks, which is told. v1 and
-    2509 have the same config.json: only a model_index.json tells them apart, and many folders have none."""
+def check_folder(args, find_model):
+    """InputError if --transformer's folder, or repository, says that it is no transformer of Qwen-Image-Edit, or one of
+    another kind than --model's: the encoders' latents and prompts would not be what it was trained on. A transformer
+    that was merged or trained on is of the same kind, and so is one with fewer blocks, which is told. v1 and 2509 have
+    the same config.json: only a model_index.json tells them apart, and many folders have none. find_model: cache.py's.
+    """
+    name, parts = args.transformer, ["transformer"]
+    folder = find_model(name, parts, False, "--transformer")
+    model = find_model(args.model, [] if Path(args.model).is_dir() else parts, False) # a folder may be without it
     remedy = "give the --model it was made from, or one of its kind as --transformer"
     pipelines = [read_json(folder / "model_index.json", name), read_json(model / "model_index.json", "--model")]
     ours, theirs = [index.get("_class_name", "") for index in pipelines]

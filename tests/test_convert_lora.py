@@ -168,7 +168,7 @@ def test_a_lokr_or_loha_becomes_the_nearest_lora_and_the_error_is_said(tmp_path,
                     for k, a in best.items() if ".lora_A." in k}
             assert mean <= off(best, want)[0] + 1e-5 and (mean > 0.1 if rank == 3 else mean < 1e-5)
 
-def test_a_lokr_is_converted_for_comfyui_merged_and_loaded(tmp_path):
+def test_a_lokr_is_converted_for_comfyui_merged_and_loaded(tmp_path, capsys):
     model, want = trained(peft.LoKrConfig, r=4, alpha=6)
     model.save_pretrained(folder := tmp_path / "peft")
     file = as_lycoris(folder, tmp_path / "lokr.safetensors", 6)
@@ -179,7 +179,13 @@ def test_a_lokr_is_converted_for_comfyui_merged_and_loaded(tmp_path):
     base, merged = [load_file(path / "transformer/diffusion_pytorch_model.safetensors")
                     for path in (TINY, tmp_path / "merged")]
     assert off({k: merged[f"{k}.weight"] - base[f"{k}.weight"].float() for k in want}, want)[0] < 1e-5
-    assert off(changes_of(file), want)[0] < 1e-5
+    capsys.readouterr()
+    other = as_lycoris(folder, tmp_path / "other.safetensors", 6)
+    for path in (other, folder): # as --lora, with one line that says how far off; it is decomposed once
+        for _ in range(2):
+            assert off(changes_of(path), want)[0] < 1e-5
+        out = capsys.readouterr().out
+        assert len(out.splitlines()) == 1 and "at most rank 64" in out and "0.00% off" in out, out
 
 @pytest.mark.parametrize("spoil, named", [
     (lambda t: {k.replace("to_q", "to_z"): v for k, v in t.items()}, "to_z"),

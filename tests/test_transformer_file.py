@@ -252,7 +252,8 @@ FOREIGN = [
     ("lack their scale", lambda: stripped("scale_weight")), ("lack their scale", lambda: stripped("weight_scale")),
     ("42 weights in fp8 lack their scale", lambda: stripped("scale_weight", all_of_them=True)),
     ("has scaled_fp8", lambda: file_of("cast")[0] | {f"{COMFY}scaled_fp8": torch.zeros(2, dtype=E4M3)}),
-    ("1 weights in fp8 lack their scale", lambda: file_of("rows")[0] | {"img_in.weight": OURS["img_in.weight"].to(E4M3)}),
+    ("1 weights in fp8 lack their scale", lambda: file_of("rows")[0] | {
+        "img_in.weight": OURS["img_in.weight"].to(E4M3)}),
     ("Flux", lambda: {"text_encoders.t5xxl.x": torch.ones(2), **{f"{COMFY}{kind}transformer_blocks.0.attn.to_q.weight":
                                                               torch.ones(2) for kind in ("", "single_")}}),
     ("a picture", lambda: b"\x89PNG"), ("a text file", lambda: b"Entry not found"),

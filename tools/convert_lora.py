@@ -1,10 +1,10 @@
 """
 Converts a LoRA: for ComfyUI, to our format (which is diffusers'), or to a complete model into which it is merged.
 
-LORA is what predict.py --lora accepts: a file of any trainer, a run folder, a folder that peft has written, or user/repo
-on the hub. Of a LoKr or LoHa it makes a LoRA of at most --rank: the nearest one, and the command prints how far it is
-off. ComfyUI can load the file of a finished run without conversion. Convert a checkpoint for it if it is an rsLoRA, or
-if --lora_alpha was not the rank. You can train another LoRA on a merged model.
+LORA is what predict.py --lora accepts: a file of any trainer, a run folder, a folder that peft has written, or
+user/repo on the hub. Of a LoKr or LoHa it makes a LoRA of at most --rank: the nearest one, and the command prints how
+far it is off. ComfyUI can load the file of a finished run without conversion. Convert a checkpoint for it if it is an
+rsLoRA, or if --lora_alpha was not the rank. You can train another LoRA on a merged model.
 
 $ python tools/convert_lora.py out/RUN --to comfyui --out snow.safetensors
 $ python tools/convert_lora.py PEFT_FOLDER --to diffusers --out snow.safetensors
@@ -13,10 +13,8 @@ $ python tools/convert_lora.py out/RUN LIGHTNING --scale 0.8 1 --model Qwen/Qwen
 $ python predict.py --model merged ...
 """
 import contextlib
-import json
 import math
 import os
-import re
 import shutil
 import sys
 import tempfile
