@@ -154,7 +154,7 @@ if not callable(optimizer_class):
     common.flag_error(f"--optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
-for path in sample_lora_files: # now, as a model may be downloaded next
+for path in [*sample_lora_files, *filter(None, [pretrained_file])]: # now, as a model may be downloaded next
     predict.read_lora(path)
 sampling = common.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
 

@@ -332,7 +332,8 @@ def run_script(script, *flags):
         names, status = {}, 0
         try:
             if script in ("cache.py", "predict.py"):
-                {"cache.py": cache, "predict.py": predict}[script].main()
+                module = {"cache.py": cache, "predict.py": predict}[script]
+                module.main(module.read_flags())
             else:
                 names = runpy.run_path(str(HERE / script), run_name="__main__")
         except SystemExit as e: # as the interpreter does it
@@ -615,8 +616,11 @@ def in_child(script, flags, env, prelude, output):
     try:
         if prelude:
             prelude()
-        {"cache.py": cache.main, "predict.py": predict.main}.get(
-            script, lambda: runpy.run_path(str(HERE / script), run_name="__main__"))()
+        if script in ("cache.py", "predict.py"):
+            module = {"cache.py": cache, "predict.py": predict}[script]
+            module.main(module.read_flags())
+        else:
+            runpy.run_path(str(HERE / script), run_name="__main__")
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else int(e.code is not None)
         print(e.code if isinstance(e.code, str) else "")

@@ -512,14 +512,14 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
 def read_counter():
     """In a process of its own: says on stderr that it has opened a picture."""
     real = common.image_size
-    cache.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
+    common.image_size = lambda path: print("opened", path, file=sys.stderr) or real(path)
 
 @pytest.fixture
 def opened(monkeypatch):
     """The names of the pictures that were opened for a plan. All that this test writes counts as settled."""
-    names, real = [], cache.look_at
+    names, real = [], common.look_at
     monkeypatch.setattr(known, "SETTLED", -10**15)
-    monkeypatch.setattr(cache, "look_at", lambda path: names.append(Path(path).name) or real(path))
+    monkeypatch.setattr(common, "look_at", lambda path: names.append(Path(path).name) or real(path))
     return names
 
 def test_a_start_opens_only_pictures_that_are_new_or_changed(data, tmp_path, opened):
@@ -571,12 +571,12 @@ def test_a_remembered_picture_that_becomes_a_bad_one_is_an_error_at_every_start(
     (data / "target/cat.png").unlink()
     with pytest.raises(common.InputError): # planned a moment before it went
         sample, = [s for s in index_of(tmp_path / "c").values() if s.name == "cat"]
-        look = cache.look_ahead([sample], SimpleNamespace(cache_dir=tmp_path / "c"))
+        look = common.looks([sample], tmp_path / "c")[0]
         look(sample.target)
     stamp_of = known.stamp_of
     monkeypatch.setattr(known, "stamp_of", lambda path: None if path == sample.controls[0] else stamp_of(path))
-    look = cache.look_ahead([sample], SimpleNamespace(cache_dir=tmp_path / "c")) # it has come since
-    assert look(sample.controls[0]) == cache.look_at(sample.controls[0])
+    look = common.looks([sample], tmp_path / "c")[0] # it has come since
+    assert look(sample.controls[0]) == common.look_at(sample.controls[0])
 
 def test_folders_that_change_places_are_read_again_where_all_times_are_equal(data, tmp_path, opened, monkeypatch):
     """A BMP's length tells its size alone, and a clock may tick seldom. Nor is what another version wrote believed."""
@@ -601,14 +601,14 @@ def test_folders_that_change_places_are_read_again_where_all_times_are_equal(dat
 
 def test_what_was_read_before_ctrl_c_is_remembered(data, tmp_path, opened, monkeypatch):
     """Pictures are asked for in their order: cat's target, cat's control, good's ..."""
-    look = cache.look_at
-    monkeypatch.setattr(cache, "look_at", lambda path: stop() if "control/cat" in path else look(path))
+    look = common.look_at
+    monkeypatch.setattr(common, "look_at", lambda path: stop() if "control/cat" in path else look(path))
 
     def stop():
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         make_cache(data, tmp_path / "c")
-    monkeypatch.setattr(cache, "look_at", look)
+    monkeypatch.setattr(common, "look_at", look)
     opened.clear()
     assert make_cache(data, tmp_path / "c").status == 0 and opened == ["cat.png", "good.png", "good.png"]
 

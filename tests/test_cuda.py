@@ -26,11 +26,13 @@ def card(monkeypatch):
     return found
 
 def parse(monkeypatch, *flags):
-    """common.parse_args of cache.py's flags."""
+    """cache.py's flags, with their devices."""
     parser = common.Parser("")
     common.add_model_flags(parser)
     monkeypatch.setattr("sys.argv", ["cache.py", *map(str, flags)])
-    return common.parse_args(parser, {})
+    args = common.parse_args(parser, "cache.py")
+    common.find_devices(args)
+    return args
 
 def test_every_device_has_a_number_and_each_process_its_own(card, monkeypatch):
     """NCCL, FSDP2 and torch.cuda.set_device refuse a device without one."""

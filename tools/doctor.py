@@ -185,8 +185,7 @@ def examine_sample(sample, args):
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
     findings |= enlargement(uses)
     if sample.mask:
-        import cache # takes seconds, here and below; -h does not need it
-        cache.check_mask(sample.mask, (w, h))
+        common.check_mask(sample.mask, common.image_size(sample.mask), (w, h))
         mask = read_mask(sample.mask)
         if mask_is_empty(mask):
             findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"
@@ -499,7 +498,7 @@ def main():
     args = read_flags()
     import cache
     import predict
-    out = args.out or Path("out", cache.run_name("doctor", args.data))
+    out = args.out or Path("out", common.run_name("doctor", args.data))
     parts = ["tokenizer", "processor", "scheduler"]
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     samples, problems = read_samples(args.data)

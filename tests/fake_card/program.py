@@ -150,7 +150,8 @@ def run(script, flags, folder, card, env={}, prelude=""):
                 common.on_first_process = lambda make: make()
         exec(prelude, globals() | dict(on=on, seen=seen))
         if script in ("cache.py", "predict.py"):
-            dict(cache=cache, predict=predict)[script[:-3]].main()
+            module = dict(cache=cache, predict=predict)[script[:-3]]
+            module.main(module.read_flags())
         elif script:
             runpy.run_path(str(HERE / script), run_name="__main__")
     except SystemExit as e: # as the interpreter does it
