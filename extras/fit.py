@@ -72,8 +72,8 @@ def shape_of(tokens):
     return [(1, height, width)], text
 
 def blank_items(Item, shapes, model, device=None):
-    """Items of zeros, and of ones where they weigh the loss. Item: train.py's class, which says dtype and shape of each
-    tensor; shapes: (img_shapes, text tokens) of each item."""
+    """Items of zeros. Item: train.py's class, which says dtype and shape of each tensor; shapes: (img_shapes, text
+    tokens) of each item."""
     dtypes = dict(float32=torch.float32, base=model.dtype)
     items = []
     for img_shapes, text in shapes:
@@ -84,8 +84,7 @@ def blank_items(Item, shapes, model, device=None):
             if field.name != "img_shapes":
                 dtype, *letters = field.type.split()
                 shape = [sizes[letter] for letter in letters]
-                make = torch.ones if field.name == "weight" else torch.zeros
-                tensors[field.name] = make(shape, dtype=dtypes[dtype], device=device)
+                tensors[field.name] = torch.zeros(shape, dtype=dtypes[dtype], device=device)
         items.append(Item(**tensors, img_shapes=img_shapes))
     return items
 

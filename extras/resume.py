@@ -139,10 +139,9 @@ def to_json(value, path, tensors):
     if type(value) is torch.Tensor:
         tensors[path] = value
         return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [to_json(v, f"{path}.{n}", tensors) for n, v in enumerate(value)]}
-    if type(value) is dict:
-        return {"dict": [to_json(pair, f"{path}.{n}", tensors) for n, pair in enumerate(value.items())]}
+    if type(value) in (list, tuple, dict):
+        parts = value.items() if type(value) is dict else value
+        return {type(value).__name__: [to_json(part, f"{path}.{n}", tensors) for n, part in enumerate(parts)]}
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(type(value).__name__)
