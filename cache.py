@@ -422,8 +422,8 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
             plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look, look_mask)
             good.append(sample)
     if empty := [mask for sample, mask in zip(samples, masks) if mask and not sample.mask]:
-        print(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are trained "
-              "without a mask", file=sys.stderr)
+        print(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
+              "trained without a mask", file=sys.stderr)
     return good, problems
 
 # ---- the cache: encoded files ----------------------------------------------------------------------------------------
@@ -436,8 +436,8 @@ def files_of(sample):
     return files
 
 def write_plan(samples, cache_dir):
-    """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone, until
-    an index names them, or pictures are generated, and the list is deleted."""
+    """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone until
+    the list is deleted, when an index names them or the pictures are generated."""
     files = sorted({file.relative_to(cache_dir).as_posix() for sample in samples for file in files_of(sample)})
     path = Path(cache_dir, f".planned-{content_key(files=files)}")
     common.write_file(path, "\n".join(files).encode())

@@ -91,7 +91,7 @@ def first_words(e):
 
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
-EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that a file of their name in extras/ serves
+EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that extras/FLAG.py serves
 
 def load_extra(name):
     """The module extras/NAME.py, which the flag --NAME needs. InputError if it, or one that it imports, is not here."""
@@ -102,6 +102,13 @@ def load_extra(name):
         if package != "extras":
             raise
         raise InputError(f"--{name}: needs extras/{missing or name}.py; copy it here, or leave the flag out")
+
+def extras_of(args):
+    """Yields (flag, its value, name in extras/) of the flags in use that a file in extras/ serves."""
+    for flag, value in vars(args).items():
+        name = flag.removesuffix("_text_encoder") # one file quantizes both models
+        if name in EXTRAS and value and value != "none":
+            yield flag, value, name
 
 def find_extra(name):
     """The module extras/NAME.py, or None if it was deleted."""
@@ -323,12 +330,20 @@ def model_defaults(model, script):
         raise InputError(f"{file}: no flags of {script} ({first_words(e)}); mend it, or delete it")
 
 def parse_args(parser, script):
-    """parser.parse_args(), twice, as the folder of --model may bring defaults of its own for this script. Without torch,
-    so that a slip is answered at once; find_devices does the rest."""
+    """parser.parse_args(), twice, as the folder of --model may bring defaults of its own for this script. It needs no
+    torch, so that a slip is answered at once; find_devices does the rest."""
+    tiny = model_defaults("tiny", script)
+    parser.epilog = f"With --model tiny these defaults apply: {tiny}"
     args = parser.parse_args()
     if own := model_defaults(args.model, script):
         parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
         args = parser.parse_args()
+    for flag, _, name in extras_of(args):
+        found = None
+        with contextlib.suppress(ModuleNotFoundError): # there is no extras/ at all
+            found = find_spec(f"extras.{name}") # looked for, not imported: it may want torch
+        if not found:
+            raise InputError(f"--{flag}: needs extras/{name}.py; copy it here, or leave the flag out")
     return args
 
 def parse_data_args(parser, script):
@@ -389,12 +404,10 @@ def find_devices(args):
             flag_error(f"--{name}: {device} cannot be used; give cpu")
         setattr(args, name, device)
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
-    for flag, value in vars(args).items():
-        name = flag.removesuffix("_text_encoder") # one file quantizes both models
-        if name in EXTRAS and value and value != "none":
-            package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
-            if package and not find_spec(package):
-                flag_error(f"--{flag}: {value} needs a missing package; pip install {package}")
+    for flag, value, name in extras_of(args):
+        package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
+        if package and not find_spec(package):
+            flag_error(f"--{flag}: {value} needs a missing package; pip install {package}")
 
 def start_processes(args):
     """Lets the processes that torchrun has started find each other. Objects are sent over the CPU, gradients over
@@ -616,7 +629,7 @@ def look_ahead(paths, look, memory):
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
-# ---- LoRA files in run folders ----------------------------------------------------------------------------------------
+# ---- LoRA files, in run folders and elsewhere ------------------------------------------------------------------------
 
 def number_of(path):
     """200 of checkpoint-000200, 1 of tiny-data-001."""

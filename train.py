@@ -412,8 +412,8 @@ def refuse_differences(assumed):
         for n, view in enumerate(views):
             for name, value in view.items():
                 if value != views[0][name] and not name.endswith("device"):
-                    raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; start "
-                                     "all with the same command and the same files")
+                    raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; "
+                                     "start all with the same command and the same files")
     common.on_first_process(compare)
 
 def data_hash(epoch):
@@ -822,7 +822,7 @@ while step < args.max_steps and not stop:
         for place, loss in zip(pack, losses):
             sample_losses[place] = loss.detach()
 
-    # One all-reduce carries all that the processes share: gradients, losses, and how many signals and failures they saw.
+    # One all-reduce carries all that the processes share: gradients, losses, how many signals and failures they saw.
     seen_here = torch.tensor([len(signals_seen), failure is not None], dtype=torch.float32, device=args.device)
     *sample_losses, stop, failed = sum_over_processes(lora.values(), torch.cat([sample_losses, seen_here]))
     loss = sum(sample_losses) / len(sample_losses)

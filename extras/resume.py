@@ -2,8 +2,8 @@
 --resume: what only a run that goes on needs. It finds the newest intact checkpoint, refuses other settings, and puts
 LoRA and optimizer back, bit for bit on a CPU. Without this file checkpoints hold the LoRA alone.
 
-An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and not
-only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and JSON;
+An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and
+not only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and JSON;
 never as pickles, which run code when they are loaded. extras/probe.py tries before the first step whether all of it
 comes back.
 """

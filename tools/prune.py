@@ -29,7 +29,7 @@ def main():
     kept = set() # of scripts at work, or killed
     for plan in args.cache_dir.glob(".planned-*"):
         kept |= {args.cache_dir / line for line in plan.read_text().splitlines()} - known
-        print(f"{plan}: lists what a script needs; if none is at work and you will not start it again, delete this list")
+        print(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, delete it")
     # only what is named like ours: 32 digits of a hash
     here = [file for folder in ("latents", "text") for file in args.cache_dir.glob(f"{folder}/*.safetensors")]
     unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
