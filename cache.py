@@ -436,8 +436,8 @@ def files_of(sample):
     return files
 
 def write_plan(samples, cache_dir):
-    """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone until
-    the list is deleted, when an index names them or the pictures are generated."""
+    """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone
+    until the list is deleted, when an index names them or the pictures are generated."""
     files = sorted({file.relative_to(cache_dir).as_posix() for sample in samples for file in files_of(sample)})
     path = Path(cache_dir, f".planned-{content_key(files=files)}")
     common.write_file(path, "\n".join(files).encode())

@@ -278,7 +278,8 @@ def masked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked")
     for n in range(12):
         sizes = [(128 + 32 * (n % 3), 128 + 32 * (n % 2)), (96, 64), (64, 128)][:2 + (n % 4 > 1)]
-        add_item(folder / "data", f"{n:02}", sizes, f"paint {n} sides red", paint_picture(sizes[0]) if n < 6 else None)
+        add_item(folder / "data", f"{n:02}", sizes, f"paint {n} sides red",
+                 paint_picture(sizes[0], mode="L") if n < 6 else None)
     return ["--data", folder / "data", "--cache_dir", folder / "cache", "--mask_foreground_weight", 3,
             "--mask_background_weight", 0.5]
 

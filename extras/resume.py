@@ -3,9 +3,9 @@
 LoRA and optimizer back, bit for bit on a CPU. Without this file checkpoints hold the LoRA alone.
 
 An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and
-not only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and JSON;
-never as pickles, which run code when they are loaded. extras/probe.py tries before the first step whether all of it
-comes back.
+not only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and
+JSON; never as pickles, which run code when they are loaded. extras/probe.py tries before the first step whether all of
+it comes back.
 """
 import contextlib
 import json
