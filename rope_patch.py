@@ -76,12 +76,20 @@ def sample_freqs(pos_embed, shapes, txt_len, device):
                          f"{len(txt_freqs)}: the table ends at {ROPE_TABLE}")
     return img_freqs, txt_freqs
 
-def blank_freqs(freqs, mask_BN):
-    """A caller's frequencies, (N, R) or (B, N, R), as (B, N, R) with 0 at the pads, where they may hold anything."""
-    batch, n = mask_BN.shape
-    if tuple(freqs.shape[:-1]) not in ((n,), (batch, n)):
-        raise ValueError(f"image_rotary_emb: got shape {tuple(freqs.shape)}, want ({n}, R) or ({batch}, {n}, R)")
-    return freqs.expand(batch, *freqs.shape[-2:]).masked_fill(~mask_BN[..., None], 0)
+def as_freqs(image_rotary_emb, batch, img_len, txt_len, half_dim):
+    """A caller's (img, txt) frequencies, each (N, R) or (B, N, R) -> both of one kind. ValueError if one does not fit:
+    if only their sum did, text positions that are too many would serve image tokens."""
+    pair = list(image_rotary_emb) if isinstance(image_rotary_emb, (list, tuple)) else [image_rotary_emb]
+    kinds = [str(f.dtype) if torch.is_tensor(f) else type(f).__name__ for f in pair]
+    if len(pair) != 2 or not all(torch.is_tensor(f) and f.is_complex() for f in pair):
+        raise ValueError(f"image_rotary_emb: got {len(pair)} ({', '.join(kinds)}), want 2 complex tensors, (img, txt)")
+    for freqs, n in zip(pair, (img_len, txt_len)):
+        if tuple(freqs.shape) not in ((n, half_dim), (batch, n, half_dim)):
+            raise ValueError(f"image_rotary_emb: got shape {tuple(freqs.shape)}, want ({n}, R) or ({batch}, {n}, R) "
+                             f"with R = {half_dim}")
+    if pair[0].ndim != pair[1].ndim: # one is shared, one per sample
+        pair = [freqs.expand(batch, *freqs.shape[-2:]) for freqs in pair]
+    return pair
 
 def use_fused(x):
     """Whether mixed batches use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
@@ -233,6 +241,8 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
         k = torch.cat([normed(attn.norm_added_k, attn.add_k_proj(txt)), k], dim=1)
         v = torch.cat([heads(attn.add_v_proj(txt)), v], dim=1)
         if image_rotary_emb is not None:
+            if layout is None: # packed rows' frequencies are checked, and real, for the compiler
+                image_rotary_emb = as_freqs(image_rotary_emb, batch, img_len, txt_len, head_dim // 2)
             img_freqs, txt_freqs = image_rotary_emb
             freqs = torch.cat([txt_freqs, img_freqs], dim=-2)
             q = apply_rotary_emb_qwen_batched(q, freqs if text_out else img_freqs)
@@ -391,6 +401,8 @@ def packed_batch(model, img, txt, txt_lens, shapes, freqs):
         img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, n, img.device)
                                      for s, n in zip(shapes, txt_lens)])
         freqs = torch.cat(img_freqs), torch.cat(txt_freqs)
+    else:
+        freqs = as_freqs(freqs, 1, img.shape[1], txt.shape[1], model.config.attention_head_dim // 2)
     return Batch(img, txt, freqs, img_lens, txt_lens, None, None)
 
 def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
@@ -415,11 +427,13 @@ def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
         img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
         freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
     else:
+        as_freqs(freqs, batch, img_len, txt_len, model.config.attention_head_dim // 2)
         img_freqs, txt_freqs = freqs
         if img_freqs.ndim > txt_freqs.ndim and (img_freqs != img_freqs[:1]).any(): # one text for different pictures
             raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
                              f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
-        freqs = blank_freqs(img_freqs, img_mask_BI), blank_freqs(txt_freqs, txt_mask_BT)
+        freqs = [blank(f.expand(batch, *f.shape[-2:]), mask) # where pads are, a caller's may hold anything
+                 for f, mask in ((img_freqs, img_mask_BI), (txt_freqs, txt_mask_BT))]
     return Batch(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
                 img_mask_BI)
 
@@ -428,8 +442,8 @@ def text_mask(mask, txt_lens, txt):
     batch, txt_len = txt.shape[:2]
     out_BT = None if mask is None else as_bool_mask(mask, "encoder_hidden_states_mask", (batch, txt_len))
     if txt_lens is not None:
-        if len(txt_lens) != batch or max(txt_lens) > txt_len:
-            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths of at most {txt_len}")
+        if len(txt_lens) != batch or min(txt_lens) < 0 or max(txt_lens) > txt_len:
+            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths from 0 to {txt_len}")
         lens_BT = lens_mask(txt_lens, txt_len, txt.device)
         out_BT = lens_BT if out_BT is None else out_BT & lens_BT
     return out_BT
@@ -467,7 +481,7 @@ def mixed_forward(model, batch, shapes, timestep, additional_t_cond, kwargs):
         if additional_t_cond is not None:
             additional_t_cond = additional_t_cond.expand(B).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
-    freqs = tuple(map(real_freqs, batch.freqs))
+    freqs = batch.freqs if layout is None else tuple(map(real_freqs, batch.freqs))
     for block in model.transformer_blocks:
         args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=block is model.transformer_blocks[-1])
         if torch.is_grad_enabled() and model.gradient_checkpointing:

@@ -25,8 +25,9 @@ from rope_patch import QwenDoubleStreamAttnProcessor2_0_MultiRes, patch_qwen_mod
 from tests import harness, varlen_cpu # which gives torch's variable-length attention a CPU kernel
 from tests.harness import (BATCHES, C, DEVICE, E, EQUAL, FULL, HOLES, MIXED, MIXED_MODES, MODES, add_lora,
                            assert_bitwise, assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model,
-                           image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, pad, patched_copy,
-                           patched_model, precomputed_call, rel, run, show, stock_answer, text_mask_of, with_gradients)
+                           image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, packed_call, pad,
+                           patched_copy, patched_model, precomputed_call, rel, run, show, stock_answer, text_mask_of,
+                           with_gradients)
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_mixed_mode = pytest.mark.parametrize("mode", MIXED_MODES)
@@ -375,6 +376,67 @@ def test_what_does_not_fit_is_a_value_error_that_names_it(case):
     with pytest.raises(ValueError) as error:
         run(model, mode, samples, **ERRORS[case](MODES[mode](model, samples)))
     assert_names(error, *names)
+
+def longer(freqs, n):
+    """The table with its first n rows once more."""
+    return torch.cat([freqs, freqs[..., :n, :]], dim=-2)
+
+# what becomes of the tables (img (2, 63, 16), txt (2, 12, 16)) of MIXED, and the numbers in the error
+WRONG_TABLES = {
+    "text 2D beside 3D pictures, too long": (lambda img, txt: (img, longer(txt[0], 5)), 17, 12),
+    "text 2D beside 3D pictures, too short": (lambda img, txt: (img, txt[0, :9]), 9, 12),
+    "text 2D, too long": (lambda img, txt: (img[0], longer(txt[0], 5)), 17, 12),
+    "text 3D, too long": (lambda img, txt: (img, longer(txt, 5)), 17, 12),
+    "text of three samples": (lambda img, txt: (img, torch.cat([txt, txt[:1]])), 3, 2),
+    "pictures 2D, too long": (lambda img, txt: (longer(img[0], 2), txt), 65, 63),
+    "pictures 3D, too long": (lambda img, txt: (longer(img, 2), txt), 65, 63),
+    "pictures too short by what the text is too long": (lambda img, txt: (img[:, :-5], longer(txt, 5)), 58, 63),
+    "text of fewer rotations": (lambda img, txt: (img, txt[..., :15]), 15, 16),
+    "pictures of fewer rotations": (lambda img, txt: (img[..., :15], txt), 15, 16),
+    "a dimension too many": (lambda img, txt: (img[None], txt), 1, 63),
+    "cosines": (lambda img, txt: (img.real, txt.real), "float32", "complex"),
+    "cosines and sines": (lambda img, txt: ((img.real, img.imag), (txt.real, txt.imag)), "tuple", "complex"),
+    "no text": (lambda img, txt: (img, None), "NoneType", "complex"),
+    "one tensor": (lambda img, txt: img, 1, 2),
+    "three tensors": (lambda img, txt: (img, txt, txt), 3, 2)}
+
+@pytest.mark.parametrize("name", WRONG_TABLES)
+def test_a_table_of_positions_that_does_not_fit_is_named_with_both_sizes(name):
+    """Packed rows and the processor called by hand say the same. There only the sum of text and image was compared, so
+    that the text's last positions could be taken for the first ones of the image."""
+    change, *names = WRONG_TABLES[name]
+    call = precomputed_call(patched_model(), MIXED)
+    freqs = call["image_rotary_emb"]
+    one_row = packed_call(patched_model(), MIXED[:1]) | dict( # of 60 and 7 tokens: 3 and 5 fewer than the tables'
+        image_rotary_emb=change(freqs[0][:1], freqs[1][:1]), txt_seq_lens=[12], img_shapes=[[(1, 7, 9)]],
+        hidden_states=call["hidden_states"][:1], encoder_hidden_states=call["encoder_hidden_states"][:1])
+    if name == "text of three samples": # which is two for one row
+        names = [2, 1]
+    by_hand = dict(hidden_states=torch.zeros(2, 63, E, device=DEVICE), image_rotary_emb=change(*freqs),
+                   encoder_hidden_states=torch.zeros(2, 12, E, device=DEVICE))
+    calls = [lambda: patched_model()(**call | dict(image_rotary_emb=change(*freqs))),
+             lambda: patched_model()(**call | dict(image_rotary_emb=change(*freqs), attention_kwargs=None)),
+             lambda: patched_model().transformer_blocks[0].attn(**by_hand), lambda: patched_model()(**one_row)]
+    for n, answer in enumerate(calls):
+        with pytest.raises(ValueError, match="^image_rotary_emb: got") as error:
+            answer()
+        assert_names(error, *(names if n == 3 else WRONG_TABLES[name][1:]))
+
+def test_the_processor_takes_a_shared_table_beside_one_per_sample():
+    attn = patched_model().transformer_blocks[0].attn
+    img_freqs_BIR, txt_freqs_BTR = precomputed_call(patched_model(), EQUAL, spare=0)["image_rotary_emb"]
+    streams = dict(hidden_states=torch.randn(2, 40, E, device=DEVICE).to(patched_model().dtype),
+                   encoder_hidden_states=torch.randn(2, 9, E, device=DEVICE).to(patched_model().dtype))
+    want = attn(**streams, image_rotary_emb=(img_freqs_BIR, txt_freqs_BTR))
+    for freqs in ((img_freqs_BIR[0], txt_freqs_BTR), (img_freqs_BIR, txt_freqs_BTR[0])):
+        assert_bitwise(attn(**streams, image_rotary_emb=freqs), want)
+
+@pytest.mark.parametrize("lens", [[7, -2], [], [7]], ids=str)
+def test_text_lengths_that_cannot_be_are_a_value_error(lens):
+    for mode in ("padded", "packed"):
+        with pytest.raises(ValueError) as error:
+            run(patched_model(), mode, MIXED, encoder_hidden_states_mask=None, txt_seq_lens=lens)
+        assert_names(error)
 
 @pytest.mark.parametrize("excluded", [float("-inf"), -1e4, 0.5])
 @every_masked_mode
