@@ -24,7 +24,6 @@ train.py and predict.py call the same functions; run this script alone to encode
 import gc
 import inspect
 import json
-import os
 import re
 import sys
 from contextlib import closing, suppress
@@ -594,19 +593,8 @@ def open_index(path, folder, texts_of, args):
         for file in files_of(sample):
             if not file.is_file():
                 raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")
-    # pictures need not be on this machine, but those that are here should be the ones that were encoded
-    here = [s for s in samples if all(map(os.path.isfile, s.contents))]
-    look, _ = common.looks(here, args.cache_dir)
-    edited = []
-    for sample in here:
-        for picture in common.pictures_of(sample):
-            with suppress(InputError): # the file is another one, and no picture
-                if look(picture)[1] == sample.contents[picture]:
-                    continue
-            edited.append(picture)
-    if edited:
-        print(f"warning: {path}: {len(edited)} of its pictures are not those that were encoded, for instance "
-              f"{edited[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
+    if hints := common.find_extra("hints"):
+        print_problems(hints.edited(path, samples, args.cache_dir))
     return samples, geometry
 
 # ---- what a training reads -------------------------------------------------------------------------------------------

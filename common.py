@@ -1047,27 +1047,15 @@ def read_mask(path, content=None):
     InputError if the mask could mean several things. One that selects nothing or everything is returned: see
     mask_is_empty."""
     image = decode(path, content)
-    if image.mode.startswith("I;16"):
-        mask_HW = np.asarray(image)
-        if mask_HW.max() >= 2**14:
-            mask_HW = (mask_HW / np.float32(257)).round().astype(np.uint8)
-    else:
-        rgba_HW4, extra = np.asarray(image.convert("RGBA")), find_extra("mask")
-        if rgba_HW4[..., 3].min() == 255 and np.ptp(rgba_HW4[..., :3], -1).max() <= 32: # gray, through JPEG or WebP
-            mask_HW = np.asarray(image.convert("RGB").convert("L"))
-        else: # without the extra, such a mask is refused
-            mask_HW = extra and extra.region_of(rgba_HW4)
-    levels = [256] if mask_HW is None else np.flatnonzero(np.bincount(mask_HW.flatten())).tolist()
-    dark = [level for level in levels if level < 255]
-    # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white.
-    # In a JPEG or WebP they are noise.
-    is_labels = image.format in ("PNG", "BMP") and 1 < len(dark) <= 32 and dark[-1] < 96
-    if is_labels and levels == [0, 1]:
-        mask_HW = mask_HW * 255
-    elif is_labels or levels[-1] > 255:
+    forms = find_extra("mask")
+    if forms:
+        image = forms.read_form(image)
+    elif image.mode not in ("1", "L") or image.getextrema()[1] == 1:
+        raise InputError(f"{path}: no mask in gray, 0 to 255, and other forms need extras/mask.py; copy it here")
+    if image is None:
         raise InputError(f"{path}: its colours, labels or transparency do not tell which region is edited; paint the "
                          "edited region white on black")
-    return Image.fromarray(mask_HW.astype(np.uint8))
+    return image.convert("L")
 
 def mask_is_empty(mask):
     """Whether read_mask's mask selects nothing or everything: all of it weighs the same (but for noise of JPEG)."""

@@ -113,7 +113,6 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import init_empty_weights
 from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline,
                        QwenImageTransformer2DModel)
@@ -121,8 +120,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners import lora
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.other import get_pattern_key
 from PIL import Image, PngImagePlugin
 from tqdm import tqdm
@@ -195,35 +193,16 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
 
 # ---- LoRA: y = W x + (alpha / r) B A x; B is zero at first, so that a training starts at the base model --------------
 
-class LoraLinear(lora.Linear): # a class because peft takes one in the place of its own
-    """peft computes an fp32 adapter in fp32 even where the base is bf16: 12 to 16 % of such a step on a CPU. Here
-    its weights are cast when they are used, while they, their gradients and the file stay fp32. Plain LoRA, and no
-    other one beside it: all else is left to peft."""
-    cast = None # lora_A and lora_B in the base's dtype, if extras/cast.py has made them
-
-    def lora_weights(self):
-        return self.lora_A["default"].weight, self.lora_B["default"].weight # (r, in), (out, r)
-
-    def forward(self, x, *args, **kwargs):
-        # (a variant is a LoRA with more to it, such as aLoRA)
-        if (x.dtype == torch.float32 or self.active_adapters != ["default"] or self.disable_adapters or self.merged
-                or args or kwargs or "default" in self.lora_variant or self.lora_bias["default"]):
-            return super().forward(x, *args, **kwargs)
-        result = self.base_layer(x)
-        a, b = self.cast or [weight.to(x.dtype) for weight in self.lora_weights()]
-        narrow = F.linear(self.lora_dropout["default"](x), a) # (..., r)
-        # product, scale and sum in one kernel: apart they would read and write the wide output twice more
-        result_2d = torch.addmm(result.flatten(0, -2), narrow.flatten(0, -2), b.T, alpha=self.scaling["default"])
-        return result_2d.view_as(result)
-
 def add_lora(transformer, **config):
     """A new LoRA with fp32 weights for training; config: LoraConfig's arguments -> {name: parameter}."""
-    config = lora.LoraConfig(**config)
-    config._register_custom_module({torch.nn.Linear: LoraLinear}) # peft's documented way to bring a layer of one's own
+    config = LoraConfig(**config)
+    faster = common.find_extra("cast") # without it peft computes an fp32 adapter in fp32, also on a bf16 base
+    if faster: # peft's documented way to bring a layer of one's own
+        config._register_custom_module({torch.nn.Linear: faster.LoraLinear})
     transformer.add_adapter(config)
     cast_training_params(transformer, torch.float32)
-    if together := common.find_extra("cast"):
-        together.cast_together(transformer.transformer_blocks)
+    if faster:
+        faster.cast_together(transformer.transformer_blocks)
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 # ---- LoRA files ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -656,19 +655,6 @@ def validate(step, track):
         if track:
             track(step, dict(val_loss=record["val_loss"]), sheets)
 
-def next_commands(samples):
-    """What a person may want to do with a finished run."""
-    flags = []
-    for name in "model transformer quantize quantize_text_encoder offload".split() + SAMPLING_FLAGS: # predict.py's, too
-        value = getattr(args, name)
-        if value != parser.get_default(name):
-            flags += [f"--{name}", "all" if value == common.ALL_BLOCKS else str(value)]
-    return (f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples. next:\n"
-            f"  python predict.py {shlex.join([*flags, '--lora', str(out_dir), *args.sample_lora])} "
-            "--image CONTROL.png --prompt \"...\"\n"
-            f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
-            f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(out_dir / LORA_FILE)!r})")
-
 # ==== THE RUN =========================================================================================================
 
 # Processes. torchrun starts several of this script, each with a rank of its own; without torchrun there is one, rank 0.
@@ -884,7 +870,9 @@ else:
             validate(step, track)
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
-    say(next_commands(samples))
+    say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
+    if hints := common.find_extra("hints"):
+        say(hints.next_commands(args, out_dir, parser.get_default, SAMPLING_FLAGS))
 signals.close()
 if dist.is_initialized():
     dist.destroy_process_group()

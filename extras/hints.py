@@ -2,8 +2,11 @@
 What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
 folder. What a person should know of the data before a training, and what may surprise in flags and pictures.
 """
+import contextlib
 import difflib
+import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -93,6 +96,36 @@ def describe(samples, val_samples):
                      f"trained, for instance {shared[0]}: they do not tell what the LoRA makes of others; move such "
                      "pairs, do not copy them")
     return "\n".join(lines)
+
+
+def next_commands(args, out_dir, default, sampling_flags):
+    """-> what a person may want to do with a finished run of train.py. default(flag): its default value."""
+    flags = []
+    for name in ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *sampling_flags]:
+        value = getattr(args, name)
+        if value != default(name): # these are predict.py's flags, too
+            flags += [f"--{name}", "all" if value == common.ALL_BLOCKS else str(value)]
+    command = shlex.join([*flags, "--lora", str(out_dir), *args.sample_lora])
+    return (f"next:\n  python predict.py {command} --image CONTROL.png --prompt \"...\"\n"
+            f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
+            f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(out_dir / common.LORA_FILE)!r})")
+
+
+def edited(index, samples, cache_dir):
+    """-> a line if pictures of these samples are others than those that were encoded, as far as they are here."""
+    here = [sample for sample in samples if all(map(os.path.isfile, sample.contents))]
+    look, _ = common.looks(here, cache_dir)
+    others = []
+    for sample in here:
+        for picture in common.pictures_of(sample):
+            with contextlib.suppress(InputError): # the file is another one, and no picture
+                if look(picture)[1] == sample.contents[picture]:
+                    continue
+            others.append(picture)
+    if not others:
+        return []
+    return [f"warning: {index}: {len(others)} of its pictures are not those that were encoded, for instance "
+            f"{others[0]}; it trains the encoded ones; run cache.py for the others"]
 
 
 def common_files(sample):

@@ -291,6 +291,32 @@ def auto_mask(target, control, size):
 
 # ---- a mask by hand in another program's colours ---------------------------------------------------------------------
 
+def read_form(image):
+    """A mask as its file has it -> PIL image "L", white = the edited region; None if it could mean several things.
+    common.read_mask lists the forms."""
+    if image.mode.startswith("I;16"):
+        mask_HW = np.asarray(image)
+        if mask_HW.max() >= 2**14:
+            mask_HW = (mask_HW / np.float32(257)).round().astype(np.uint8)
+    else:
+        rgba_HW4 = np.asarray(image.convert("RGBA"))
+        if rgba_HW4[..., 3].min() == 255 and np.ptp(rgba_HW4[..., :3], -1).max() <= 32: # gray, through JPEG or WebP
+            mask_HW = np.asarray(image.convert("RGB").convert("L"))
+        else:
+            mask_HW = region_of(rgba_HW4)
+    if mask_HW is None:
+        return None
+    levels = np.flatnonzero(np.bincount(mask_HW.flatten())).tolist()
+    dark = [level for level in levels if level < 255]
+    # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white.
+    # In a JPEG or WebP they are noise.
+    is_labels = image.format in ("PNG", "BMP") and 1 < len(dark) <= 32 and dark[-1] < 96
+    if is_labels and levels == [0, 1]:
+        mask_HW = mask_HW * 255
+    elif is_labels or levels[-1] > 255:
+        return None
+    return Image.fromarray(mask_HW.astype(np.uint8))
+
 def region_of(rgba_HW4):
     """The pixels of a mask that has colours or transparency -> its region: uint8 (H, W), white = edited. None if it
     could be another region just as well. common.read_mask lists the forms."""

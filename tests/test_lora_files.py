@@ -22,6 +22,7 @@ import common
 import predict
 import rope_patch
 from extras import lora_files
+from extras.cast import LoraLinear
 from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, assert_effect, curve,
                            damage_tensors, flip, hot_model, is_one_line, layers_of, log_of, lora_file, lora_of,
                            lora_tensors,
@@ -671,7 +672,7 @@ def test_lora_on_a_bf16_base_is_cast_when_used():
         cast_training_params(model)
         layer = model.transformer_blocks[0].attn.to_q
         weights = [p for p in layer.parameters() if p.requires_grad]
-        assert isinstance(layer, predict.LoraLinear) == ours and [w.dtype for w in weights] == [torch.float32] * 2
+        assert isinstance(layer, LoraLinear) == ours and [w.dtype for w in weights] == [torch.float32] * 2
         for n, p in enumerate(weights):
             p.data.normal_(generator=torch.Generator().manual_seed(n))
         layer.enable_adapters(scale > 0)
@@ -709,7 +710,7 @@ def test_the_loras_of_a_block_are_cast_together(monkeypatch):
         with Casts() as casts:
             out = run(model, "packed", samples)
             grads = torch.autograd.grad(sum(o.float().square().sum() for o in out), [*weights])
-        assert all(m.cast is None for m in model.modules() if isinstance(m, predict.LoraLinear))
+        assert all(m.cast is None for m in model.modules() if isinstance(m, LoraLinear))
         model.disable_adapters()
         base = run(model, "packed", samples)
         return casts.number, [*out, *grads, *base]
