@@ -7,16 +7,13 @@ Stock diffusers takes the rotary positions of the whole batch from its first sam
     patch_qwen_model_for_multi_resolution(transformer)
 
 every mixture of sizes, picture counts and prompt lengths gives the numbers of the stock model run one sample at a time
-($ pytest test_consistency.py). Weights, names and old calls stay as they are. forward() can be called in four modes:
+($ pytest test_consistency.py). Weights, names and old calls stay as they are. forward() can be called in four modes;
+`stock` runs diffusers' code, and the other three share one block and one attention:
 
     stock        equal sizes, no new argument     diffusers' own code, bit for bit
-    packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows: all samples in one row, without pads or a mask
-    padded       img_shapes differ                (B, I, C) rows: the pads are dropped, the rest runs packed, and the
-                                                  results go back to their places
+    padded       img_shapes differ                (B, I, C) rows, per-sample 3D RoPE, joint attention mask
     precomputed  image_rotary_emb=(img, txt)      as padded, with positions and mask made by the caller
-
-So there is one arithmetic beside stock's. It is packed_forward(); its parts stand before it: positions, pads,
-attention, block.
+    packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows, no pads and no mask: the fast one
 
 This module is pure: it knows no files, flags or ranks. Shape suffixes:
 B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
@@ -35,7 +32,7 @@ from diffusers.models.attention_dispatch import (
     AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn)
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
-from diffusers.utils import apply_lora_scale
+from diffusers.utils import scale_lora_layers, unscale_lora_layers
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -45,44 +42,27 @@ ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is sile
 
 def apply_rotary_emb_qwen_batched(x, freqs_cis):
     """Rotate queries or keys. x: (B, S, H, D). freqs_cis: complex (S, R), shared by the batch, or (B, S, R), per
-    sample. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which knows the shared
-    form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes differ."""
+    sample; or real_freqs of these. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen,
+    which knows the shared form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes
+    differ."""
+    if not torch.is_tensor(freqs_cis):
+        raise ValueError(f"rotary frequencies: got {type(freqs_cis)}, want a complex tensor: torch.complex(cos, sin)")
+    freqs = real_freqs(freqs_cis) if freqs_cis.is_complex() else freqs_cis
     B, S, _, D = x.shape
-    check_freqs("rotary frequencies: got", freqs_cis, B, S, D // 2)
-    return rotate(x, real_freqs(freqs_cis))
+    want = (S, D) if freqs.ndim == 2 else (B, S, D)
+    if tuple(freqs.shape) != want:
+        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want "
+                         f"{(*want[:-1], D // 2)}, complex, for x {tuple(x.shape)}")
+    # (..., D) -> (..., R, 2): pairs are complex numbers, and a rotation is a product with one of length 1
+    pairs, freqs = x.float().unflatten(-1, (-1, 2)), freqs.unsqueeze(-2).unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling(): # the compiler fuses real numbers only
+        (a, b), (cos, sin) = pairs.unbind(-1), freqs.unbind(-1)
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3).type_as(x)
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs)).flatten(3).type_as(x)
 
 def real_freqs(freqs_cis):
     """Complex (..., R) -> (..., D) of cos, sin, cos, ..., as torch.compile cannot fuse complex numbers."""
     return torch.view_as_real(freqs_cis).flatten(-2)
-
-def rotate(x, freqs):
-    """x: (B, S, H, D); freqs: real_freqs, (S, D) or (B, S, D). Pairs of channels are complex numbers, and a rotation is
-    a product with a number of length 1."""
-    pairs, freqs = x.float().unflatten(-1, (-1, 2)), freqs.unsqueeze(-2).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():
-        (a, b), (cos, sin) = pairs.unbind(-1), freqs.unbind(-1)
-        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
-    else:
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs))
-    return rotated.flatten(3).type_as(x)
-
-def check_freqs(got, freqs, batch, n, half_dim):
-    """ValueError, which begins with `got`, unless these are the frequencies of n tokens."""
-    want = (n, half_dim), (batch, n, half_dim)
-    if not torch.is_tensor(freqs) or not freqs.is_complex() or tuple(freqs.shape) not in want:
-        what = f"{tuple(freqs.shape)}, {freqs.dtype}" if torch.is_tensor(freqs) else type(freqs).__name__
-        raise ValueError(f"{got} {what}, want a complex tensor, {want[0]} or {want[1]}: torch.complex(cos, sin)")
-
-def check_rotary_emb(image_rotary_emb, batch, img_len, txt_len, half_dim):
-    """A caller's (img, txt) -> both as (B, N, R). Each is checked by itself: if only their sum were right, text
-    positions that are too many would serve image tokens."""
-    if not isinstance(image_rotary_emb, (list, tuple)) or len(image_rotary_emb) != 2:
-        raise ValueError(f"image_rotary_emb: got {len(image_rotary_emb)} ({type(image_rotary_emb).__name__}), want a "
-                         "tuple of 2, (img, txt)")
-    img_freqs, txt_freqs = image_rotary_emb
-    check_freqs("image_rotary_emb: got pictures of", img_freqs, batch, img_len, half_dim)
-    check_freqs("image_rotary_emb: got text of", txt_freqs, batch, txt_len, half_dim)
-    return img_freqs.expand(batch, -1, -1), txt_freqs.expand(batch, -1, -1)
 
 def sample_freqs(pos_embed, shapes, txt_len, device):
     """One sample's (img (I, R), txt (T, R)) frequencies, from the model's own module, so that plain and layer3d RoPE
@@ -96,48 +76,48 @@ def sample_freqs(pos_embed, shapes, txt_len, device):
                          f"{len(txt_freqs)}: the table ends at {ROPE_TABLE}")
     return img_freqs, txt_freqs
 
-# ---- pads ------------------------------------------------------------------------------------------------------------
+def as_freqs(image_rotary_emb, batch, img_len, txt_len, half_dim):
+    """A caller's (img, txt) frequencies, each (N, R) or (B, N, R) -> both of one kind. ValueError if one does not fit:
+    if only their sum did, text positions that are too many would serve image tokens."""
+    pair = list(image_rotary_emb) if isinstance(image_rotary_emb, (list, tuple)) else [image_rotary_emb]
+    kinds = [str(f.dtype) if torch.is_tensor(f) else type(f).__name__ for f in pair]
+    if len(pair) != 2 or not all(torch.is_tensor(f) and f.is_complex() for f in pair):
+        raise ValueError(f"image_rotary_emb: got {len(pair)} ({', '.join(kinds)}), want 2 complex tensors, (img, txt)")
+    for freqs, n in zip(pair, (img_len, txt_len)):
+        if tuple(freqs.shape) not in ((n, half_dim), (batch, n, half_dim)):
+            raise ValueError(f"image_rotary_emb: got shape {tuple(freqs.shape)}, want ({n}, R) or ({batch}, {n}, R) "
+                             f"with R = {half_dim}")
+    if pair[0].ndim != pair[1].ndim: # one is shared, one per sample
+        pair = [freqs.expand(batch, *freqs.shape[-2:]) for freqs in pair]
+    return pair
+
+def use_fused(x):
+    """Whether mixed batches use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
+    On a CPU the results equal stock's bit for bit."""
+    return x.is_cuda
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+# Padded rows attend to a sample's own tokens under a mask. Packed rows need no mask: torch's variable-length kernel is
+# told where each sample begins. (FlexAttention has no backward pass on a CPU, and compiles anew for each layout. Nested
+# tensors gained nothing.)
 
 def lens_mask(lens, width, device):
     """Lengths -> bool (B, width): True up to each length."""
     return torch.arange(width, device=device) < torch.tensor(lens, device=device)[:, None]
 
-def as_bool_mask(mask, name, batch, width):
-    """A 0/1 mask of any dtype, (B, N) or (B, 1, 1, N) -> bool (B, N). An additive mask (0 / -inf) would be read upside
-    down, so it is a ValueError."""
-    if tuple(mask.shape) not in ((batch, width), (batch, 1, 1, width)):
-        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {(batch, width)}")
+def as_bool_mask(mask, name, want):
+    """A 0/1 mask of any dtype -> bool. An additive mask (0 / -inf) would be read upside down, so it is a ValueError."""
+    if tuple(mask.shape) != want:
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {want}")
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"{name}: got values other than 0 and 1 ({mask.dtype}), want 1 = attend, 0 = pad")
-    return mask.bool().view(batch, width)
+    return mask.bool()
 
-def joint_mask(txt_mask, mask, batch, txt_len, img_len):
-    """The two masks that a caller may give, encoder_hidden_states_mask (B, T) and attention_mask (B, S) or
-    (B, 1, 1, S), bool, int or 0/1 float -> one bool (B, S) over [text, image]; None if there is neither."""
-    mask_BS = None
-    if txt_mask is not None:
-        mask_BT = as_bool_mask(txt_mask, "encoder_hidden_states_mask", batch, txt_len)
-        mask_BS = F.pad(mask_BT, (0, img_len), value=True)
-    if mask is not None:
-        other_BS = as_bool_mask(mask, "attention_mask", batch, txt_len + img_len)
-        mask_BS = other_BS if mask_BS is None else mask_BS & other_BS
-    return mask_BS
-
-def drop_pads(rows, mask_BN):
-    """(B, N, C), or B tensors of at most N rows -> (1, sum of their tokens, C). What stood in the pads, NaN too, is
-    gone. mask_BN: bool; None: there are no pads."""
-    if mask_BN is not None:
-        rows = [row[valid[:len(row)]] for row, valid in zip(rows, mask_BN)]
-    return torch.cat(list(rows))[None]
-
-# ---- attention -------------------------------------------------------------------------------------------------------
-# A packed row needs no mask: torch's variable-length kernel is told where each sample begins. (FlexAttention has no
-# backward pass on a CPU, and compiles anew for each layout. Nested tensors gained nothing.)
-
-def use_fused(x):
-    """Whether packed rows use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
-    On a CPU the results equal stock's bit for bit."""
-    return x.is_cuda
+def as_joint_mask(mask, batch, length):
+    """attention_kwargs["attention_mask"], (B, S) or (B, 1, 1, S), bool, int or 0/1 float -> bool (B, S)."""
+    if mask.ndim == 4 and mask.shape[1:3] == (1, 1):
+        mask = mask[:, 0, 0]
+    return as_bool_mask(mask, "attention_mask", (batch, length))
 
 @dataclass
 class Lens:
@@ -147,26 +127,13 @@ class Lens:
     begins: Tensor | None # (B + 1,) int32, where each sample begins, and the end; None: varlen_attn cannot run
 
 @dataclass
-class Segments:
-    """Consecutive tokens that share one modulation vector, i.e. one row of `temb`: a sample's, or in zero_cond_t models
-    its target's and its controls'."""
-    lens: list # tokens of each segment
-    temb_rows: list # its row of temb
-    index: Tensor # (tokens,) the row of every token
-
-@dataclass
 class Layout:
-    """Where the samples stand in the packed rows, made once per forward pass. A compiled block reads no list of it: one
-    of another length would trigger a recompilation."""
+    """Where the samples stand in a joint row [text 0, image 0, text 1, image 1, ...], made once per forward pass. A
+    compiled block reads no list of it: one of another length would trigger a recompilation."""
     joint: Lens # of text + image
     img: Lens # of the image tokens alone
-    # (S,) where each token of the joint row [text 0, image 0, text 1, image 1, ...] stands in [all text, all image],
-    # and the way back. None: of one sample both rows are the same
-    order: Tensor | None
-    inverse: Tensor | None
-    img_segments: Segments
-    txt_segments: Segments
-    last: bool = False # the last block: its text output is not used
+    order: Tensor | None # (S,) for each token of the joint row its place in [all text, all image]; None: just that
+    inverse: Tensor | None # (S,) the way back
 
 def has_varlen(x):
     """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
@@ -183,24 +150,18 @@ def make_lens(each, x):
         begins = torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(x.device, non_blocking=True)
     return Lens(each, max(each), begins)
 
-def make_segments(lens, temb_rows, x):
-    index = torch.repeat_interleave(torch.tensor(temb_rows), torch.tensor(lens), output_size=sum(lens))
-    return Segments(lens, temb_rows, index.to(x.device, non_blocking=True))
-
-def make_layout(txt_lens, img_parts, x):
-    """-> Layout, for rows of x's device and dtype. img_parts: as packed_forward's."""
-    img_lens = list(map(sum, img_parts))
+def make_layout(txt_lens, img_lens, x):
+    """-> Layout, for rows of x's device and dtype."""
     joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
-    B, order, inverse = len(txt_lens), None, None
-    if B > 1:
-        places = torch.arange(sum(joint_lens)).split([*txt_lens, *img_lens])
-        order = torch.cat([own for b in range(B) for own in (places[b], places[B + b])])
-        order, inverse = [o.to(x.device, non_blocking=True) for o in (order, order.argsort())]
-    # a sample's first part takes row b of temb, its own timestep; its controls take row B + b, t = 0
-    part_lens = [n for parts in img_parts for n in parts]
-    temb_rows = [b + B * i for b, parts in enumerate(img_parts) for i in range(len(parts))]
-    return Layout(make_lens(joint_lens, x), make_lens(img_lens, x), order, inverse,
-                  make_segments(part_lens, temb_rows, x), make_segments(txt_lens, list(range(B)), x))
+    joint, img = make_lens(joint_lens, x), make_lens(img_lens, x)
+    if len(txt_lens) == 1: # one sample's text and image are in order already
+        return Layout(joint, img, None, None)
+    # the sample to which each token of [all text, all image] belongs. Sorted by that (stable: equal ones keep their
+    # order), each sample's text stands before its image
+    owners = torch.tensor([*range(len(txt_lens))] * 2).repeat_interleave(
+        torch.tensor([*txt_lens, *img_lens]), output_size=sum(joint_lens))
+    order = owners.argsort(stable=True)
+    return Layout(joint, img, order.to(x.device, non_blocking=True), order.argsort().to(x.device, non_blocking=True))
 
 def reorder(x, order, inverse):
     return x if order is None else Reorder.apply(x, order, inverse)
@@ -218,43 +179,49 @@ class Reorder(torch.autograd.Function): # a class because autograd wants one
         order, inverse = ctx.saved_tensors
         return Reorder.apply(grad, inverse, order), None, None
 
-def packed_attention(q, k, v, layout, **options):
-    """Attention within each sample's [text, image]. q, k, v: (1, S, H, D), [all text, all image]; in the last block q
-    is the image alone -> q's shape and order. One kernel where torch has it, else one unmasked call a sample. options:
-    dispatch_attention_fn's, as the processor has them."""
+def packed_attention(q, k, v, layout, text_out, backend, parallel_config):
+    """Attention within each sample's [text, image]. q, k, v: (1, S, H, D), [all text, all image]; without text_out q is
+    the image alone -> q's shape and order. One kernel where torch has it, else one unmasked call a sample."""
     # -> [text 0, image 0, text 1, image 1, ...]
     k, v = [reorder(x, layout.order, layout.inverse) for x in (k, v)]
     lens, q_lens = layout.joint, layout.img
-    if not layout.last:
+    if text_out:
         q, q_lens = reorder(q, layout.order, layout.inverse), layout.joint
-    if lens.begins is None or any(option is not None for option in options.values()):
-        out = attention_by_sample(q, k, v, q_lens, lens, options)
+    if lens.begins is None or backend is not None or parallel_config is not None:
+        out = attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config)
     else:
         out = varlen_attn(q[0], k[0], v[0], q_lens.begins, lens.begins, q_lens.longest, lens.longest)[None]
-    return out if layout.last else reorder(out, layout.inverse, layout.order)
+    return reorder(out, layout.inverse, layout.order) if text_out else out
 
 @torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(q, k, v, q_lens, lens, options):
+def attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config):
     outs = []
     for qkv in zip(q.split(q_lens.each, 1), k.split(lens.each, 1), v.split(lens.each, 1)):
-        outs.append(dispatch_attention_fn(*qkv, **options))
+        outs.append(dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config))
     return torch.cat(outs, dim=1)
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
-    """Drop-in for diffusers' processor, bit-equal to it where both can run. In addition it takes 3D (per-sample)
-    frequencies and a joint attention_mask over [text, image]; and from block_forward packed rows with their layout.
-    Inherits the backend that model.set_attention_backend() writes on it."""
+    """Drop-in for diffusers' processor, bit-equal to it where both can run. In addition: 3D (per-sample) frequencies, a
+    joint attention_mask over [text, image]; packed rows, whose attention is block-diagonal; and text_out=False for the
+    last block, whose text nobody reads. Inherits the backend that model.set_attention_backend() writes on it."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None,
-                 attention_mask=None, image_rotary_emb=None, layout=None):
-        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention, the text as None in the
-        last block. With a layout: B = 1, no masks, and image_rotary_emb as real_freqs (1, N, D)."""
+                 attention_mask=None, image_rotary_emb=None, layout=None, text_out=True):
+        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention, the
+        text as None without text_out."""
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
-        img, txt = hidden_states, encoder_hidden_states
-        (batch, img_len), txt_len = img.shape[:2], txt.shape[1]
-        text_out = layout is None or not layout.last
+        (batch, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
+        # one joint mask of the two that a caller may give
+        mask_BS = None
+        if encoder_hidden_states_mask is not None:
+            txt_mask = as_bool_mask(encoder_hidden_states_mask, "encoder_hidden_states_mask", (batch, txt_len))
+            mask_BS = torch.cat([txt_mask, txt_mask.new_ones(batch, img_len)], dim=1)
+        if attention_mask is not None:
+            joint_BS = as_joint_mask(attention_mask, batch, txt_len + img_len)
+            mask_BS = joint_BS if mask_BS is None else mask_BS & joint_BS
+
         head_dim = attn.inner_dim // attn.heads
 
         def heads(x):
@@ -267,33 +234,57 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
             return norm(x)
 
         # queries, keys and values of both streams, each (B, tokens, H, D); then of their joint row [text, image]
+        img, txt = hidden_states, encoder_hidden_states
         q, k, v = normed(attn.norm_q, attn.to_q(img)), normed(attn.norm_k, attn.to_k(img)), heads(attn.to_v(img))
         if text_out:
             q = torch.cat([normed(attn.norm_added_q, attn.add_q_proj(txt)), q], dim=1)
         k = torch.cat([normed(attn.norm_added_k, attn.add_k_proj(txt)), k], dim=1)
         v = torch.cat([heads(attn.add_v_proj(txt)), v], dim=1)
         if image_rotary_emb is not None:
-            if layout is None:
-                freqs = check_rotary_emb(image_rotary_emb, batch, img_len, txt_len, head_dim // 2)
-                image_rotary_emb = list(map(real_freqs, freqs))
+            if layout is None: # packed rows' frequencies are checked, and real, for the compiler
+                image_rotary_emb = as_freqs(image_rotary_emb, batch, img_len, txt_len, head_dim // 2)
             img_freqs, txt_freqs = image_rotary_emb
-            freqs = torch.cat([txt_freqs, img_freqs], dim=1)
-            q, k = rotate(q, freqs if text_out else img_freqs), rotate(k, freqs)
-
-        options = dict(backend=self._attention_backend, parallel_config=self._parallel_config)
+            freqs = torch.cat([txt_freqs, img_freqs], dim=-2)
+            q = apply_rotary_emb_qwen_batched(q, freqs if text_out else img_freqs)
+            k = apply_rotary_emb_qwen_batched(k, freqs)
+        # attention: within each sample when packed, over the row and under the mask when padded
         if layout is not None:
-            out = packed_attention(q, k, v, layout, **options)
-        else: # stock, or called by hand
-            mask = joint_mask(encoder_hidden_states_mask, attention_mask, batch, txt_len, img_len)
-            out = dispatch_attention_fn(q, k, v, attn_mask=None if mask is None else mask[:, None, None], **options)
-        # to the streams again; contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
-        out = out.flatten(2, 3).to(q.dtype)
-        txt_out, img_out = [part.contiguous() for part in out.split([out.shape[1] - img_len, img_len], dim=1)]
+            out = packed_attention(q, k, v, layout, text_out, self._attention_backend, self._parallel_config)
+        else:
+            out = dispatch_attention_fn(q, k, v, attn_mask=None if mask_BS is None else mask_BS[:, None, None],
+                                        backend=self._attention_backend, parallel_config=self._parallel_config)
+        txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
+
+        def merged(x): # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
+            return x.flatten(2, 3).to(q.dtype).contiguous()
+
+        img_out = merged(img_out)
         for layer in attn.to_out: # a linear one, and dropout
             img_out = layer(img_out)
-        return img_out, attn.to_add_out(txt_out) if text_out else None
+        return img_out, attn.to_add_out(merged(txt_out)) if text_out else None
 
 # ---- block -----------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Segments:
+    """Segments are consecutive tokens that share one modulation vector, i.e. one row of `temb`: a sample's, or in
+    zero_cond_t models its target's and its controls'."""
+    lens: list # tokens of each segment
+    temb_rows: list # its row of temb
+    index: Tensor # (tokens,) the row of every token
+
+def make_segments(lens, temb_rows, device):
+    index = torch.repeat_interleave(torch.tensor(list(temb_rows)), torch.tensor(lens), output_size=sum(lens))
+    return Segments(lens, list(temb_rows), index.to(device, non_blocking=True))
+
+@dataclass
+class Ragged:
+    """What a batch of mixed sizes tells a block, in place of modulate_index: stock's blocks have no other free
+    argument."""
+    img_segments: Segments
+    txt_segments: Segments
+    layout: Layout | None # None when padded
+    last: bool = False # the last block: its text output is not used
 
 class RowsByIndex(torch.autograd.Function): # a class because autograd wants one
     """rows[index]. Its gradient adds thousands of tokens into each row. Autograd would add them one by one in the rows'
@@ -311,19 +302,19 @@ class RowsByIndex(torch.autograd.Function): # a class because autograd wants one
         is_mine = torch.arange(ctx.count, device=grad.device)[:, None] == index
         return is_mine.to(grad.dtype) @ grad, None
 
-def by_segment(f, segments, modulations, *rows):
-    """f(*vectors, *tokens) for all segments -> (1, N, C). modulations: (rows of temb, C) tensors; vectors: their rows
-    that modulate these tokens, (C,) for a segment's, (N, C) when compiled. rows: (1, N, C)."""
-    tokens = [row[0] for row in rows]
+def by_segment(f, segments, modulations, *xs):
+    """f(*vectors, *tokens) for all segments -> (B, N, C). modulations: (rows of temb, C) tensors; vectors: their rows
+    that modulate these tokens, (C,) for a segment's, (tokens, C) when compiled. xs: (B, N, C), as B * N tokens."""
+    tokens = [x.flatten(0, 1) for x in xs]
     # compiled: a gather, which the compiler fuses with f. Eager it would cost memory and one more kernel
     if torch.compiler.is_compiling():
-        return f(*[RowsByIndex.apply(m, segments.index) for m in modulations], *tokens)[None]
+        return f(*[RowsByIndex.apply(m, segments.index) for m in modulations], *tokens).view_as(xs[0])
     # eager: segment by segment, in stock's arithmetic
-    vectors, parts = [m.unbind() for m in modulations], []
+    rows, parts = [m.unbind() for m in modulations], []
     for row, *own_tokens in zip(segments.temb_rows, *[x.split(segments.lens) for x in tokens]):
-        parts.append(f(*[v[row] for v in vectors], *own_tokens))
+        parts.append(f(*[r[row] for r in rows], *own_tokens))
     whole = torch.cat(parts) if len(parts) > 1 else parts[0] # (cat would copy a single one)
-    return whole[None]
+    return whole.view_as(xs[0])
 
 def multiply_add(x, y, z):
     return torch.addcmul(z, x, y) if use_fused(x) else x * y + z
@@ -336,18 +327,18 @@ def add_gated(segments, x, gate, y):
 
 def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
                   joint_attention_kwargs=None, modulate_index=None):
-    """QwenImageTransformerBlock.forward, and the same block for packed rows, whose modulation changes from segment to
-    segment. modulate_index: stock's own, or for packed rows their Layout. On a CPU it keeps stock's arithmetic, so that
-    bf16 stays bit-equal. It replaces block.forward per instance, so every hook on block.__call__ (checkpointing,
-    offload, FSDP, compile, peft) still fires."""
-    if not isinstance(modulate_index, Layout):
+    """QwenImageTransformerBlock.forward, and the same block for rows whose modulation changes from segment to segment.
+    modulate_index: stock's own, or for a mixed batch a Ragged. On a CPU it keeps stock's arithmetic, so that bf16 stays
+    bit-equal. It replaces block.forward per instance, so every hook on block.__call__ (checkpointing, offload, FSDP,
+    compile, peft) still fires."""
+    if not isinstance(modulate_index, Ragged):
         return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
                                   image_rotary_emb, joint_attention_kwargs, modulate_index)
     if not isinstance(self.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
         raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; "
                          "want patch_qwen_model_for_multi_resolution, which sets the processors too")
-    img, txt, layout = hidden_states, encoder_hidden_states, modulate_index
-    img_segments, txt_segments = layout.img_segments, layout.txt_segments
+    img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
+    img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
     # modulation of attention (1) and MLP (2), from each timestep's row of temb
     img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
     if self.zero_cond_t: # its rows are [own timesteps, zeros]; text always takes its sample's own
@@ -356,11 +347,11 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
     img_attn, txt_attn = self.attn(
         hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
         encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
-        image_rotary_emb=image_rotary_emb, layout=layout, **joint_attention_kwargs)
+        image_rotary_emb=image_rotary_emb, layout=ragged.layout, text_out=not ragged.last, **joint_attention_kwargs)
     img = add_gated(img_segments, img, img_gate1, img_attn)
     img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
     img = add_gated(img_segments, img, img_gate2, img_mlp)
-    if not layout.last: # nobody reads the last block's text
+    if not ragged.last: # nobody reads the last block's text
         txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
         txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
         txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
@@ -382,52 +373,126 @@ def checkpoint_blocks(model, blocks=None, **options):
     model.enable_gradient_checkpointing(run)
     return len(recomputed)
 
-@apply_lora_scale("attention_kwargs") # as on stock's forward: takes "scale" out, and applies it during the call
-def packed_forward(model, img, txt, img_freqs, txt_freqs, img_parts, txt_lens, timestep, additional_t_cond,
-                   attention_kwargs):
-    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out)."""
-    # For B samples in one row (J: channels of the text encoder, E: the model's width):
-    #
-    #   img            (1, sum I, C)     target 0, its controls, target 1, its controls, ...
-    #   txt            (1, sum T, J)     prompt 0, prompt 1, ...
-    #   img_freqs      (1, sum I, R)     complex; positions begin anew with each sample
-    #   txt_freqs      (1, sum T, R)     complex
-    #   img_parts      B lists           [image tokens], or in zero_cond_t models [target's, controls']
-    #   txt_lens       B numbers         text tokens
-    #   timestep       (B,) or (1,)      from 0 to 1; additional_t_cond: likewise, whole numbers, or None
-    #
-    # and in the blocks, whose linears, norms and MLPs see one row of tokens:
-    #
-    #   img, txt       (1, sum I, E), (1, sum T, E)
-    #   temb           (B, E)            a sample's modulation; in zero_cond_t models (2 B, E), B rows of t = 0 after it
-    #   freqs          (1, sum I, D), (1, sum T, D)
-    #   q, k, v        (1, S, H, D)      S = sum T + sum I; in the order text 0, image 0, text 1, image 1, ... for the
-    #                                    attention, which stays within each sample
-    B = len(txt_lens)
-    layout = make_layout(txt_lens, img_parts, img)
-    img = model.img_in(img)
-    txt = model.txt_in(model.txt_norm(txt))
+@dataclass
+class Batch:
+    """A mixed batch as the blocks get it: packed into one row, or padded to one row a sample."""
+    img: Tensor # (1, sum I, C) or (B, I, C)
+    txt: Tensor # (1, sum T, C) or (B, T, C)
+    freqs: tuple # (img, txt) rotary frequencies, (sum N, R) or (B, N, R)
+    img_lens: list # image tokens of each sample, its pads included
+    txt_lens: list # text tokens likewise
+    mask_BS: Tensor | None # joint attention mask; None: packed
+    img_mask_BI: Tensor | None # its image half: False at pads
+
+def blank(x_BNC, mask_BN):
+    """x with 0 at the pads. They may hold NaN, and 0 * NaN would be NaN in the attention too."""
+    return x_BNC if mask_BN is None else x_BNC.masked_fill(~mask_BN[..., None], 0)
+
+def image_lens(shapes):
+    return [sum(map(prod, s)) for s in shapes]
+
+def packed_batch(model, img, txt, txt_lens, shapes, freqs):
+    """The packed mode's Batch."""
+    img_lens = image_lens(shapes)
+    if (sum(txt_lens), sum(img_lens)) != (txt.shape[1], img.shape[1]):
+        raise ValueError(f"packed: got {txt.shape[1]} text and {img.shape[1]} image tokens, want {sum(txt_lens)} and "
+                         f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
+    if freqs is None: # each sample has positions of its own
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, n, img.device)
+                                     for s, n in zip(shapes, txt_lens)])
+        freqs = torch.cat(img_freqs), torch.cat(txt_freqs)
+    else:
+        freqs = as_freqs(freqs, 1, img.shape[1], txt.shape[1], model.config.attention_head_dim // 2)
+    return Batch(img, txt, freqs, img_lens, txt_lens, None, None)
+
+def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
+    """The Batch of the padded and of the precomputed mode (the one with freqs). Which image tokens are pads? In the
+    padded mode img_shapes tell. In the precomputed mode the joint mask tells, or else img_shapes; without both there
+    are none."""
+    (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
+    img_lens = [img_len] * batch
+    if freqs is None or (joint_mask is None and shapes is not None):
+        img_lens = image_lens(shapes)
+    if max(img_lens) > img_len:
+        raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
+    # one mask of all that was given, then split again into text and image
+    img_mask_BI = lens_mask(img_lens, img_len, device)
+    if txt_mask_BT is None:
+        txt_mask_BT = lens_mask([txt_len] * batch, txt_len, device)
+    mask_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
+    if joint_mask is not None:
+        mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
+    txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
+    if freqs is None: # pads get frequencies of 0: that is finite, and nobody looks at them
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
+        freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
+    else:
+        as_freqs(freqs, batch, img_len, txt_len, model.config.attention_head_dim // 2)
+        img_freqs, txt_freqs = freqs
+        if img_freqs.ndim > txt_freqs.ndim and (img_freqs != img_freqs[:1]).any(): # one text for different pictures
+            raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
+                             f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
+        freqs = [blank(f.expand(batch, *f.shape[-2:]), mask) # where pads are, a caller's may hold anything
+                 for f, mask in ((img_freqs, img_mask_BI), (txt_freqs, txt_mask_BT))]
+    return Batch(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
+                img_mask_BI)
+
+def text_mask(mask, txt_lens, txt):
+    """encoder_hidden_states_mask and older diffusers' txt_seq_lens -> bool (B, T), or None when neither is given."""
+    batch, txt_len = txt.shape[:2]
+    out_BT = None if mask is None else as_bool_mask(mask, "encoder_hidden_states_mask", (batch, txt_len))
+    if txt_lens is not None:
+        if len(txt_lens) != batch or min(txt_lens) < 0 or max(txt_lens) > txt_len:
+            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths from 0 to {txt_len}")
+        lens_BT = lens_mask(txt_lens, txt_len, txt.device)
+        out_BT = lens_BT if out_BT is None else out_BT & lens_BT
+    return out_BT
+
+def image_segments(batch, shapes, zero_cond_t):
+    """Segments of batch.img: one a sample; for zero_cond_t two, as the target is at its timestep (row b of temb) and
+    its controls are at t = 0 (row B + b)."""
+    B, device = len(batch.img_lens), batch.img.device
+    if not zero_cond_t:
+        return make_segments(batch.img_lens, range(B), device)
+    lens, temb_rows = [], []
+    for b, img_len in enumerate(batch.img_lens):
+        target = prod(shapes[b][0])
+        if target > img_len:
+            raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
+        lens += [target, img_len - target]
+        temb_rows += [b, B + b]
+    return make_segments(lens, temb_rows, device)
+
+def mixed_forward(model, batch, shapes, timestep, additional_t_cond, kwargs):
+    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out) or (B, I, C_out)."""
+    B, layout = len(batch.img_lens), None
+    if batch.mask_BS is None:
+        layout = make_layout(batch.txt_lens, batch.img_lens, batch.img)
+    ragged = Ragged(image_segments(batch, shapes, model.zero_cond_t),
+                    make_segments(batch.txt_lens, range(B), batch.txt.device), layout)
+    kwargs = {**kwargs, "attention_mask": batch.mask_BS}
+
+    # from here on as stock's forward: embeddings, blocks, output
+    img = model.img_in(batch.img)
+    txt = model.txt_in(model.txt_norm(batch.txt))
     timestep = timestep.to(img.dtype).expand(B)
     if model.zero_cond_t: # 2511: the controls are clean pictures, and modulated as such
         timestep = torch.cat([timestep, timestep * 0])
         if additional_t_cond is not None:
             additional_t_cond = additional_t_cond.expand(B).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
-    freqs = real_freqs(img_freqs), real_freqs(txt_freqs)
+    freqs = batch.freqs if layout is None else tuple(map(real_freqs, batch.freqs))
     for block in model.transformer_blocks:
-        layout = replace(layout, last=block is model.transformer_blocks[-1])
-        args = img, txt, None, temb, freqs, attention_kwargs, layout # in modulate_index: stock's has no other free one
+        args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=block is model.transformer_blocks[-1])
         if torch.is_grad_enabled() and model.gradient_checkpointing:
             txt, img = model._gradient_checkpointing_func(block, *args)
         else:
             txt, img = block(*args)
     # AdaLayerNormContinuous, by segment. zero_cond_t or not, it takes the sample's own timestep (row b)
+    segments = make_segments(batch.img_lens, range(B), img.device)
     scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
-    segments = make_segments(layout.img.each, list(range(B)), img)
-    return model.proj_out(modulate(segments, model.norm_out.norm(img), shift, scale))
-
-def image_lens(shapes):
-    return [sum(map(prod, s)) for s in shapes]
+    img = modulate(segments, model.norm_out.norm(img), shift, scale)
+    return blank(model.proj_out(img), batch.img_mask_BI)
 
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
@@ -449,101 +514,58 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the
     pads (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
     """
-    (rows, img_len), txt_len, device = hidden_states.shape[:2], encoder_hidden_states.shape[1], hidden_states.device
-    own_kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
-    attention_mask = own_kwargs.pop("attention_mask", None)
-    masked = encoder_hidden_states_mask is not None or attention_mask is not None
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
+    kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
+    joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
+    masked = encoder_hidden_states_mask is not None or joint_mask is not None
 
     # which mode is meant? (a single masked row with a text length is padded: older diffusers wanted that length)
-    packed = txt_lens is not None and rows == 1 and not (masked and len(txt_lens) == 1)
-    if packed and masked:
-        raise ValueError("packed: got a mask, want none (packed rows have no pads)")
-    B = len(txt_lens) if packed else rows
+    mode = "padded" if image_rotary_emb is None else "precomputed"
+    if txt_lens is not None and len(hidden_states) == 1 and not (masked and len(txt_lens) == 1):
+        mode = "packed"
+    B = len(txt_lens) if mode == "packed" else len(hidden_states)
 
-    # rows and timesteps belong together (but when packed, one timestep may serve all samples); then the pictures
+    # what every mode must have: rows and timesteps that belong together, and the shapes of the pictures
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
-    if len(encoder_hidden_states) != rows or not {B, B if packed else 1}.issuperset(per_sample):
+    shared = [] if mode == "packed" else [1] # one timestep may serve all samples
+    if len(encoder_hidden_states) != len(hidden_states) or not {B, *shared}.issuperset(per_sample):
         raise ValueError(f"batch: got {len(encoder_hidden_states)} rows of text and {per_sample} timesteps and "
-                         f"additional_t_cond, want {rows} and {B} each")
-    if img_shapes is None and (packed or image_rotary_emb is None or self.zero_cond_t):
+                         f"additional_t_cond, want {len(hidden_states)} and {B} each")
+    if img_shapes is None and (mode != "precomputed" or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
+    # what flat img_shapes must add up to, unless a joint mask says where the pads are
+    img_len = hidden_states.shape[1]
+    if mode == "packed" or (mode == "precomputed" and joint_mask is not None):
+        img_len = None
+    shapes = None if img_shapes is None else sample_shapes(img_shapes, B, img_len)
 
-    # how many tokens has each sample? img_shapes tell, but beside a caller's own positions a joint mask does
-    masks_tell = image_rotary_emb is not None and attention_mask is not None
-    shapes, img_lens = None, [img_len] * B
-    if img_shapes is not None:
-        shapes = sample_shapes(img_shapes, B, None if packed or masks_tell else img_len)
-        if not masks_tell:
-            img_lens = image_lens(shapes)
-    if txt_lens is None:
-        txt_lens = [txt_len] * B
-    if packed:
-        want = sum(img_lens), sum(txt_lens)
-        fits = want == (img_len, txt_len)
-    else:
-        want = max(img_lens), max(txt_lens, default=0)
-        fits = want[0] <= img_len and want[1] <= txt_len and len(txt_lens) == B
-    if not fits or min(txt_lens) < 0:
-        raise ValueError(f"hidden_states: got rows of {img_len} image and {txt_len} text tokens, want {want[0]} and "
-                         f"{want[1]} for img_shapes {shapes} and {B} txt_seq_lens, {txt_lens}")
-
-    # which of a row's tokens are no pads?
-    img_mask_BI = txt_mask_BT = None # packed: all
-    if not packed:
-        mask_BS = torch.cat([lens_mask(txt_lens, txt_len, device), lens_mask(img_lens, img_len, device)], dim=1)
+    if mode == "packed":
         if masked:
-            mask_BS &= joint_mask(encoder_hidden_states_mask, attention_mask, B, txt_len, img_len)
-        txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
-
-    # stock: equal sizes without pads need nothing of this file
-    if (not packed and image_rotary_emb is None and attention_mask is None and img_lens[0] == img_len
-            and not should_use_multi_resolution_mode(shapes)):
-        # stock is silent where the table of positions ends: sample_freqs raises
-        sample_freqs(self.pos_embed, shapes[0], txt_len, device)
-        if masked or txt_seq_lens is not None: # in pads NaN would spoil stock's attention: 0 * NaN is NaN
-            encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask_BT[..., None], 0)
-        else:
-            txt_mask_BT = None
-        return type(self).forward(
-            self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
-            attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
-            additional_t_cond=additional_t_cond, return_dict=return_dict)
+            raise ValueError("packed: got a mask, want none (packed rows have no pads)")
+        batch = packed_batch(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
+    else:
+        txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
+        encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
+        # stock: equal sizes without pads need nothing of this file
+        if (mode == "padded" and joint_mask is None and not should_use_multi_resolution_mode(shapes)
+                and image_lens(shapes)[0] == hidden_states.shape[1]):
+            # stock is silent where the table of positions ends: sample_freqs raises
+            sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device)
+            return type(self).forward(
+                self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
+                attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
+                additional_t_cond=additional_t_cond, return_dict=return_dict)
+        batch = padded_batch(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
+                             image_rotary_emb)
     if guidance is not None or controlnet_block_samples is not None:
         raise ValueError("guidance, controlnet_block_samples: got one, want None in a batch of mixed sizes")
-    if own_kwargs.get("scale", 1) != 1 and self.gradient_checkpointing and torch.is_grad_enabled():
-        raise ValueError(f"scale: got {own_kwargs['scale']} beside gradient checkpointing, whose second pass would "
-                         "have none; want 1, or no checkpointing")
-
-    # positions: each sample's own, or the caller's -> (N, R) of every sample, or of every row
-    if image_rotary_emb is None:
-        img_freqs, txt_freqs = zip(*[sample_freqs(self.pos_embed, s, n, device) for s, n in zip(shapes, txt_lens)])
-    else:
-        img_freqs, txt_freqs = check_rotary_emb(
-            image_rotary_emb, rows, img_len, txt_len, self.config.attention_head_dim // 2)
-        if image_rotary_emb[0].ndim > image_rotary_emb[1].ndim and (img_freqs != img_freqs[:1]).any():
-            raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
-                             f"want ({B}, {txt_len}, R), as text begins where a sample's own pictures end")
-    # without the pads samples are shorter. Their first tokens are the target
-    if not packed:
-        img_lens, txt_lens = img_mask_BI.sum(1).tolist(), txt_mask_BT.sum(1).tolist()
-    img_parts = [[n] for n in img_lens]
-    if self.zero_cond_t:
-        for b, parts in enumerate(img_parts):
-            target = prod(shapes[b][0])
-            if target > img_len:
-                raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
-            if not packed:
-                target = int(img_mask_BI[b, :target].sum())
-            parts[:] = target, parts[0] - target
-    output = packed_forward(
-        self, drop_pads(hidden_states, img_mask_BI), drop_pads(encoder_hidden_states, txt_mask_BT),
-        drop_pads(img_freqs, img_mask_BI), drop_pads(txt_freqs, txt_mask_BT), img_parts, txt_lens, timestep,
-        additional_t_cond, attention_kwargs=own_kwargs)
-    if not packed: # back to where the tokens stood; the pads are 0
-        padded_BIC = output.new_zeros(B, img_len, output.shape[-1])
-        padded_BIC[img_mask_BI] = output[0]
-        output = padded_BIC
+    if lora_scale != 1 and self.gradient_checkpointing and torch.is_grad_enabled(): # the second pass would have none
+        raise ValueError(f"scale: got {lora_scale} beside gradient checkpointing, want 1, or no checkpointing")
+    scale_lora_layers(self, lora_scale)
+    try:
+        output = mixed_forward(self, batch, shapes, timestep, additional_t_cond, kwargs)
+    finally:
+        unscale_lora_layers(self, lora_scale)
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
 def patch_qwen_forward_for_multi_resolution(model):
@@ -585,11 +607,14 @@ def sample_shapes(img_shapes, batch, img_len=None):
     def as_list(x):
         return x.tolist() if torch.is_tensor(x) else list(x)
 
-    shapes, flat = [], False
-    for pictures in map(as_list, as_list(img_shapes)):
-        if not isinstance(pictures[0], (list, tuple, Tensor)):
-            pictures, flat = [pictures], True
-        shapes.append([tuple(map(int, picture)) for picture in pictures if prod(picture) > 0])
+    shapes, flat = [], True
+    for entry in map(as_list, as_list(img_shapes)):
+        if isinstance(entry[0], (list, tuple, Tensor)):
+            flat = False
+        else:
+            entry = [entry]
+        pictures = [tuple(map(int, picture)) for picture in entry]
+        shapes.append([picture for picture in pictures if prod(picture) > 0])
     if len(shapes) not in (1, batch) or not all(shapes):
         raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one (1, h, w)")
     longest = max(image_lens(shapes))
