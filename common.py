@@ -143,6 +143,7 @@ def key_value(text):
     key, _, value = text.partition("=")
     if not key.isidentifier() or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    value = {"True": "true", "False": "false", "None": "null"}.get(value, value) # as Python writes them
     try:
         return key, json.loads(value)
     except ValueError:

@@ -111,6 +111,8 @@ if "--optimizer" in parser.given() and "--optimizer_args" not in parser.given():
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
+if {"r", "lora_alpha"} & lora_args.keys():
+    parser.error("argument --lora_args: r and lora_alpha have flags of their own; give --lora_rank, --lora_alpha")
 if lora_args.get("use_dora"):
     parser.error("argument --lora_args: use_dora is not trained here, as ComfyUI ignores a DoRA's magnitudes and a "
                  "quantized base has none; leave it out, and raise --lora_rank")
@@ -809,8 +811,9 @@ while step < args.max_steps and not stop:
             sample_losses[place] = loss.detach()
 
     # One all-reduce carries all that the processes share: gradients, losses, how many signals and failures they saw.
-    seen_here = torch.tensor([len(signals_seen), failure is not None], dtype=torch.float32, device=args.device)
-    *sample_losses, stop, failed = sum_over_processes(lora.values(), torch.cat([sample_losses, seen_here]))
+    # (torch.full, as torch.tensor would wait for the GPU.)
+    seen_here = [torch.full((1,), float(n), device=args.device) for n in (len(signals_seen), failure is not None)]
+    *sample_losses, stop, failed = sum_over_processes(lora.values(), torch.cat([sample_losses, *seen_here]))
     loss = sum(sample_losses) / len(sample_losses)
     if failed: # this step is given up; what the run has learned until now is saved
         if rank == 0 and not saving:

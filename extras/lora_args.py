@@ -24,6 +24,10 @@ BY_LAYER = ("target_modules exclude_modules rank_pattern alpha_pattern layers_to
 def try_out(lora_args, add_lora):
     """Adds such a LoRA to a small random transformer, before anything slow. InputError if its file would not be what
     was trained, or if an argument does nothing. add_lora: predict.py's."""
+    for key, value in lora_args.items():
+        default = getattr(LoraConfig(), key, None)
+        if isinstance(default, bool) and not isinstance(value, bool) and key != "init_lora_weights":
+            raise InputError(f"--lora_args {key}={value}: is neither true nor false; any text would count as true")
     model, weights = added(lora_args, add_lora)
     if model is None: # peft refuses it here, and will refuse it, in its own words, on the real model
         return

@@ -219,6 +219,8 @@ def scale_of(layer, parts, rank, configs):
     """-> the scale of a layer. ValueError if two sources differ. rank: of a LoRA's matrices, or None."""
     said = {where: of_config(where, config, layer, rank) for where, config in configs}
     if "alpha" in parts:
+        if parts["alpha"].numel() != 1:
+            raise ValueError(f"{layer} has {parts['alpha'].numel()} alphas")
         alpha = number(parts["alpha"].float().mean(), "alpha")
         if rank:
             said["its alpha tensors"] = alpha / rank

@@ -327,7 +327,8 @@ def region_of(rgba_HW4):
         shown_N3 = colours_HW3[alpha_HW >= alpha_HW.max() / 2] # where less is seen, programs round the colour
         if shown_N3.min() >= WHITE:
             return alpha_HW
-        is_hole = shown_N3.max() <= BLACK or is_photo(shown_N3)
+        # black strokes and cut-out objects look like this, too, but cover less than a picture with a hole
+        is_hole = (shown_N3.max() <= BLACK or is_photo(shown_N3)) and (alpha_HW >= 128).mean() > 0.5
         # else they are strokes of a colour, or black ones beside white ones: what is transparent may be the region, or
         # what is not edited
         return 255 - alpha_HW if is_hole else None

@@ -136,7 +136,7 @@ def load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer):
 
 def to_json(value, path, tensors):
     """A value as JSON, which from_json reads; its tensors are added to `tensors`. TypeError if it has other parts."""
-    if type(value) is torch.Tensor:
+    if torch.is_tensor(value) and not isinstance(value, torch.nn.Parameter): # (extras/probe.py compares the types)
         tensors[path] = value
         return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
     if type(value) in (list, tuple, dict):
