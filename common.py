@@ -650,6 +650,8 @@ def find_run_folder(args, name):
     folder = Path(args.out_dir or (args.resume and newest) or next_run)
     if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
+    if args.resume and not folder.exists():
+        raise InputError(f"--resume: no checkpoint in {folder}, which does not exist; give the right --out_dir")
     return folder
 
 def find_lora(path):

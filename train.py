@@ -128,7 +128,7 @@ if not args.use_cache and (args.skip_bad or any(map(common.is_index, args.data +
                  "leave out --no-use_cache")
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
-if not find_spec(args.optimizer.split(".")[0]):
+if not args.optimizer.split(".")[0] or not find_spec(args.optimizer.split(".")[0]):
     parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 pretrained_file = common.find_lora(args.pretrained_lora) if args.pretrained_lora else None
 sample_lora_files = [common.find_lora(path) for path in args.sample_lora]

@@ -262,7 +262,7 @@ def test_a_quantized_model_is_refused_with_the_remedy(tmp_path, part, flag, phot
             result = run_script(script, *flags, *more, "--cache_dir", tmp_path / "c", "--device", "cpu")
             assert result.status == 1, result.err
             assert is_one_line(result.errors[0], f"{part}/config.json", "quantized already", flag)
-    assert not (tmp_path / "c").exists()
+    assert not (tmp_path / "c/latents").exists()
     # the remedy on the same model
     assert predict_photo(photo, tmp_path, *NATIVE, "--quantize", "int8").status == 0
 

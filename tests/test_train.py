@@ -457,7 +457,7 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with monkeypatch.context() as patch: # a checkpoint of a train.py that compared less
         real = common.read_tensors
-        patch.setattr(common, "read_tensors", lambda *args: [old_info(part) for part in real(*args)])
+        patch.setattr("extras.resume.read_tensors", lambda *args: [old_info(part) for part in real(*args)])
         result = train_demo(tmp_path / "a", *flags, "--resume")
     assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "a", "older version"), result.err
     result = train_demo(tmp_path / "file/run")
