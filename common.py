@@ -405,6 +405,8 @@ def find_devices(args):
             flag_error(f"--{name}: {device} cannot be used; give cpu")
         setattr(args, name, device)
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
+    if is_one_file(getattr(args, "transformer", None)): # looked at before anything slow
+        load_extra("transformer").read_layout(args.transformer)
     for flag, value, name in extras_of(args):
         package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
         if package and not find_spec(package):
