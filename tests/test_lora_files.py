@@ -494,7 +494,7 @@ def test_a_hub_id_is_fetched_unless_a_folder_of_ours_has_its_name(tmp_path, monk
         if repo == "a/none":
             raise ConnectionError
         return f"/hub/{repo}/{name}"
-    monkeypatch.setattr("predict.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.chdir(tmp_path)
     assert predict.find_lora("a/b").as_posix() == f"/hub/a/b/{predict.LORA_FILE}"
     assert predict.find_lora("a/b/deep/y.safetensors").as_posix() == "/hub/a/b/deep/y.safetensors"

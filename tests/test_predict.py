@@ -483,16 +483,13 @@ def test_a_negative_prompt_without_cfg_is_a_warning(tmp_path, photos):
     warned, = warnings_of(draw("--jobs", jobs, "--out_dir", tmp_path / "o", "--cache_dir", tmp_path / "cache"))
     assert "has no effect" in warned and "(1 others likewise)" in warned
 
-def test_several_pictures_or_prompts_for_one_result_are_a_warning(tmp_path, photos):
-    """Four pictures are rather meant as four edits; of two prompts only the first is used."""
+def test_several_pictures_for_one_result_are_a_warning(tmp_path, photos):
+    """Four pictures are rather meant as four edits. (Several prompts of a job are an error: test_dataset.)"""
     copies = [shutil.copy(photos[0], tmp_path / f"{n}.png") for n in range(4)]
     for count, words in ((3, []), (4, ["4 pictures make one result; give their folder to edit each"])):
         lines = warnings_of(draw("--image", *copies[:count], "--prompt", "x", "--out_dir", tmp_path / f"o{count}"))
         assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
         assert len(list(tmp_path.glob(f"o{count}/*.png"))) == 1
-    jobs = write_jobs(tmp_path, [dict(image=[str(photos[0])], prompt=["a", "b"])])
-    warned, = warnings_of(draw("--jobs", jobs, "--out_dir", tmp_path / "o"))
-    assert "of several prompts only the first is used" in warned
 
 @pytest.mark.parametrize("letter", "x\u00e9\u5370")
 def test_a_name_near_the_limit_gets_its_sheet_or_one_line_before_anything_is_generated(tmp_path, photos, monkeypatch,
@@ -577,7 +574,7 @@ def test_a_sheet_names_a_sample_whose_instruction_its_font_lacks(monkeypatch):
 def test_nonsense_is_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, flags, named):
     """A place that cannot be written, or holds the pictures given; a folder without pictures; what a LoRA is not."""
     monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("models loaded"))
-    monkeypatch.setattr("predict.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: (_ for _ in ()).throw(OSError))
     monkeypatch.setattr("common.model_defaults", lambda model, script: {}) # which has the shift that one step needs
     for name in ("in/a.png", "sheet/sheet.jpg"):
         save(paint_picture(), tmp_path / name)
