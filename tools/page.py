@@ -1,18 +1,21 @@
 """
-Makes a web page of a training: does it learn? The page shows the validation pictures, the curves, the training pairs
-with the largest losses, the flags, and commands to continue or use the run. The curves of several runs share one chart.
+Makes a web page of a training: does it learn? The page shows which step is the best, the curves, the validation
+pictures, training pairs whose losses stand out, the flags, and commands to continue or use the run. The curves of
+several runs share one chart.
 
 Reads run folders of train.py, or copies of them; writes index.html into the (first) run's folder. The page needs no
 server and no network. It refers to the pictures in samples/, so copy the page together with its folder.
 
 $ python tools/page.py out/RUN
-$ python tools/page.py out/RUN --watch          # rewrites it at each validation (every 100 steps before the first one)
+$ python tools/page.py out/RUN --watch          # while it trains: keeps the page, and browsers that show it, up to date
 $ python tools/page.py out/RUN out/OTHER --out both.html
 """
 import contextlib
+import difflib
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -28,16 +31,21 @@ from common import InputError, Parser, natural
 from tools.page_common import PAGE, card, link, node, save_page, section, size_of, table, thumbnail, tile
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
-SMOOTH = 20 # a smoothed value is the mean of the last 1/20 of the run
+SMOOTH = 20 # a smoothed value is the mean of 1/20 of the run
 LEVELS = "Loss by noise level (1: noise alone)"
-CLOSE = "Loss", "PSNR" # charts whose axis need not begin at zero
+FIRST = "Training loss", "Validation loss", "PSNR" # these charts are not folded, and their axes need not begin at zero
+KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
+SHOWN = 6 # cards of pictures that are not folded
+SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
+MINUTE, HOUR, RELOAD = 60, 3600, 15 # seconds
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 def read_log(folder):
-    """-> SimpleNamespace(folder, name, flags, command, versions, steps, validations). The last two are lists of
-    records, one for each step. The log's last line may be incomplete: the run is writing it, or was killed."""
+    """-> SimpleNamespace(folder, name, done, flags, command, versions, steps, validations). The last two are lists of
+    records, one for each step; there are none before the first step, when the log has only the flags. The log's last
+    line may be incomplete: the run is writing it, or was killed. The key that we add: `mean_psnr`, of `lora`."""
     log = folder / "log.jsonl"
     try:
         lines = log.read_text().splitlines()
@@ -51,7 +59,8 @@ def read_log(folder):
             if record.get("seconds"):
                 record["speed"] = record.get("tokens", 0) / record["seconds"]
             if "val_loss" in record:
-                validations[int(step)] = record | dict(val_loss=float(record["val_loss"]))
+                means = dict(mean_psnr=mean_psnr(record).get("lora"))
+                validations[int(step)] = record | means | dict(val_loss=float(record["val_loss"]))
             elif "loss" in record:
                 steps[int(step)] = record | dict(loss=float(record["loss"]))
             else:
@@ -59,11 +68,48 @@ def read_log(folder):
         except Exception: # a foreign file can fail in any way
             if n < len(lines):
                 raise InputError(f"{log}:{n}: train.py does not write such a line; delete it")
-    if not steps:
-        raise InputError(f"{log}: no steps yet; try again later, or give --watch")
-    return SimpleNamespace(folder=folder, name=folder.resolve().name, flags=begin.pop("flags", {}),
+    flags = begin.pop("flags", {} if steps else None)
+    if not isinstance(flags, dict):
+        raise InputError(f"{log}: does not begin with flags, as a log of train.py does; give a run folder of train.py")
+    return SimpleNamespace(folder=folder, name=folder.resolve().name, done=(folder / "DONE").exists(), flags=flags,
                            command=begin.pop("command", ["train.py"]), versions=begin, steps=list(steps.values()),
                            validations=list(validations.values()))
+
+def mean_psnr(record, dataset=None):
+    """-> {kind: dB}, for the KINDS: a validation's mean PSNRs to the target; {} without pictures. It is the mean of
+    psnr[group] over the groups, weighted by their numbers of pictures, i.e. the mean over all pictures. (An older log
+    does not name its pictures: its groups weigh the same.) dataset: of this one's alone; a group is DATASET/FOLDER."""
+    def chosen(name):
+        return dataset in (None, name.split("/")[0])
+    rows = [p["psnr"] for p in record.get("pictures", []) if chosen(p["file"])]
+    rows = rows or [[means[kind] for kind in KINDS] for name, means in record.get("psnr", {}).items() if chosen(name)]
+    return dict(zip(KINDS, np.mean(rows, 0).tolist())) if rows else {}
+
+def first_dataset(run):
+    """-> the name of the first dataset of --val_data; None if no validation has drawn pictures."""
+    groups = [name for r in run.validations for name in r.get("psnr", {})]
+    return groups[0].split("/")[0] if groups else None
+
+def best_step(validations, key):
+    """-> (step, value) of the best validation: by "val_loss" the smallest, by "mean_psnr" the greatest, and of equal
+    ones the first; None if no validation has this number."""
+    steps, values = column(validations, key)
+    if len(steps):
+        n = values.argmin() if key == "val_loss" else values.argmax()
+        return int(steps[n]), float(values[n])
+
+def seconds_left(run):
+    """-> the seconds that the run still needs from now, validations included, by the mean of its last 100 steps; None
+    if it is done, or if the log does not tell. (A log that is not written for an hour is that of a stopped run.)"""
+    seconds, of_validations = [column(records, "seconds")[1][-100:] for records in (run.steps, run.validations)]
+    age, max_steps = time.time() - (run.folder / "log.jsonl").stat().st_mtime, run.flags.get("max_steps")
+    if run.done or not len(seconds) or not max_steps or age > HOUR:
+        return None
+    left = seconds.mean() * (max_steps - run.steps[-1]["step"]) - age
+    if len(of_validations): # one after each `sample_every` steps, and one at the end
+        every = run.flags.get("sample_every") or max_steps
+        left += of_validations.mean() * max(0, math.ceil(max_steps / every) - len(run.validations))
+    return max(0, round(left))
 
 def column(records, name):
     """-> (steps, values) of the records that contain this number."""
@@ -84,27 +130,34 @@ def by_timestep(steps):
     return names, losses, tenths, np.bincount(tenths, losses, 10) / np.maximum(counts, 1), counts
 
 def find_hardest(steps):
-    """-> [(name, ratio, times seen)] of all samples, the hardest first. The ratio is the mean of a sample's losses in
-    the second half of the run, each divided by the mean loss of all samples at similar timesteps."""
+    """-> [(name, ratio, times seen)] of the samples that were seen SEEN times or more in the second half of the run,
+    the hardest first. A sample's loss is here the mean of its losses in that half, each divided by the mean loss of all
+    samples at similar timesteps; the ratio is this loss divided by the median sample's."""
     names, losses, tenths, means, counts = by_timestep(steps[len(steps) // 2:])
     ratios = {}
     for name, loss, tenth in zip(names, losses, tenths):
         if counts[tenth] >= 5: # a mean of fewer samples says little
             ratios.setdefault(str(name), []).append(loss / max(means[tenth], 1e-12))
-    rows = [(name, float(np.mean(r)), len(r)) for name, r in ratios.items()]
-    return sorted(rows, key=lambda row: -row[1])
+    rows = [(name, float(np.mean(r)), len(r)) for name, r in ratios.items() if len(r) >= SEEN]
+    median = max(np.median([ratio for _, ratio, _ in rows]), 1e-12) if rows else None
+    return sorted([(name, ratio / median, times) for name, ratio, times in rows], key=lambda row: -row[1])
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 def smooth(x, y):
-    """-> x, and the means of y over the last n values, where n is 1/SMOOTH of all; the first n - 1 points drop out."""
-    n = max(1, len(y) // SMOOTH)
-    sums = np.insert(np.cumsum(y), 0, 0)
-    return x[n - 1:], (sums[n:] - sums[:-n]) / n
+    """-> x, and the mean, the least and the greatest of the values around it, 1/SMOOTH of all. Near the beginning the
+    window shrinks, and stays centred, so that a steep curve does not lift its mean; at the end it has only one side."""
+    x, least, mean, greatest = thin(x, y)
+    half = len(x) // (2 * SMOOTH)
+    windows = [slice(n - min(n, half), n + min(n, half) + 1) for n in range(len(x))]
+
+    def of_windows(what, values):
+        return np.array([what(values[window]) for window in windows])
+    return x, of_windows(np.mean, mean), of_windows(np.min, least), of_windows(np.max, greatest)
 
 def thin(x, y):
     """Splits the points into at most COLUMNS parts -> the mean x, and the least, mean and greatest y of each part."""
-    size = math.ceil(len(x) / COLUMNS) # all parts but the last have this many points: others would look like a change
+    size = max(1, math.ceil(len(x) / COLUMNS)) # all parts but the last have this many points: others would look like a change
 
     def of_parts(what, values):
         return np.array([what(values[start:start + size]) for start in range(0, len(values), size)])
@@ -125,56 +178,63 @@ def path(x, y):
     return "M" + " ".join(f"{a:.7g},{-b:.7g}" for a, b in zip(x, y))
 
 def chart(title, lines):
-    """-> a figure with curves; None if they are empty. lines: (name, style, x, y); style: raw (the range of many
-    points), line, dash or dots, and a colour. The SVG has the units of the data, and the browser stretches it to the
-    width of the page. The axis covers 90 % of the raw points, so that rare outliers do not flatten the rest."""
-    lines = [line for line in lines if len(line[2])]
-    if not lines:
+    """-> a figure with curves; None if none has two points. lines: (name, style, x, y); style: line, dash or dots, or
+    raw, a band whose y is (least, greatest); and a colour. The SVG has the units of the data, and the browser stretches
+    it to the width of the page. The axis covers 90 % of the band, so that rare outliers do not flatten the rest."""
+    if not any(len(x) > 1 for _, style, x, _ in lines if "dash" not in style):
         return None
+    lines = [line for line in lines if len(line[2])]
     right = max(x.max() for _, _, x, _ in lines)
     seen = np.concatenate([np.percentile(y, [5, 95]) if "raw" in style else y for _, style, _, y in lines])
     low, high = seen.min(), seen.max()
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1
-    low = low - margin if title.startswith(CLOSE) and low > high / 2 else min(low, 0)
+    low = low - margin if title.startswith(FIRST) and low > high / 2 else min(low, 0)
     high += margin
     paths, keys, ends = [], [], []
     for name, style, x, y in lines:
-        thin_x, least, mean, greatest = thin(x, y)
-        d = path(thin_x, mean)
         if "raw" in style:
-            d = path(np.append(thin_x, thin_x[::-1]), np.append(least, greatest[::-1])) + "Z"
+            d = path(np.append(x, x[::-1]), np.append(y[0], y[1][::-1])) + "Z"
+        else:
+            thin_x, _, mean, _ = thin(x, y)
+            d = path(thin_x, mean)
+            ends.append(f"{name} ends at {short(y[-1])}")
         paths.append(node("path", class_=style, data_name=name, d=d))
         if "dots" in style:
             paths.append(node("path", class_=f"dot {style}", d=d.replace(" ", "h0M") + "h0"))
         keys.append(node("span", name, class_=f"key {style}"))
-        ends.append(f"{name} ends at {short(y[-1])}")
     svg = node("svg", *paths, viewBox=f"0 {-high} {right} {high - low}", preserveAspectRatio="none", role="img",
                aria_label=f"{title}: {', '.join(ends)}")
     marks = [node("span", short(y), class_="y", style=f"top:{(high - y) / (high - low):.2%}")
              for y in ticks(low, high, 5)]
-    marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in ticks(0, right, 4)]
+    rounds = [x for x in ticks(0, right, 4) if x < 0.87 * right] # the last step is marked, and needs room
+    marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in [*rounds, right]]
     plot = node("div", *marks, svg, node("i", class_="cursor"), node("i", class_="now"), class_="plot",
                 data_right=right, data_unit="noise level" if title == LEVELS else "step")
     return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot, class_="chart")
 
 def curves(runs):
     """-> the section with all charts; several runs share them."""
-    several, charts = len(runs) > 1, {} # {title: lines}
+    several, charts, said = len(runs) > 1, {}, "" # charts: {title: lines}
 
     def add(run, title, name, style, x, y):
         charts.setdefault(title, []).append((f"{name}, {run.name}" if several else name, style, x, y))
 
     def add_steps(run, title, key):
-        x, y = column(run.steps, key)
+        x, mean, least, greatest = smooth(*column(run.steps, key))
         if not several:
-            add(run, title, "each step", "raw", x, y)
-        add(run, title, "smoothed", f"line {run.colour}", *smooth(x, y))
+            add(run, title, "range of the steps around", "raw", x, np.stack([least, greatest]))
+        add(run, title, "smoothed", f"line {run.colour}", x, mean)
     for run in runs:
-        add_steps(run, "Loss", "loss")
-        add(run, "Loss", "validation", f"dots {run.accent}", *column(run.validations, "val_loss"))
-        for group in dict.fromkeys(name for r in run.validations for name in r.get("psnr", {})):
-            title = f"PSNR to the target (dB), {group}"
-            records = [r["psnr"][group] | dict(step=r["step"]) for r in run.validations if group in r.get("psnr", {})]
+        add_steps(run, "Training loss", "loss")
+        add(run, "Validation loss", "held-out pairs", f"dots {run.accent}", *column(run.validations, "val_loss"))
+        x, y = column(run.validations, "train_loss")
+        if len(x):
+            add(run, "Validation loss", "training pairs", f"dash {run.colour}", x, y)
+            said = (" The validation loss is that of held-out and of as many training pairs, at the same noise levels: "
+                    "the gap between these two lines is overfitting.")
+        if dataset := first_dataset(run):
+            title = f"PSNR to the target (dB), {dataset}"
+            records = [mean_psnr(r, dataset) | dict(step=r["step"]) for r in run.validations]
             first = title not in charts
             add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
             if first: # base and VAE alone are the same for all runs and steps, so their lines begin at 0
@@ -195,29 +255,57 @@ def curves(runs):
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
         add_steps(run, "Tokens per second", "speed")
         add(run, "Memory (GiB)", "at each step", f"line {run.colour}", *column(run.steps, "memory"))
-    return section("Curves", node("div", *[chart(*item) for item in charts.items()], class_="charts"))
+    shown = {title: chart(title, lines) for title, lines in charts.items()}
+    shown = {title: figure for title, figure in shown.items() if figure is not None}
+    first = [figure for title, figure in shown.items() if title.startswith(FIRST)]
+    more = [figure for title, figure in shown.items() if not title.startswith(FIRST)]
+    remark = None
+    if any(run.validations for run in runs):
+        remark = node("p", "Do not compare the training loss with the validation loss: their noise levels differ. A "
+                      "training step draws them at random, a validation always has the same four." + said,
+                      class_="detail")
+    return section("Curves", remark, node("div", *first, class_="charts"), folded("more curves", more, "charts")) \
+        if shown else None
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
+def folded(what, parts, class_=None):
+    """-> these parts under a line that opens them, which begins with their number; None if there are none."""
+    summary = node("summary", f"{len(parts)} {what}")
+    return node("details", summary, node("div", *parts, class_=class_)) if parts else None
+
 def measures(run):
     """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns."""
-    values, (steps, loss) = {}, smooth(*column(run.steps, "loss"))
-    if run.validations:
-        first, last = run.validations[0], run.validations[-1]
-        values["Validation loss"] = short(last["val_loss"]), f"{short(first['val_loss'])} at step {first['step']:,}"
-        for group, mean in last.get("psnr", {}).items():
-            remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**mean)
-            values[f"PSNR (dB), {group}"] = "{base:.1f} \u2192 {lora:.1f}".format(**mean), remark
-    values["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
-    seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
+    values, last = {}, run.steps[-1]["step"] if run.steps else 0
+    for name, key, form in (("validation loss", "val_loss", "{:.3g}"), ("mean PSNR", "mean_psnr", "{:.1f} dB")):
+        steps, numbers = column(run.validations, key)
+        if len(steps) == 1:
+            values[f"{name[0].upper()}{name[1:]}"] = form.format(numbers[0]), f"at step {steps[0]:,.0f}; with more " \
+                "validations (--sample_every) you would see which step is the best"
+        elif len(steps):
+            step, best = best_step(run.validations, key)
+            later = "the last validation" if step == steps[-1] else f"at the last validation {form.format(numbers[-1])}"
+            values[f"Best step by {name}"] = f"{step:,}", f"{form.format(best)}; {later}"
+    if dataset := first_dataset(run):
+        remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}"
+        means = mean_psnr(run.validations[-1], dataset)
+        if means:
+            values[f"PSNR (dB), {dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark.format(**means)
+    _, loss, *_ = smooth(*column(run.steps, "loss"))
+    if len(loss) and not run.validations: # beside a validation loss it would be compared with that
+        values["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at first"
     written = time.strftime("%d %b %Y, %H:%M", time.localtime((run.folder / "log.jsonl").stat().st_mtime))
-    state = "finished" if (run.folder / "DONE").exists() else "running or stopped, last step"
-    max_steps = run.flags.get("max_steps", math.nan)
-    values["Steps"] = f"{run.steps[-1]['step']:,}", f"of {short(max_steps)}; {state} {written}"
+    state = "finished" if run.done else "running or stopped, last step" if run.steps else "no step is done yet, begun"
+    values["Steps"] = f"{last:,}", f"of {short(run.flags.get('max_steps', math.nan))}; {state} {written}"
+    seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
     if seconds.size and memory.size:
-        duration = timedelta(seconds=round(seconds.sum()))
-        values["Time of training"] = str(duration), f"{short(seconds.mean())} s a step, without validations"
-        values["Tokens per second"] = short(tokens.sum() / seconds.sum()), f"{memory.max():.1f} GiB of memory at most"
+        remark = (f"{timedelta(seconds=round(seconds.sum()))} of training, without validations; "
+                  f"{short(tokens.sum() / seconds.sum())} tokens a second; {memory.max():.1f} GiB at most")
+        values["Seconds a step"] = short(seconds.mean()), remark
+    names = [name for r in run.steps for name in r.get("samples", [])]
+    if names:
+        pairs = len(set(names))
+        values["Samples"] = f"{len(names):,}", f"of {pairs:,} pairs, each {short(len(names) / pairs)} times on average"
     return values
 
 def figures(runs):
@@ -272,16 +360,40 @@ def pictures(runs, page):
         row = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
                for name, t in tiles.items()]
         cards.append(card(heading, remark, row))
-    steps = sorted(steps - {0})
-    slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
-                  max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
+    steps, slider, at = sorted(steps - {0}), None, ""
+    if len(steps) > 1:
+        slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
+                      max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
+        at = "; the arrow keys change the step"
+    elif steps:
+        at = f". The LoRA's are of step {steps[0]:,}"
     remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
-                  "picture to compare it with another one; the arrow keys change the step.", class_="detail")
+                  f"picture to compare it with another one{at}.", class_="detail")
     if not cards:
-        remark = node("p", "There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
-                      "what the LoRA makes of them. predict.py --image draws any picture with it.", class_="detail")
-        return section("Validation pictures", remark)
-    return section("Validation pictures", remark, slider, *cards)
+        none = "There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see what the LoRA " \
+            "makes of them. predict.py --image draws any picture with it."
+        if any(run.flags.get("val_data") for run in runs):
+            none = "There are none: a validation draws them, after each --sample_every steps and at the end."
+        return section("Validation pictures", node("p", none, class_="detail"))
+    more = folded("more pictures", cards[SHOWN:])
+    return section("Validation pictures", remark, slider, *cards[:SHOWN], more)
+
+def groups(runs):
+    """-> the section with the mean PSNRs of all other groups than the first dataset, such as of instructions that the
+    base knows, in the last validation; None if there are none."""
+    rows = []
+    for run in runs:
+        record = run.validations[-1] if run.validations else {}
+        others = {name: m for name, m in record.get("psnr", {}).items() if name != first_dataset(run)}
+        if others:
+            others["all pictures"] = mean_psnr(record)
+        for name, means in others.items():
+            cells = [f"{means[kind]:.1f}" for kind in KINDS]
+            rows.append([f"{name}, {run.name}" if len(runs) > 1 else name, *cells])
+    remark = node("p", "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures.",
+                  class_="detail")
+    head = ["", "input", "base", "LoRA", "VAE alone"]
+    return section("Groups of validation pictures", remark, table(rows, head)) if rows else None
 
 def find_samples(roots):
     """-> {"root/name": Sample} of those datasets that are on this machine."""
@@ -294,19 +406,29 @@ def find_samples(roots):
     return by_name
 
 def hardest_pairs(run, most):
-    """Prints the hardest samples -> the section with their pictures, as far as these are on this machine."""
-    hardest, samples, cards = find_hardest(run.steps)[:most], find_samples(run.flags.get("data") or []), []
-    none = "" if hardest else " none, the run is too short to tell"
-    print(f"hardest samples of {run.folder}, by their loss relative to the mean at the same timesteps:{none}")
-    for name, ratio, times in hardest:
-        print(f"{ratio:6.2f}  {name}  (seen {times} times)")
+    """-> (lines to print, the section that says the same): the samples that stand out, at most so many, with their
+    pictures, as far as these are on this machine."""
+    all_pairs = find_hardest(run.steps)
+    hardest = [pair for pair in all_pairs if pair[1] > STANDS_OUT]
+    if not all_pairs:
+        said = f"The run is too short to tell: no pair was seen {SEEN} times in its second half."
+    elif not hardest:
+        name, ratio, _ = all_pairs[0]
+        said = (f"No pair stands out: the loss of none is more than {STANDS_OUT} times the median pair's. The largest, "
+                f"{ratio:.2f} times, is that of {name}.")
+    else:
+        said = (f"{len(hardest)} of {len(all_pairs)} pairs stand out: their losses are more than {STANDS_OUT} times the "
+                "median pair's at the same noise levels. Look at them: a target may be wrong.")
+    lines, cards = [f"hardest training pairs of {run.folder}: {said}"], []
+    samples = find_samples(run.flags.get("data") or []) if hardest else {}
+    for name, ratio, times in hardest[:most]:
+        detail = f"{name}: {ratio:.2f} times the median, seen {times} times in the second half"
+        lines.append(f"  {detail}")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
-        detail = f"{name}: {ratio:.2f} times the mean loss at its noise levels, seen {times} times in the second half"
         cards.append(card(s.prompts[0], detail, [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
-    remark = "These have the largest losses for their noise levels. Look at them: a target may be wrong."
-    return section(f"Hardest training pairs{run.title}", node("p", remark, class_="detail"),
-                   node("div", *cards, class_="pairs")) if cards else None
+    return lines, section(f"Hardest training pairs{run.title}", node("p", said, class_="detail"),
+                          node("div", *cards, class_="pairs") if cards else None)
 
 def to_share(word):
     """A word of a command -> the same without paths of this disk, as others may see the page: a path below the folder
@@ -364,8 +486,9 @@ def settings(run):
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-def make_page(folders, page, most):
-    """Reads the runs, writes their page, prints the hardest samples."""
+def make_page(folders, page, most, watched=False):
+    """Reads the runs and writes their page -> the lines to print: the hardest samples, and where the page is. watched:
+    browsers load it again and again, until the runs are done."""
     runs = [read_log(folder) for folder in folders]
     names = [run.name for run in runs]
     for n, run in enumerate(runs):
@@ -377,17 +500,49 @@ def make_page(folders, page, most):
             run.title = f": {run.name}"
     title = " and ".join(run.name for run in runs)
     about = f"{runs[0].flags.get('model', '')}, trained on {' '.join(flag_words(runs[0].flags.get('data', '?')))}"
-    head = node("header", node("h1", title), node("p", about))
-    hardest = [hardest_pairs(run, most) for run in runs if most]
-    save_page(page, title, [head, figures(runs), pictures(runs, page), curves(runs), *hardest, *map(settings, runs)])
-    print(f"{page}: open it in a browser")
+    live = None
+    if not all(run.done for run in runs): # the browser says how long ago that was
+        left = [seconds for run in runs if (seconds := seconds_left(run))]
+        live = node("p", f"updated {time.strftime('%d %b %Y, %H:%M')}", class_="live", data_made=round(time.time()),
+                    data_left=max(left, default=None), data_reload=RELOAD if watched else None)
+    early = [node("p", f"{run.name}: no step is done yet. --watch shows the curves as they come.", class_="early")
+             for run in runs if not run.steps]
+    head = node("header", node("h1", title), node("p", about), live)
+    lines, hardest = [], []
+    for run in [run for run in runs if most and run.steps]:
+        said, part = hardest_pairs(run, most)
+        lines += said
+        hardest.append(part)
+    save_page(page, title, [head, figures(runs), *early, curves(runs), pictures(runs, page), groups(runs), *hardest,
+                            *map(settings, runs)])
+    hint = "; --watch keeps it up to date" if live is not None and not watched else ""
+    return [*lines, f"{page}: open it in a browser{hint}"]
 
 def progress(folder):
-    """-> (whether the run is done, a number that changes when it is time to rewrite the page; None: no step yet)."""
+    """-> (whether the run is done, its last step, its max_steps, the number of its validations); of a run without a log
+    all but the first are 0."""
     log = folder / "log.jsonl"
     text = log.read_bytes() if log.is_file() else b""
-    number = text.count(b'"val_loss"') or text.count(b'"loss"') // 100
-    return (folder / "DONE").exists(), number if b'"loss"' in text else None
+    step, max_steps = [re.findall(rb'"%s": (\d+)' % name, text) or [0] for name in (b"step", b"max_steps")]
+    return (folder / "DONE").exists(), int(step[-1]), int(max_steps[0]), text.count(b'"val_loss"')
+
+def refuse_no_run(folder, watch):
+    """InputError if `folder` is no run's, with the one that may be meant; the runs in it are listed first. watch: it
+    may become one."""
+    runs = [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
+    near = difflib.get_close_matches(folder.name, [log.parent.name for log in folder.parent.glob("*/log.jsonl")], 1)
+    above = [parent for parent in folder.parents if (parent / "log.jsonl").is_file()]
+    if (folder / "log.jsonl").is_file() or watch and folder.is_dir() and not runs:
+        return
+    for run in runs:
+        done, step, max_steps, _ = progress(run)
+        print(f"{run}: step {step:,} of {max_steps:,}, {'finished' if done else 'running or stopped'}")
+    if runs:
+        raise InputError(f"{folder}: holds {len(runs)} runs, and is none itself; give one, such as {runs[-1]}")
+    if above:
+        raise InputError(f"{folder}: is a part of a run; give {above[0]}")
+    remedy = f"give {folder.parent / near[0]}" if near else "give a run folder of train.py"
+    raise InputError(f"{folder}: {'holds no log.jsonl' if folder.is_dir() else 'no folder has this name'}; {remedy}")
 
 def main():
     parser = Parser(__doc__)
@@ -395,21 +550,27 @@ def main():
     parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
     parser.add_argument("--hardest", type=natural, default=6, metavar="N",
                         help="how many of the hardest samples to print and to show (0: none)")
-    parser.add_argument("--watch", action="store_true", help="rewrite the page at each validation, until the run ends")
+    parser.add_argument("--watch", action="store_true", help="rewrite the page at each validation and each minute, until "
+                        "the run ends; a browser that shows it reloads it")
     args = parser.parse_args()
-    if missing := [folder for folder in args.run if not folder.is_dir()]:
-        raise InputError(f"{missing[0]}: no folder has this name; give a run folder of train.py")
-    page, written = args.out or args.run[0] / "index.html", None
+    for folder in args.run:
+        refuse_no_run(folder, args.watch)
+    page, written, begun = args.out or args.run[0] / "index.html", None, 0
     if page.suffix != ".html":
         raise InputError(f"--out {page}: is no page; give a name that ends in .html, such as {page / 'index.html'}")
     common.refuse_to_replace(page, PAGE)
     while True:
         state = [progress(folder) for folder in args.run]
-        too_early = args.watch and (False, None) in state
-        if state != written and not too_early:
-            make_page(args.run, page, args.hardest)
+        done = all(run[0] for run in state)
+        validated = not written or [run[::3] for run in state] != [run[::3] for run in written]
+        has_logs = all((folder / "log.jsonl").is_file() for folder in args.run)
+        if has_logs and state != written and (validated or time.monotonic() > begun + MINUTE):
+            begun = time.monotonic()
+            lines = make_page(args.run, page, args.hardest, args.watch)
+            if done or not written: # not each minute
+                print("\n".join(lines))
             written = state
-        if not args.watch or all(done for done, _ in state):
+        if not args.watch or done:
             return
         time.sleep(5)
 
