@@ -15,7 +15,6 @@ import difflib
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -37,15 +36,16 @@ FIRST = "Training loss", "Validation loss", "PSNR" # these charts are not folded
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 SHOWN = 6 # cards of pictures that are not folded
 SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
-MINUTE, HOUR, RELOAD = 60, 3600, 15 # seconds
+WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 def read_log(folder):
-    """-> SimpleNamespace(folder, name, done, flags, command, versions, steps, validations). The last two are lists of
-    records, one for each step; there are none before the first step, when the log has only the flags. The log's last
-    line may be incomplete: the run is writing it, or was killed. The key that we add: `mean_psnr`, of `lora`."""
+    """-> SimpleNamespace(folder, name, done, written, flags, command, versions, steps, validations, dataset). steps and
+    validations are lists of records; before step 1 there are none. A validation's has `mean_psnr`, too. written:
+    when the log was; its last line may be incomplete: the run is writing it, or was killed. dataset: the first one's
+    name in --val_data, or None."""
     log = folder / "log.jsonl"
     try:
         lines = log.read_text().splitlines()
@@ -71,45 +71,31 @@ def read_log(folder):
     flags = begin.pop("flags", {} if steps else None)
     if not isinstance(flags, dict):
         raise InputError(f"{log}: does not begin with flags, as a log of train.py does; give a run folder of train.py")
+    groups = [name for record in validations.values() for name in record.get("psnr", {})]
     return SimpleNamespace(folder=folder, name=folder.resolve().name, done=(folder / "DONE").exists(), flags=flags,
-                           command=begin.pop("command", ["train.py"]), versions=begin, steps=list(steps.values()),
-                           validations=list(validations.values()))
+                           written=time.localtime(log.stat().st_mtime), command=begin.pop("command", ["train.py"]),
+                           versions=begin, steps=list(steps.values()), validations=list(validations.values()),
+                           dataset=groups[0].split("/")[0] if groups else None)
 
 def mean_psnr(record, dataset=None):
-    """-> {kind: dB}, for the KINDS: a validation's mean PSNRs to the target; {} without pictures. It is the mean of
-    psnr[group] over the groups, weighted by their numbers of pictures, i.e. the mean over all pictures. (An older log
-    does not name its pictures: its groups weigh the same.) dataset: of this one's alone; a group is DATASET/FOLDER."""
-    def chosen(name):
-        return dataset in (None, name.split("/")[0])
-    rows = [p["psnr"] for p in record.get("pictures", []) if chosen(p["file"])]
-    rows = rows or [[means[kind] for kind in KINDS] for name, means in record.get("psnr", {}).items() if chosen(name)]
+    """-> {kind: dB} for the KINDS: the mean PSNRs to the target of a validation's pictures, or of one dataset's; {} if
+    there are none. This is the mean of psnr[group] over the groups, weighted by their numbers of pictures. (A log that
+    does not name the pictures weighs all groups alike.) A group's name is DATASET/FOLDER, a picture's DATASET/FILE."""
+    rows = [(p["file"], p["psnr"]) for p in record.get("pictures", [])]
+    rows += [(name, [means[kind] for kind in KINDS]) for name, means in record.get("psnr", {}).items() if not rows]
+    rows = [psnrs for name, psnrs in rows if dataset in (None, name.split("/")[0])]
     return dict(zip(KINDS, np.mean(rows, 0).tolist())) if rows else {}
 
-def first_dataset(run):
-    """-> the name of the first dataset of --val_data; None if no validation has drawn pictures."""
-    groups = [name for r in run.validations for name in r.get("psnr", {})]
-    return groups[0].split("/")[0] if groups else None
-
-def best_step(validations, key):
-    """-> (step, value) of the best validation: by "val_loss" the smallest, by "mean_psnr" the greatest, and of equal
-    ones the first; None if no validation has this number."""
-    steps, values = column(validations, key)
-    if len(steps):
-        n = values.argmin() if key == "val_loss" else values.argmax()
-        return int(steps[n]), float(values[n])
-
 def seconds_left(run):
-    """-> the seconds that the run still needs from now, validations included, by the mean of its last 100 steps; None
-    if it is done, or if the log does not tell. (A log that is not written for an hour is that of a stopped run.)"""
-    seconds, of_validations = [column(records, "seconds")[1][-100:] for records in (run.steps, run.validations)]
-    age, max_steps = time.time() - (run.folder / "log.jsonl").stat().st_mtime, run.flags.get("max_steps")
-    if run.done or not len(seconds) or not max_steps or age > HOUR:
+    """-> the seconds that a run still needs, by the mean of its last 100 steps and, if the log has their seconds, of its
+    validations; None if it is done, has just begun, or has written nothing for an hour."""
+    age, seconds = time.time() - time.mktime(run.written), column(run.steps, "seconds")[1][-100:]
+    most, of_validations = run.flags.get("max_steps"), column(run.validations, "seconds")[1]
+    if run.done or not len(seconds) or not most or age > HOUR:
         return None
-    left = seconds.mean() * (max_steps - run.steps[-1]["step"]) - age
-    if len(of_validations): # one after each `sample_every` steps, and one at the end
-        every = run.flags.get("sample_every") or max_steps
-        left += of_validations.mean() * max(0, math.ceil(max_steps / every) - len(run.validations))
-    return max(0, round(left))
+    to_come = max(0, math.ceil(most / (run.flags.get("sample_every") or most)) - len(run.validations))
+    left = seconds.mean() * (most - run.steps[-1]["step"]) + to_come * of_validations.sum() / max(1, len(of_validations))
+    return round(left - age)
 
 def column(records, name):
     """-> (steps, values) of the records that contain this number."""
@@ -157,7 +143,8 @@ def smooth(x, y):
 
 def thin(x, y):
     """Splits the points into at most COLUMNS parts -> the mean x, and the least, mean and greatest y of each part."""
-    size = max(1, math.ceil(len(x) / COLUMNS)) # all parts but the last have this many points: others would look like a change
+    # all parts but the last have this many points: others would look like a change
+    size = max(1, math.ceil(len(x) / COLUMNS))
 
     def of_parts(what, values):
         return np.array([what(values[start:start + size]) for start in range(0, len(values), size)])
@@ -214,7 +201,7 @@ def chart(title, lines):
 
 def curves(runs):
     """-> the section with all charts; several runs share them."""
-    several, charts, said = len(runs) > 1, {}, "" # charts: {title: lines}
+    several, charts = len(runs) > 1, {} # {title: lines}
 
     def add(run, title, name, style, x, y):
         charts.setdefault(title, []).append((f"{name}, {run.name}" if several else name, style, x, y))
@@ -230,11 +217,9 @@ def curves(runs):
         x, y = column(run.validations, "train_loss")
         if len(x):
             add(run, "Validation loss", "training pairs", f"dash {run.colour}", x, y)
-            said = (" The validation loss is that of held-out and of as many training pairs, at the same noise levels: "
-                    "the gap between these two lines is overfitting.")
-        if dataset := first_dataset(run):
-            title = f"PSNR to the target (dB), {dataset}"
-            records = [mean_psnr(r, dataset) | dict(step=r["step"]) for r in run.validations]
+        if run.dataset:
+            title = f"PSNR to the target (dB), {run.dataset}"
+            records = [mean_psnr(r, run.dataset) | dict(step=r["step"]) for r in run.validations]
             first = title not in charts
             add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
             if first: # base and VAE alone are the same for all runs and steps, so their lines begin at 0
@@ -255,17 +240,18 @@ def curves(runs):
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
         add_steps(run, "Tokens per second", "speed")
         add(run, "Memory (GiB)", "at each step", f"line {run.colour}", *column(run.steps, "memory"))
-    shown = {title: chart(title, lines) for title, lines in charts.items()}
-    shown = {title: figure for title, figure in shown.items() if figure is not None}
-    first = [figure for title, figure in shown.items() if title.startswith(FIRST)]
-    more = [figure for title, figure in shown.items() if not title.startswith(FIRST)]
-    remark = None
+    figures, said = {True: [], False: []}, ""
+    for title, lines in charts.items():
+        if (figure := chart(title, lines)) is not None:
+            figures[title.startswith(FIRST)].append(figure)
     if any(run.validations for run in runs):
-        remark = node("p", "Do not compare the training loss with the validation loss: their noise levels differ. A "
-                      "training step draws them at random, a validation always has the same four." + said,
-                      class_="detail")
-    return section("Curves", remark, node("div", *first, class_="charts"), folded("more curves", more, "charts")) \
-        if shown else None
+        said = ("Do not compare the losses of training steps and of validations: their noise levels differ (random there, "
+                "always the same four here).")
+    if "training pairs" in str(charts):
+        said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
+    parts = [node("p", said, class_="detail"), node("div", *figures[True], class_="charts"),
+             folded("more curves", figures[False], "charts")]
+    return section("Curves", *parts) if figures[True] or figures[False] else None
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
@@ -274,36 +260,33 @@ def folded(what, parts, class_=None):
     summary = node("summary", f"{len(parts)} {what}")
     return node("details", summary, node("div", *parts, class_=class_)) if parts else None
 
+def how_far(run):
+    """-> a run's state in a few words."""
+    state = "finished" if run.done else "running or stopped, last written" if run.steps else "no step is done yet, begun"
+    return f"of {run.flags.get('max_steps', '?')}; {state} {time.strftime('%d %b %Y, %H:%M', run.written)}"
+
 def measures(run):
-    """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns."""
-    values, last = {}, run.steps[-1]["step"] if run.steps else 0
-    for name, key, form in (("validation loss", "val_loss", "{:.3g}"), ("mean PSNR", "mean_psnr", "{:.1f} dB")):
+    """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns. The best
+    step is, of all validations, that of the least `val_loss` or of the greatest mean_psnr; of equal ones the first."""
+    values = {}
+    for name, key, best, form in (("validation loss", "val_loss", np.argmin, "{:.3g}"),
+                                  ("mean PSNR", "mean_psnr", np.argmax, "{:.1f} dB")):
         steps, numbers = column(run.validations, key)
-        if len(steps) == 1:
-            values[f"{name[0].upper()}{name[1:]}"] = form.format(numbers[0]), f"at step {steps[0]:,.0f}; with more " \
-                "validations (--sample_every) you would see which step is the best"
-        elif len(steps):
-            step, best = best_step(run.validations, key)
-            later = "the last validation" if step == steps[-1] else f"at the last validation {form.format(numbers[-1])}"
-            values[f"Best step by {name}"] = f"{step:,}", f"{form.format(best)}; {later}"
-    if dataset := first_dataset(run):
-        remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}"
-        means = mean_psnr(run.validations[-1], dataset)
-        if means:
-            values[f"PSNR (dB), {dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark.format(**means)
-    _, loss, *_ = smooth(*column(run.steps, "loss"))
-    if len(loss) and not run.validations: # beside a validation loss it would be compared with that
-        values["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at first"
-    written = time.strftime("%d %b %Y, %H:%M", time.localtime((run.folder / "log.jsonl").stat().st_mtime))
-    state = "finished" if run.done else "running or stopped, last step" if run.steps else "no step is done yet, begun"
-    values["Steps"] = f"{last:,}", f"of {short(run.flags.get('max_steps', math.nan))}; {state} {written}"
+        if len(steps):
+            n, last = best(numbers), f"at the last validation {form.format(numbers[-1])}"
+            if n == len(steps) - 1:
+                last = "the last validation" if n else "the only validation; --sample_every N makes more"
+            values[f"Best step by {name}"] = f"{steps[n]:,.0f}", f"{form.format(numbers[n])}; {last}"
+    if means := run.dataset and mean_psnr(run.validations[-1], run.dataset):
+        remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**means)
+        values[f"PSNR (dB), {run.dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark
+    values["Steps"] = f"{run.steps[-1]['step'] if run.steps else 0:,}", how_far(run)
     seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
     if seconds.size and memory.size:
         remark = (f"{timedelta(seconds=round(seconds.sum()))} of training, without validations; "
                   f"{short(tokens.sum() / seconds.sum())} tokens a second; {memory.max():.1f} GiB at most")
         values["Seconds a step"] = short(seconds.mean()), remark
-    names = [name for r in run.steps for name in r.get("samples", [])]
-    if names:
+    if names := [name for r in run.steps for name in r.get("samples", [])]:
         pairs = len(set(names))
         values["Samples"] = f"{len(names):,}", f"of {pairs:,} pairs, each {short(len(names) / pairs)} times on average"
     return values
@@ -325,8 +308,7 @@ def figures(runs):
     return table(rows, ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]])
 
 def pictures(runs, page):
-    """-> the section with each validation picture, and what the base and the LoRAs made of it. Runs of older versions
-    have contact sheets instead."""
+    """-> the section with each validation picture, and what the base and the LoRAs made of it."""
     shown, steps = {}, set() # {(heading, remark): {name of a tile: its pictures}}
 
     def show(where, name, path, step=0, number=None):
@@ -350,50 +332,34 @@ def pictures(runs, page):
             show(where, lora, samples / f"step_{step:06d}" / file, step, of_lora)
             show(where, "target", samples / "target" / file, number=of_vae)
             shown[where]["target"] = shown[where].pop("target") # it comes last, behind the LoRAs of all runs
-    if not shown:
-        for run in runs:
-            for path in sorted((run.folder / "samples").glob("step_*_*.png")):
-                step, name = path.stem.split("_", 2)[1:]
-                show((f"{run.name}: {name}", "contact sheets"), "sheet", path, int(step))
     cards = []
     for (heading, remark), tiles in shown.items():
         row = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
                for name, t in tiles.items()]
         cards.append(card(heading, remark, row))
-    steps, slider, at = sorted(steps - {0}), None, ""
+    steps, slider, at = sorted(steps - {0}), None, f"; the LoRA's are of step {max(steps, default=0):,}"
     if len(steps) > 1:
         slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
                       max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
         at = "; the arrow keys change the step"
-    elif steps:
-        at = f". The LoRA's are of step {steps[0]:,}"
     remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
                   f"picture to compare it with another one{at}.", class_="detail")
     if not cards:
-        none = "There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see what the LoRA " \
-            "makes of them. predict.py --image draws any picture with it."
-        if any(run.flags.get("val_data") for run in runs):
-            none = "There are none: a validation draws them, after each --sample_every steps and at the end."
-        return section("Validation pictures", node("p", none, class_="detail"))
-    more = folded("more pictures", cards[SHOWN:])
-    return section("Validation pictures", remark, slider, *cards[:SHOWN], more)
+        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, and a "
+                       "validation shows what the LoRA makes of them. predict.py --image draws any picture with it.")
+    return section("Validation pictures", remark, slider, *cards[:SHOWN], folded("more pictures", cards[SHOWN:]))
 
 def groups(runs):
-    """-> the section with the mean PSNRs of all other groups than the first dataset, such as of instructions that the
-    base knows, in the last validation; None if there are none."""
+    """-> the section with the mean PSNRs of all groups but the first dataset's, in the last validation; or None."""
     rows = []
-    for run in runs:
-        record = run.validations[-1] if run.validations else {}
-        others = {name: m for name, m in record.get("psnr", {}).items() if name != first_dataset(run)}
-        if others:
-            others["all pictures"] = mean_psnr(record)
-        for name, means in others.items():
-            cells = [f"{means[kind]:.1f}" for kind in KINDS]
-            rows.append([f"{name}, {run.name}" if len(runs) > 1 else name, *cells])
-    remark = node("p", "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures.",
-                  class_="detail")
-    head = ["", "input", "base", "LoRA", "VAE alone"]
-    return section("Groups of validation pictures", remark, table(rows, head)) if rows else None
+    for run in [run for run in runs if run.validations]:
+        means = {name: m for name, m in run.validations[-1].get("psnr", {}).items() if name != run.dataset}
+        if means:
+            means["all pictures"] = mean_psnr(run.validations[-1])
+        rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in KINDS]] for name, m in means.items()]
+    remark = "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures."
+    return section("Groups of validation pictures", node("p", remark, class_="detail"),
+                   table(rows, ["", "input", "base", "LoRA", "VAE alone"])) if rows else None
 
 def find_samples(roots):
     """-> {"root/name": Sample} of those datasets that are on this machine."""
@@ -408,27 +374,22 @@ def find_samples(roots):
 def hardest_pairs(run, most):
     """-> (lines to print, the section that says the same): the samples that stand out, at most so many, with their
     pictures, as far as these are on this machine."""
-    all_pairs = find_hardest(run.steps)
-    hardest = [pair for pair in all_pairs if pair[1] > STANDS_OUT]
-    if not all_pairs:
-        said = f"The run is too short to tell: no pair was seen {SEEN} times in its second half."
-    elif not hardest:
-        name, ratio, _ = all_pairs[0]
-        said = (f"No pair stands out: the loss of none is more than {STANDS_OUT} times the median pair's. The largest, "
-                f"{ratio:.2f} times, is that of {name}.")
-    else:
-        said = (f"{len(hardest)} of {len(all_pairs)} pairs stand out: their losses are more than {STANDS_OUT} times the "
-                "median pair's at the same noise levels. Look at them: a target may be wrong.")
-    lines, cards = [f"hardest training pairs of {run.folder}: {said}"], []
-    samples = find_samples(run.flags.get("data") or []) if hardest else {}
+    pairs, cards = find_hardest(run.steps), []
+    hardest = [pair for pair in pairs if pair[1] > STANDS_OUT]
+    said = f"The run is too short to tell: no pair was seen {SEEN} times in its second half."
+    above = f"more than {STANDS_OUT} times the median pair's loss at the same noise levels"
+    if pairs:
+        said = f"No pair stands out with {above}: the largest has {pairs[0][1]:.2f} times, {pairs[0][0]}."
+    if hardest:
+        said = f"{len(hardest)} of {len(pairs)} pairs stand out with {above}. Look at them: a target may be wrong."
+    lines, samples = [f"{run.folder}: {said}"], find_samples(run.flags.get("data") or []) if hardest else {}
     for name, ratio, times in hardest[:most]:
-        detail = f"{name}: {ratio:.2f} times the median, seen {times} times in the second half"
-        lines.append(f"  {detail}")
+        lines.append(f"{name}: {ratio:.2f} times the median, seen {times} times in the second half of the run")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
-        cards.append(card(s.prompts[0], detail, [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
+        cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
     return lines, section(f"Hardest training pairs{run.title}", node("p", said, class_="detail"),
-                          node("div", *cards, class_="pairs") if cards else None)
+                          node("div", *cards, class_="pairs"))
 
 def to_share(word):
     """A word of a command -> the same without paths of this disk, as others may see the page: a path below the folder
@@ -501,48 +462,28 @@ def make_page(folders, page, most, watched=False):
     title = " and ".join(run.name for run in runs)
     about = f"{runs[0].flags.get('model', '')}, trained on {' '.join(flag_words(runs[0].flags.get('data', '?')))}"
     live = None
-    if not all(run.done for run in runs): # the browser says how long ago that was
-        left = [seconds for run in runs if (seconds := seconds_left(run))]
+    if not all(run.done for run in runs): # the browser turns this into how long ago that was, and how much is left
+        left = max([seconds for run in runs if (seconds := seconds_left(run))], default=None)
         live = node("p", f"updated {time.strftime('%d %b %Y, %H:%M')}", class_="live", data_made=round(time.time()),
-                    data_left=max(left, default=None), data_reload=RELOAD if watched else None)
-    early = [node("p", f"{run.name}: no step is done yet. --watch shows the curves as they come.", class_="early")
-             for run in runs if not run.steps]
+                    data_left=left, data_reload=WATCH if watched else None)
     head = node("header", node("h1", title), node("p", about), live)
-    lines, hardest = [], []
-    for run in [run for run in runs if most and run.steps]:
-        said, part = hardest_pairs(run, most)
-        lines += said
-        hardest.append(part)
-    save_page(page, title, [head, figures(runs), *early, curves(runs), pictures(runs, page), groups(runs), *hardest,
-                            *map(settings, runs)])
-    hint = "; --watch keeps it up to date" if live is not None and not watched else ""
-    return [*lines, f"{page}: open it in a browser{hint}"]
-
-def progress(folder):
-    """-> (whether the run is done, its last step, its max_steps, the number of its validations); of a run without a log
-    all but the first are 0."""
-    log = folder / "log.jsonl"
-    text = log.read_bytes() if log.is_file() else b""
-    step, max_steps = [re.findall(rb'"%s": (\d+)' % name, text) or [0] for name in (b"step", b"max_steps")]
-    return (folder / "DONE").exists(), int(step[-1]), int(max_steps[0]), text.count(b'"val_loss"')
+    hardest = [hardest_pairs(run, most) for run in runs if most and run.steps]
+    parts = [head, figures(runs), curves(runs), pictures(runs, page), groups(runs), *[part for _, part in hardest]]
+    save_page(page, title, [*parts, *map(settings, runs)])
+    hint = "" if live is None or watched else "; --watch keeps it up to date"
+    return [*[line for lines, _ in hardest for line in lines], f"{page}: open it in a browser{hint}"]
 
 def refuse_no_run(folder, watch):
-    """InputError if `folder` is no run's, with the one that may be meant; the runs in it are listed first. watch: it
-    may become one."""
+    """InputError if `folder` is no run's; if it holds runs, they are listed first. watch: it may become one."""
     runs = [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
-    near = difflib.get_close_matches(folder.name, [log.parent.name for log in folder.parent.glob("*/log.jsonl")], 1)
-    above = [parent for parent in folder.parents if (parent / "log.jsonl").is_file()]
     if (folder / "log.jsonl").is_file() or watch and folder.is_dir() and not runs:
         return
-    for run in runs:
-        done, step, max_steps, _ = progress(run)
-        print(f"{run}: step {step:,} of {max_steps:,}, {'finished' if done else 'running or stopped'}")
-    if runs:
-        raise InputError(f"{folder}: holds {len(runs)} runs, and is none itself; give one, such as {runs[-1]}")
-    if above:
-        raise InputError(f"{folder}: is a part of a run; give {above[0]}")
-    remedy = f"give {folder.parent / near[0]}" if near else "give a run folder of train.py"
-    raise InputError(f"{folder}: {'holds no log.jsonl' if folder.is_dir() else 'no folder has this name'}; {remedy}")
+    for run in map(read_log, runs):
+        print(f"{run.folder}: {len(run.steps):,} steps {how_far(run)}")
+    near = [str(log.parent) for log in folder.parent.glob("*/log.jsonl")]
+    near = difflib.get_close_matches(str(folder), near, 1) or ["a run folder of train.py"]
+    what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
+    raise InputError(f"{folder}: {what}; give {runs[-1] if runs else near[0]}")
 
 def main():
     parser = Parser(__doc__)
@@ -550,29 +491,26 @@ def main():
     parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
     parser.add_argument("--hardest", type=natural, default=6, metavar="N",
                         help="how many of the hardest samples to print and to show (0: none)")
-    parser.add_argument("--watch", action="store_true", help="rewrite the page at each validation and each minute, until "
-                        "the run ends; a browser that shows it reloads it")
+    parser.add_argument("--watch", action="store_true",
+                        help="write the page again as the log grows, until the run ends; browsers then load it again")
     args = parser.parse_args()
     for folder in args.run:
         refuse_no_run(folder, args.watch)
-    page, written, begun = args.out or args.run[0] / "index.html", None, 0
+    page, written = args.out or args.run[0] / "index.html", None
     if page.suffix != ".html":
         raise InputError(f"--out {page}: is no page; give a name that ends in .html, such as {page / 'index.html'}")
     common.refuse_to_replace(page, PAGE)
     while True:
-        state = [progress(folder) for folder in args.run]
-        done = all(run[0] for run in state)
-        validated = not written or [run[::3] for run in state] != [run[::3] for run in written]
-        has_logs = all((folder / "log.jsonl").is_file() for folder in args.run)
-        if has_logs and state != written and (validated or time.monotonic() > begun + MINUTE):
-            begun = time.monotonic()
+        done = all((folder / "DONE").exists() for folder in args.run)
+        logs = [log.stat().st_size for folder in args.run if (log := folder / "log.jsonl").is_file()]
+        if len(logs) == len(args.run) and [done, *logs] != written:
             lines = make_page(args.run, page, args.hardest, args.watch)
-            if done or not written: # not each minute
+            if done or not written: # not each time
                 print("\n".join(lines))
-            written = state
+            written = [done, *logs]
         if not args.watch or done:
             return
-        time.sleep(5)
+        time.sleep(WATCH)
 
 if __name__ == "__main__":
     main()
