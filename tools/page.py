@@ -31,7 +31,6 @@ from tools.page_common import PAGE, card, link, node, save_page, section, size_o
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 20 # a smoothed value is the mean of 1/20 of the run
-LEVELS = "Loss by noise level (1: noise alone)"
 FIRST = "Training loss", "Validation loss", "PSNR" # these charts are not folded, and their axes need not begin at zero
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 SHOWN = 6 # cards of pictures that are not folded
@@ -87,14 +86,14 @@ def mean_psnr(record, dataset=None):
     return dict(zip(KINDS, np.mean(rows, 0).tolist())) if rows else {}
 
 def seconds_left(run):
-    """-> the seconds that a run still needs, by the mean of its last 100 steps and, if the log has their seconds, of its
-    validations; None if it is done, has just begun, or has written nothing for an hour."""
+    """-> the seconds that a run still needs, by the mean of its last 100 steps and, if the log has their seconds, of
+    its validations; None if it is done, has just begun, or has written nothing for an hour."""
     age, seconds = time.time() - time.mktime(run.written), column(run.steps, "seconds")[1][-100:]
-    most, of_validations = run.flags.get("max_steps"), column(run.validations, "seconds")[1]
+    most, validating = run.flags.get("max_steps"), column(run.validations, "seconds")[1]
     if run.done or not len(seconds) or not most or age > HOUR:
         return None
-    to_come = max(0, math.ceil(most / (run.flags.get("sample_every") or most)) - len(run.validations))
-    left = seconds.mean() * (most - run.steps[-1]["step"]) + to_come * of_validations.sum() / max(1, len(of_validations))
+    validations = max(0, math.ceil(most / (run.flags.get("sample_every") or most)) - len(run.validations))
+    left = seconds.mean() * (most - run.steps[-1]["step"]) + validations * validating.sum() / max(1, len(validating))
     return round(left - age)
 
 def column(records, name):
@@ -102,31 +101,21 @@ def column(records, name):
     points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float)) and math.isfinite(r[name])]
     return np.array(points, float).reshape(-1, 2).T
 
-def by_timestep(steps):
-    """-> (names, losses, tenths, means, counts). The first three are for each sample in these records: its name, its
-    loss, and the tenth of (0, 1) that contains its timestep. The last two are for each tenth: the mean loss and the
-    number of samples."""
-    complete = [r for r in steps if {"samples", "timesteps", "losses"} <= r.keys()]
-
-    def all_of(key):
-        return np.array([x for r in complete for x in r[key]])
-    names, losses = all_of("samples"), all_of("losses")
-    tenths = np.minimum(all_of("timesteps") * 10, 9).astype(int)
-    counts = np.bincount(tenths, minlength=10)
-    return names, losses, tenths, np.bincount(tenths, losses, 10) / np.maximum(counts, 1), counts
-
 def find_hardest(steps):
     """-> [(name, ratio, times seen)] of the samples that were seen SEEN times or more in the second half of the run,
     the hardest first. A sample's loss is here the mean of its losses in that half, each divided by the mean loss of all
     samples at similar timesteps; the ratio is this loss divided by the median sample's."""
-    names, losses, tenths, means, counts = by_timestep(steps[len(steps) // 2:])
-    ratios = {}
-    for name, loss, tenth in zip(names, losses, tenths):
+    complete = [r for r in steps[len(steps) // 2:] if {"samples", "timesteps", "losses"} <= r.keys()]
+    seen = [row for r in complete for row in zip(r["samples"], r["timesteps"], r["losses"])]
+    tenths = np.array([min(int(s * 10), 9) for _, s, _ in seen], int) # the tenth of (0, 1) with the timestep
+    counts, sums = np.bincount(tenths, minlength=10), np.bincount(tenths, [loss for *_, loss in seen], 10)
+    losses = {}
+    for (name, _, loss), tenth in zip(seen, tenths):
         if counts[tenth] >= 5: # a mean of fewer samples says little
-            ratios.setdefault(str(name), []).append(loss / max(means[tenth], 1e-12))
-    rows = [(name, float(np.mean(r)), len(r)) for name, r in ratios.items() if len(r) >= SEEN]
-    median = max(np.median([ratio for _, ratio, _ in rows]), 1e-12) if rows else None
-    return sorted([(name, ratio / median, times) for name, ratio, times in rows], key=lambda row: -row[1])
+            losses.setdefault(str(name), []).append(loss / max(sums[tenth] / counts[tenth], 1e-12))
+    rows = [(name, np.mean(values), len(values)) for name, values in losses.items() if len(values) >= SEEN]
+    median = np.median([loss for _, loss, _ in rows] or 1)
+    return sorted([(name, loss / max(median, 1e-12), times) for name, loss, times in rows], key=lambda row: -row[1])
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +185,7 @@ def chart(title, lines):
     rounds = [x for x in ticks(0, right, 4) if x < 0.87 * right] # the last step is marked, and needs room
     marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in [*rounds, right]]
     plot = node("div", *marks, svg, node("i", class_="cursor"), node("i", class_="now"), class_="plot",
-                data_right=right, data_unit="noise level" if title == LEVELS else "step")
+                data_right=right)
     return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot, class_="chart")
 
 def curves(runs):
@@ -227,26 +216,16 @@ def curves(runs):
                     x, y = column(records, key)
                     if len(y):
                         add(run, title, name, style, np.insert(x, 0, 0), np.insert(y, 0, y[0]))
-        quarter = max(1, len(run.steps) // 4)
-        parts = [("last quarter", f"line {run.accent}", run.steps[-quarter:])]
-        if not several:
-            parts.insert(0, ("first quarter", "line mute", run.steps[:quarter]))
-        for name, style, part in parts:
-            *_, means, counts = by_timestep(part)
-            tenths = np.flatnonzero(counts)
-            edges = np.stack([tenths, tenths + 1], 1).ravel() / 10
-            add(run, LEVELS, name, style, edges, np.repeat(means[tenths], 2))
         add_steps(run, "Gradient norm", "grad_norm")
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
         add_steps(run, "Tokens per second", "speed")
-        add(run, "Memory (GiB)", "at each step", f"line {run.colour}", *column(run.steps, "memory"))
     figures, said = {True: [], False: []}, ""
     for title, lines in charts.items():
         if (figure := chart(title, lines)) is not None:
             figures[title.startswith(FIRST)].append(figure)
     if any(run.validations for run in runs):
-        said = ("Do not compare the losses of training steps and of validations: their noise levels differ (random there, "
-                "always the same four here).")
+        said = ("Do not compare the losses of training and of validation: their noise levels differ, as a step draws "
+                "them at random, and a validation always has the same four.")
     if "training pairs" in str(charts):
         said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
     parts = [node("p", said, class_="detail"), node("div", *figures[True], class_="charts"),
@@ -262,7 +241,7 @@ def folded(what, parts, class_=None):
 
 def how_far(run):
     """-> a run's state in a few words."""
-    state = "finished" if run.done else "running or stopped, last written" if run.steps else "no step is done yet, begun"
+    state = "finished" if run.done else "running or stopped, last written" if run.steps else "no step is done; begun"
     return f"of {run.flags.get('max_steps', '?')}; {state} {time.strftime('%d %b %Y, %H:%M', run.written)}"
 
 def measures(run):
