@@ -31,7 +31,7 @@ from tools.page_common import PAGE, card, link, node, save_page, section, size_o
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 20 # a smoothed value is the mean of 1/20 of the run
-FIRST = "Training loss", "Validation loss", "PSNR" # these charts are not folded, and their axes need not begin at zero
+CLOSE = "Training loss", "Validation loss", "PSNR" # charts whose axis need not begin at zero
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 SHOWN = 6 # cards of pictures that are not folded
 SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
@@ -164,7 +164,7 @@ def chart(title, lines):
     seen = np.concatenate([np.percentile(y, [5, 95]) if "raw" in style else y for _, style, _, y in lines])
     low, high = seen.min(), seen.max()
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1
-    low = low - margin if title.startswith(FIRST) and low > high / 2 else min(low, 0)
+    low = low - margin if title.startswith(CLOSE) and low > high / 2 else min(low, 0)
     high += margin
     paths, keys, ends = [], [], []
     for name, style, x, y in lines:
@@ -209,35 +209,24 @@ def curves(runs):
         if run.dataset:
             title = f"PSNR to the target (dB), {run.dataset}"
             records = [mean_psnr(r, run.dataset) | dict(step=r["step"]) for r in run.validations]
-            first = title not in charts
-            add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
-            if first: # base and VAE alone are the same for all runs and steps, so their lines begin at 0
-                for name, key, style in (("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")):
-                    x, y = column(records, key)
-                    if len(y):
-                        add(run, title, name, style, np.insert(x, 0, 0), np.insert(y, 0, y[0]))
+            kinds = [("LoRA", "lora", f"dots {run.accent}")]
+            if title not in charts: # the other runs have the same
+                kinds += [("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")]
+            for name, kind, style in kinds:
+                add(run, title, name, style, *column(records, kind))
         add_steps(run, "Gradient norm", "grad_norm")
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
         add_steps(run, "Tokens per second", "speed")
-    figures, said = {True: [], False: []}, ""
-    for title, lines in charts.items():
-        if (figure := chart(title, lines)) is not None:
-            figures[title.startswith(FIRST)].append(figure)
+    figures, said = [figure for title, lines in charts.items() if (figure := chart(title, lines)) is not None], ""
     if any(run.validations for run in runs):
         said = ("Do not compare the losses of training and of validation: their noise levels differ, as a step draws "
                 "them at random, and a validation always has the same four.")
     if "training pairs" in str(charts):
         said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
-    parts = [node("p", said, class_="detail"), node("div", *figures[True], class_="charts"),
-             folded("more curves", figures[False], "charts")]
-    return section("Curves", *parts) if figures[True] or figures[False] else None
+    said, figures = node("p", said, class_="detail"), node("div", *figures, class_="charts") if figures else None
+    return section("Curves", said, figures) if figures is not None else None
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
-
-def folded(what, parts, class_=None):
-    """-> these parts under a line that opens them, which begins with their number; None if there are none."""
-    summary = node("summary", f"{len(parts)} {what}")
-    return node("details", summary, node("div", *parts, class_=class_)) if parts else None
 
 def how_far(run):
     """-> a run's state in a few words."""
@@ -326,7 +315,8 @@ def pictures(runs, page):
     if not cards:
         remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, and a "
                        "validation shows what the LoRA makes of them. predict.py --image draws any picture with it.")
-    return section("Validation pictures", remark, slider, *cards[:SHOWN], folded("more pictures", cards[SHOWN:]))
+    rest = node("details", node("summary", f"{len(cards) - SHOWN} more pictures"), *cards[SHOWN:])
+    return section("Validation pictures", remark, slider, *cards[:SHOWN], rest if cards[SHOWN:] else None)
 
 def groups(runs):
     """-> the section with the mean PSNRs of all groups but the first dataset's, in the last validation; or None."""
