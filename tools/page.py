@@ -184,8 +184,8 @@ def chart(title, lines):
              for y in ticks(low, high, 5)]
     rounds = [x for x in ticks(0, right, 4) if x < 0.87 * right] # the last step is marked, and needs room
     marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in [*rounds, right]]
-    plot = node("div", *marks, svg, node("i", class_="cursor"), node("i", class_="now"), class_="plot",
-                data_right=right)
+    lines = node("i", class_="cursor"), node("i", class_="now")
+    plot = node("div", *marks, svg, *lines, class_="plot", data_right=right)
     return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot, class_="chart")
 
 def curves(runs):
@@ -230,8 +230,9 @@ def curves(runs):
 
 def how_far(run):
     """-> a run's state in a few words."""
-    state = "finished" if run.done else "running or stopped, last written" if run.steps else "no step is done; begun"
-    return f"of {run.flags.get('max_steps', '?')}; {state} {time.strftime('%d %b %Y, %H:%M', run.written)}"
+    state = "running or stopped, last step" if run.steps else "no step is done yet; begun"
+    written = time.strftime("%d %b %Y, %H:%M", run.written)
+    return f"of {short(run.flags.get('max_steps', math.nan))}; {'finished' if run.done else state} {written}"
 
 def measures(run):
     """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns. The best
