@@ -30,7 +30,7 @@ from common import InputError, Parser, natural
 from tools.page_common import PAGE, card, link, node, save_page, section, size_of, table, thumbnail, tile
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
-SMOOTH = 20 # a smoothed value is the mean of 1/20 of the run
+SMOOTH = 30 # a smoothed value is the mean of 1/30 of the run
 CLOSE = "Training loss", "Validation loss", "PSNR" # charts whose axis need not begin at zero
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 SHOWN = 6 # cards of pictures that are not folded
@@ -123,7 +123,7 @@ def smooth(x, y):
     """-> x, and the mean, the least and the greatest of the values around it, 1/SMOOTH of all. Near the beginning the
     window shrinks, and stays centred, so that a steep curve does not lift its mean; at the end it has only one side."""
     x, least, mean, greatest = thin(x, y)
-    half = len(x) // (2 * SMOOTH)
+    half = round(len(x) / (2 * SMOOTH))
     windows = [slice(n - min(n, half), n + min(n, half) + 1) for n in range(len(x))]
 
     def of_windows(what, values):
@@ -131,13 +131,16 @@ def smooth(x, y):
     return x, of_windows(np.mean, mean), of_windows(np.min, least), of_windows(np.max, greatest)
 
 def thin(x, y):
-    """Splits the points into at most COLUMNS parts -> the mean x, and the least, mean and greatest y of each part."""
+    """Splits the points into at most COLUMNS parts -> their mean x (but the first and the last stay where they are), and
+    the least, mean and greatest y of each part."""
     # all parts but the last have this many points: others would look like a change
     size = max(1, math.ceil(len(x) / COLUMNS))
 
     def of_parts(what, values):
         return np.array([what(values[start:start + size]) for start in range(0, len(values), size)])
-    return of_parts(np.mean, x), of_parts(np.min, y), of_parts(np.mean, y), of_parts(np.max, y)
+    middles = of_parts(np.mean, x)
+    middles[:1], middles[-1:] = x[:1], x[-1:]
+    return middles, of_parts(np.min, y), of_parts(np.mean, y), of_parts(np.max, y)
 
 def short(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -182,7 +185,7 @@ def chart(title, lines):
                aria_label=f"{title}: {', '.join(ends)}")
     marks = [node("span", short(y), class_="y", style=f"top:{(high - y) / (high - low):.2%}")
              for y in ticks(low, high, 5)]
-    rounds = [x for x in ticks(0, right, 4) if x < 0.87 * right] # the last step is marked, and needs room
+    rounds = [x for x in ticks(0, right, 4) if x < 0.82 * right] # the last step is marked, and needs room
     marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in [*rounds, right]]
     lines = node("i", class_="cursor"), node("i", class_="now")
     plot = node("div", *marks, svg, *lines, class_="plot", data_right=right)
@@ -198,7 +201,7 @@ def curves(runs):
     def add_steps(run, title, key):
         x, mean, least, greatest = smooth(*column(run.steps, key))
         if not several:
-            add(run, title, "range of the steps around", "raw", x, np.stack([least, greatest]))
+            add(run, title, "range", "raw", x, np.stack([least, greatest]))
         add(run, title, "smoothed", f"line {run.colour}", x, mean)
     for run in runs:
         add_steps(run, "Training loss", "loss")
@@ -244,8 +247,8 @@ def measures(run):
         if len(steps):
             n, last = best(numbers), f"at the last validation {form.format(numbers[-1])}"
             if n == len(steps) - 1:
-                last = "the last validation" if n else "the only validation; --sample_every N makes more"
-            values[f"Best step by {name}"] = f"{steps[n]:,.0f}", f"{form.format(numbers[n])}; {last}"
+                last = "the last validation" if n else "the only validation; more with --sample_every N"
+            values[f"Best by {name}"] = f"step {steps[n]:,.0f}", f"{form.format(numbers[n])}; {last}"
     if means := run.dataset and mean_psnr(run.validations[-1], run.dataset):
         remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**means)
         values[f"PSNR (dB), {run.dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark
@@ -314,8 +317,10 @@ def pictures(runs, page):
     remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
                   f"picture to compare it with another one{at}.", class_="detail")
     if not cards:
-        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, and a "
-                       "validation shows what the LoRA makes of them. predict.py --image draws any picture with it.")
+        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see what "
+                       "the LoRA makes of them. predict.py --image draws any picture with it.")
+        if any(run.flags.get("val_data") for run in runs):
+            remark.text = "There are none yet: validations draw them, each --sample_every steps and at the end."
     rest = node("details", node("summary", f"{len(cards) - SHOWN} more pictures"), *cards[SHOWN:])
     return section("Validation pictures", remark, slider, *cards[:SHOWN], rest if cards[SHOWN:] else None)
 
