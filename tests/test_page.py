@@ -164,6 +164,8 @@ def test_a_folder_without_a_log_is_one_line(tmp_path, text, named):
         (tmp_path / "log.jsonl").write_text(text)
     result = run_script("tools/page.py", tmp_path)
     assert result.status == 1 and is_one_line(result.errors[-1], tmp_path, named)
+    (tmp_path / "log.jsonl").write_bytes(b"\xff")
+    assert is_one_line(run_script("tools/page.py", tmp_path).errors[-1], tmp_path / "log.jsonl", "cannot be read")
     result = run_script("tools/page.py", tmp_path / "none")
     assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / "none")
 
@@ -172,6 +174,9 @@ def test_of_a_folder_that_holds_runs_these_are_listed_with_their_state(tmp_path)
         write_log(tmp_path / f"out/tiny-00{n}", toy_log(steps), max_steps=30)
         os.utime(tmp_path / f"out/tiny-00{n}/log.jsonl", (n, n))
     (tmp_path / "out/tiny-001/DONE").touch()
+    (tmp_path / "out/other").mkdir()
+    (tmp_path / "out/other/log.jsonl").write_text("[]") # is another program's
+    os.utime(tmp_path / "out/other/log.jsonl", (0, 0))
     for flags in ([], ["--watch"]):
         result = run_script("tools/page.py", tmp_path / "out", *flags)
         assert result.status == 1 and len(result.err.splitlines()) == 1
@@ -254,7 +259,7 @@ def test_the_best_steps_are_named_by_loss_and_by_psnr(tmp_path):
     assert shown["Best by validation loss"] == ("step 20", "0.3; at the last validation 0.4")
     assert shown["Best by mean PSNR"] == ("step 20", "19.0 dB; at the last validation 16.5 dB")
     assert shown["PSNR (dB), val"][0].endswith(" 12.0") and "PSNR (dB), known" not in shown
-    assert [text for text in read.texts["tr"] if text.startswith(("known", "all"))] == [
+    assert [text for text in read.texts["tr"] if text.startswith(("val", "known", "all"))] == [
         "known9.09.030.040.0", "all pictures9.09.016.540.0"]
     older = dict(psnr={group: dict(input=1, base=1, lora=lora, vae=1) for group, lora in (("a", 3), ("b", 5))})
     assert page.mean_psnr(older)["lora"] == 4
@@ -554,7 +559,7 @@ def test_a_browser_asks_only_for_pictures_that_are_seen(tmp_path, view):
     tab = view(run / "index.html")
     asked = "performance.getEntriesByType('resource').filter(entry => entry.name.endsWith('.png')).length"
     loaded = "[...document.querySelectorAll('main img')].filter(image => image.complete).length"
-    tab.wait_for_load_state("load")
+    assert tab.locator("main img").count() == 24 * 4
     assert tab.evaluate(loaded) <= 6 * 4
     tab.keyboard.press("ArrowLeft")
     time.sleep(1)

@@ -131,8 +131,8 @@ def smooth(x, y):
     return x, of_windows(np.mean, mean), of_windows(np.min, least), of_windows(np.max, greatest)
 
 def thin(x, y):
-    """Splits the points into at most COLUMNS parts -> their mean x (but the first and the last stay where they are), and
-    the least, mean and greatest y of each part."""
+    """Splits the points into at most COLUMNS parts -> their mean x (the first and the last point stay where they are),
+    and the least, mean and greatest y of each part."""
     # all parts but the last have this many points: others would look like a change
     size = max(1, math.ceil(len(x) / COLUMNS))
 
@@ -317,8 +317,8 @@ def pictures(runs, page):
     remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
                   f"picture to compare it with another one{at}.", class_="detail")
     if not cards:
-        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see what "
-                       "the LoRA makes of them. predict.py --image draws any picture with it.")
+        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
+                       "what the LoRA makes of them. predict.py --image draws any picture with it.")
         if any(run.flags.get("val_data") for run in runs):
             remark.text = "There are none yet: validations draw them, each --sample_every steps and at the end."
     rest = node("details", node("summary", f"{len(cards) - SHOWN} more pictures"), *cards[SHOWN:])
@@ -453,8 +453,9 @@ def refuse_no_run(folder, watch):
     runs = [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
     if (folder / "log.jsonl").is_file() or watch and folder.is_dir() and not runs:
         return
-    for run in map(read_log, runs):
-        print(f"{run.folder}: {len(run.steps):,} steps {how_far(run)}")
+    for run in runs:
+        with contextlib.suppress(InputError): # another program may have a log.jsonl, too
+            print(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
     near = [str(log.parent) for log in folder.parent.glob("*/log.jsonl")]
     near = difflib.get_close_matches(str(folder), near, 1) or ["a run folder of train.py"]
     what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
