@@ -415,10 +415,9 @@ def settings(run):
     rows = {True: [], False: []} # True: the command gave the flag
     for name, value in run.flags.items():
         rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
-    usual = node("details", node("summary", f"{len(rows[False])} flags that were not given"), table(rows[False]))
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
-    return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual,
-                   node("h3", "Versions"), table(versions))
+    usual = node("details", node("summary", "Flags that were not given, and versions"), table(rows[False] + versions))
+    return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual)
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
