@@ -91,11 +91,38 @@ def ends_of(path):
 
 def test_the_hardest_sample_is_found_whatever_its_timesteps(tmp_path):
     run = write_log(tmp_path / "run", toy_log())
-    result = draw_page(run, "--hardest", 8)
-    rows = [line.split() for line in result.out.splitlines() if "seen" in line]
-    assert len(rows) == 8 and rows[0][1] == "3" and float(rows[0][0]) > 1.3 * float(rows[1][0])
-    assert sum(int(row[3]) for row in rows) == 200 # the second half
-    assert re.findall(r"(\d): [\d.]+ times the mean loss", (run / "index.html").read_text())[0] == "3"
+    draw_page(run, "--hardest", 8)
+    rows = page.find_hardest(page.read_log(run).steps)
+    assert len(rows) == 8 and rows[0][0] == "3" and rows[0][1] > 2 * rows[1][1]
+    assert sum(times for *_, times in rows) == 200 # the second half
+    assert np.median([ratio for _, ratio, _ in rows]) == 1
+
+def log_of_losses(folder, factors, seen=20):
+    """Every pair's loss is a few percent around its factor, at one noise level; each is seen so often in each half."""
+    rng, records = np.random.default_rng(0), []
+    for step in range(1, 2 * seen + 1):
+        losses = [factor * rng.uniform(0.9, 1.1) for factor in factors.values()]
+        records.append(dict(step=step, loss=float(np.mean(losses)), samples=list(factors), losses=losses,
+                            timesteps=[0.5] * len(losses)))
+    return write_log(folder, records)
+
+@pytest.mark.parametrize("factors, named, said", [
+    (dict(a=1, b=1.1, c=0.9, d=1.7, e=1), [], "No pair stands out"),
+    (dict(a=1, b=3, c=0.9, d=1.1, e=9), ["e", "b"], "2 of 5 pairs stand out")])
+def test_only_pairs_that_stand_out_are_named_and_page_and_terminal_say_the_same(tmp_path, factors, named, said):
+    run = log_of_losses(tmp_path / "run", factors)
+    first, *rest = [line for line in draw_page(run).out.splitlines() if "open it" not in line]
+    read = Reader(run / "index.html")
+    assert first.startswith(f"{run}: {said}") and first.removeprefix(f"{run}: ") in read.texts["p"]
+    assert [line.split(":")[0] for line in rest] == named
+    assert [text for text in read.texts["p"] if "times the median, seen" in text] == rest
+    assert ("target may be wrong" in (run / "index.html").read_text()) == bool(named)
+
+def test_a_pair_that_was_hardly_seen_is_not_accused(tmp_path):
+    run = log_of_losses(tmp_path / "run", dict(a=1, b=9, c=1, d=1, e=1), seen=2)
+    assert "too short to tell" in draw_page(run).out
+    assert len(draw_page(log_of_losses(tmp_path / "many", {f"p{n}": 9 if n < 9 else 1 for n in range(40)}), "--hardest",
+                         2).out.splitlines()) == 1 + 2 + 1
 
 def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small, monkeypatch):
     """Also while the run is at work: the last line may be half a line. The commands are for the folder in which the
@@ -128,7 +155,8 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
         made()
         assert str(root) not in (run / "index.html").read_text()
 
-@pytest.mark.parametrize("text, named", [(None, "cannot be read"), ('{"flags": 1}', "no steps"), ("", "no steps"),
+@pytest.mark.parametrize("text, named", [(None, "is no run"), ('{"flags": 1}', "with flags"), ("", "with flags"),
+                                         ('{"flags": [1]}\n{"step": 1, "loss": 1}', "with flags"),
                                          ('{}\n{"step"\n{"step": 2}', "log.jsonl:2"), ("[]\n{}", "log.jsonl:1"),
                                          ('{}\n{"step": "x", "loss": 1}\n{}', "log.jsonl:2")])
 def test_a_folder_without_a_log_is_one_line(tmp_path, text, named):
@@ -136,22 +164,145 @@ def test_a_folder_without_a_log_is_one_line(tmp_path, text, named):
         (tmp_path / "log.jsonl").write_text(text)
     result = run_script("tools/page.py", tmp_path)
     assert result.status == 1 and is_one_line(result.errors[-1], tmp_path, named)
-    assert run_script("tools/page.py", tmp_path / "none").status == 1
+    (tmp_path / "log.jsonl").write_bytes(b"\xff")
+    assert is_one_line(run_script("tools/page.py", tmp_path).errors[-1], tmp_path / "log.jsonl", "cannot be read")
+    result = run_script("tools/page.py", tmp_path / "none")
+    assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / "none")
 
-def test_a_smoothed_value_is_the_mean_of_the_last_ones_of_its_own_column(tmp_path):
-    y = np.random.default_rng(0).random(1000)
-    x, means = page.smooth(np.arange(1, 1001), y)
-    assert np.array_equal(x, np.arange(50, 1001)) and np.allclose(means, np.convolve(y, np.ones(50) / 50, "valid"))
-    assert [values.tolist() for values in page.smooth(np.array([7]), np.array([0.5]))] == [[7], [0.5]]
+def test_of_a_folder_that_holds_runs_these_are_listed_with_their_state(tmp_path):
+    for n, steps in enumerate((20, 30)):
+        write_log(tmp_path / f"out/tiny-00{n}", toy_log(steps), max_steps=30)
+        os.utime(tmp_path / f"out/tiny-00{n}/log.jsonl", (n, n))
+    (tmp_path / "out/tiny-001/DONE").touch()
+    (tmp_path / "out/other").mkdir()
+    (tmp_path / "out/other/log.jsonl").write_text("[]") # is another program's
+    os.utime(tmp_path / "out/other/log.jsonl", (0, 0))
+    for flags in ([], ["--watch"]):
+        result = run_script("tools/page.py", tmp_path / "out", *flags)
+        assert result.status == 1 and len(result.err.splitlines()) == 1
+        assert is_one_line(result.errors[0], tmp_path / "out", "holds runs", tmp_path / "out/tiny-001") # the newest
+        lines = result.out.splitlines()
+        assert "20 steps of 30; running or stopped" in lines[0] and "30 steps of 30; finished" in lines[1]
+        assert [line.split(":")[0] for line in lines] == [str(tmp_path / f"out/tiny-00{n}") for n in (0, 1)]
+    result = run_script("tools/page.py", tmp_path / "out/tiny-00")
+    assert is_one_line(result.errors[0], tmp_path / "out/tiny-00:", f"give {tmp_path}/out/tiny-00")
+
+def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):
+    for name, records in (("run", []), ("other", toy_log())):
+        write_log(tmp_path / name, records, max_steps=500, data=["photos"], val_data=["photos_val"])
+    draw_page(tmp_path / "run")
+    read = Reader(tmp_path / "run/index.html")
+    assert any("no step is done yet" in text for text in read.texts["dd"]) and "Curves" not in read.texts["h2"]
+    assert any("There are none yet" in text for text in read.texts["p"])
+    draw_page(tmp_path / "run", tmp_path / "other") # side by side with one that has steps
+    assert "Curves" in Reader(tmp_path / "run/index.html").texts["h2"]
+
+def points_of(path, title):
+    """{name of a line: [(x, y), ...]} of a chart; of the band first its lower edge, then its upper one backwards."""
+    figure = next(part for part in path.read_text().split("<figure") if f"<strong>{title}" in part)
+    return {name: np.array([point.split(",") for point in d.split()], float) * (1, -1)
+            for name, d in re.findall(r'data-name="([^"]*)" d="M([^"Z]*)', figure)}
+
+@pytest.mark.parametrize("steps", [2, 3, 39, 40, 60, 299, 301, 500, 2000])
+def test_a_smoothed_curve_lies_within_its_band_from_the_first_step_to_the_last(tmp_path, steps):
+    """Also where the loss falls steeply at the start, which lifts a trailing mean above all steps."""
+    rng = np.random.default_rng(0)
+    losses = (0.05 + 2 * np.exp(-np.arange(steps) / 8)) * rng.uniform(0.8, 1.2, steps)
+    run = write_log(tmp_path / "run", [dict(step=n + 1, loss=loss) for n, loss in enumerate(losses)])
+    draw_page(run)
+    lines = points_of(run / "index.html", "Training loss")
+    band, line = lines["range"], lines["smoothed"]
+    lower, upper = band[:len(line)], band[len(line):][::-1]
+    assert (lower[:, 0] == line[:, 0]).all() and (upper[:, 0] == line[:, 0]).all()
+    assert (lower[:, 1] <= line[:, 1] + 1e-6).all() and (line[:, 1] <= upper[:, 1] + 1e-6).all()
+    column = -(-steps // page.COLUMNS) # that many steps are one point
+    assert line[0, 0] == 1 and line[-1, 0] == steps and np.isclose(line[0, 1], losses[:column].mean(), rtol=1e-5)
+    if steps == 500: # and it is smooth at the end
+        assert np.isclose(line[-1, 1], losses[-2 * (1 + 4):].mean(), rtol=1e-5)
+        assert np.abs(np.diff(line[-100:, 1])).mean() < np.abs(np.diff(losses[-100:])).mean() / 5
+
+def test_a_curve_ends_at_the_value_of_its_own_column(tmp_path):
     records = toy_log()
     run = write_log(tmp_path / "run", records)
     draw_page(run)
     ends = ends_of(run / "index.html")
-    for title, field in (("Loss", "loss"), ("Gradient norm", "grad_norm")):
-        assert np.isclose(ends[title, "smoothed"], np.mean([r[field] for r in records[-10:]]), rtol=0.01), title
-        assert np.isclose(ends[title, "each step"], records[-1][field], rtol=0.01), title
+    for title, field in (("Training loss", "loss"), ("Gradient norm", "grad_norm")):
+        assert np.isclose(ends[title, "smoothed"], np.mean([r[field] for r in records[-4:]]), rtol=0.01), title
     assert ends["Learning rate", "at each step"] == 0.02 and ends["Tokens per second", "smoothed"] == 2000
-    assert ends["Memory (GiB)", "at each step"] == 2
+
+def test_the_two_losses_are_drawn_apart_unless_the_log_has_both_at_the_same_noise_levels(tmp_path):
+    for name, more in (("run", {}), ("both", dict(train_loss=0.5))):
+        run = make_run(tmp_path / name)
+        records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()[1:]]
+        write_log(run, [r | more if "val_loss" in r else r for r in records])
+        draw_page(run)
+        titles = {line: title for title, line in ends_of(run / "index.html")}
+        assert titles["held-out pairs"] == "Validation loss" != titles["smoothed"]
+        said, = [text for text in Reader(run / "index.html").texts["p"] if "noise levels differ" in text]
+        assert (titles.get("training pairs") == "Validation loss") == ("overfitting" in said) == bool(more)
+        assert "Training loss" not in Reader(run / "index.html").texts["dt"] # beside a validation's it misleads
+
+def test_the_best_steps_are_named_by_loss_and_by_psnr(tmp_path):
+    """The mean PSNR counts each picture once, whatever its group; of equal losses the first one wins."""
+    def validation(step, loss, *psnrs):
+        files = "val/0.png", "val/1.png", "val/2.png", "known/0.png"
+        pictures = [dict(file=file, prompt="x", controls=1, psnr=[9, 9, psnr, 40]) for file, psnr in zip(files, psnrs)]
+        means = dict(val=float(np.mean(psnrs[:-1])), known=psnrs[-1])
+        return dict(step=step, val_loss=loss, pictures=pictures, psnr={
+            group: dict(input=9, base=9, lora=mean, vae=40) for group, mean in means.items()})
+    validations = [validation(10, 0.5, 10, 10, 10, 40), validation(20, 0.3, 20, 20, 20, 16),
+                   validation(30, 0.3, 19, 19, 19, 17), validation(40, 0.4, 12, 12, 12, 30)]
+    run = write_log(tmp_path / "run", [*toy_log(40), *validations])
+    draw_page(run)
+    read = Reader(run / "index.html")
+    shown = dict(zip(read.texts["dt"], zip(read.texts["dd"][::2], read.texts["dd"][1::2])))
+    assert shown["Best by validation loss"] == ("step 20", "0.3; at the last validation 0.4")
+    assert shown["Best by mean PSNR"] == ("step 20", "19.0 dB; at the last validation 16.5 dB")
+    assert shown["PSNR (dB), val"][0].endswith(" 12.0") and "PSNR (dB), known" not in shown
+    assert [text for text in read.texts["tr"] if text.startswith(("val", "known", "all"))] == [
+        "known9.09.030.040.0", "all pictures9.09.016.540.0"]
+    older = dict(psnr={group: dict(input=1, base=1, lora=lora, vae=1) for group, lora in (("a", 3), ("b", 5))})
+    assert page.mean_psnr(older)["lora"] == 4
+
+def test_what_matters_comes_first_and_six_pictures_are_open(tmp_path):
+    run = make_run(tmp_path / "run", prompts=[f"edit {n}" for n in range(24)],
+                   files=[f"{'val' if n < 20 else 'known'}/{n}.png" for n in range(24)])
+    two = '"psnr": {"val": {"input": 1, "base": 1, "lora": 2, "vae": 3}, "known/x": {'
+    (run / "log.jsonl").write_text((run / "log.jsonl").read_text().replace('"psnr": {"val": {', two))
+    draw_page(run)
+    read = Reader(run / "index.html")
+    assert read.texts["h2"][:3] == ["Curves", "Validation pictures", "Groups of validation pictures"]
+    assert [text for text in read.texts["tr"] if text.startswith("known/x")] == ["known/x10.012.020.040.0"]
+    assert not any("known" in text for text in read.texts["strong"] + read.texts["dt"])
+    text = (run / "index.html").read_text()
+    assert text.split("<details>")[0].count('class="card"') == 6
+    assert "18 more pictures" in read.texts["summary"]
+
+def test_of_one_validation_there_is_no_slider_and_no_chart_of_a_dot(tmp_path):
+    run = make_run(tmp_path / "run", steps=470, every=470)
+    draw_page(run)
+    read = Reader(run / "index.html")
+    assert read.texts["strong"] == ["Training loss", "Gradient norm", "Learning rate", "Tokens per second"]
+    assert not [a for tag, a in read.tags if "data-steps" in a] and "the only validation" in str(read.texts["dd"])
+    marks = re.findall(r'<span class="x"[^>]*>([^<]*)', (run / "index.html").read_text())
+    assert marks[:4] == ["0", "200", "470", "0"] # the last step has a mark of its own, 400 is too near
+    draw_page(make_run(tmp_path / "two", steps=400, every=200))
+    read = Reader(tmp_path / "two/index.html")
+    assert "Validation loss" in read.texts["strong"] and [a for tag, a in read.tags if "data-steps" in a]
+
+@pytest.mark.parametrize("seconds, left", [({}, 300 * 2), (dict(seconds=60), 300 * 2 + 4 * 60)])
+def test_the_time_left_counts_the_validations_to_come(tmp_path, seconds, left):
+    """100 of 400 steps; a validation each 100 steps, where the last step's is the one at the end."""
+    records = [r | dict(seconds=2.0) for r in toy_log(100)]
+    run = write_log(tmp_path / "run", records, max_steps=400, sample_every=100)
+    if seconds:
+        write_log(run, [*records, dict(step=80, val_loss=1, **seconds)], max_steps=400, sample_every=80)
+    assert abs(page.seconds_left(page.read_log(run)) - left) <= 2
+    os.utime(run / "log.jsonl", (1, 1))
+    assert page.seconds_left(page.read_log(run)) is None # it was stopped
+    os.utime(run / "log.jsonl")
+    (run / "DONE").touch()
+    assert page.seconds_left(page.read_log(run)) is None
 
 def test_a_long_curve_is_thinned_out_and_keeps_its_extremes():
     x, y = np.arange(1.0, 100_001), np.zeros(100_000)
@@ -167,6 +318,7 @@ def test_a_long_curve_is_thinned_out_and_keeps_its_extremes():
 def test_a_page_without_pictures_says_what_would_give_them(tmp_path):
     run = write_log(tmp_path / "run", toy_log())
     draw_page(run)
+    assert not any("none yet" in text for text in Reader(run / "index.html").texts["p"])
     assert any("--val_data DIR" in text for text in Reader(run / "index.html").texts["p"])
     draw_page(make_run(tmp_path / "other"))
     assert not any("--val_data DIR" in text for text in Reader(tmp_path / "other/index.html").texts["p"])
@@ -187,9 +339,11 @@ def test_a_text_stays_a_text(tmp_path):
         add_item(data, f"{n}", caption=attack.replace("\u2028", " "))
     run = make_run(tmp_path / ODD_NAME, prompts=ATTACKS, files=[f"{ODD_NAME}/{n} #.png" for n in range(len(ATTACKS))],
                    data=[str(data)], lora_args=[["a", ATTACKS[0]]], model=ATTACKS[1])
-    log = (run / "log.jsonl").read_text().replace('"val": {', json.dumps(ATTACKS[0]) + ": {")
-    names = re.sub(r'"samples": \["(.)", "(.)"\]', r'"samples": ["data/\1", "data/\2"]', log)
-    (run / "log.jsonl").write_text(names)
+    log = (run / "log.jsonl").read_text().replace('"val": {', json.dumps(ATTACKS[0]) + ": {").splitlines()
+    hard = {f"data/{n}": 9 for n in range(len(ATTACKS))} # all of these stand out
+    steps = log_of_losses(tmp_path / "losses", hard | {f"easy/{n}": 1 for n in range(12)}, seen=100)
+    losses = (steps / "log.jsonl").read_text().splitlines()[1:]
+    (run / "log.jsonl").write_text("\n".join([log[0], *losses, *[line for line in log if "val_loss" in line]]) + "\n")
     draw_page(run, "--hardest", len(ATTACKS))
     read = Reader(run / "index.html")
     kinds = [tag for tag, _ in read.tags]
@@ -226,18 +380,6 @@ def test_of_deleted_steps_only_the_numbers_are_left(tmp_path):
     draw_page(run)
     assert "add a border" in Reader(run / "index.html").texts["h3"]
 
-def test_an_older_run_shows_its_contact_sheets(tmp_path):
-    run = make_run(tmp_path / "run")
-    records = [r | dict(pictures=[]) for r in page.read_log(run).validations]
-    write_log(run, toy_log() + records)
-    for step in (50, 100):
-        Image.new("RGB", (100, 200)).save(run / f"samples/step_{step:06d}_my_val.png")
-    draw_page(run)
-    read = Reader(run / "index.html")
-    at, = [json.loads(a["data-at"]) for a in read.pictures]
-    assert at == {"50": "samples/step_000050_my_val.png", "100": "samples/step_000100_my_val.png"}
-    assert "run: my_val" in read.texts["h3"]
-
 def test_two_runs_stand_side_by_side_with_what_differs_in_their_flags(tmp_path):
     runs = [make_run(tmp_path / "a/run", lr=1, seed=0), make_run(tmp_path / "b/run", every=40, lr=2, seed=0)]
     draw_page(*runs)
@@ -249,27 +391,31 @@ def test_two_runs_stand_side_by_side_with_what_differs_in_their_flags(tmp_path):
     slider, = [json.loads(a["data-steps"]) for tag, a in read.tags if "data-steps" in a]
     assert slider == [40, 50, 80, 100, 120, 150, 160, 200]
     assert [text for text in read.texts["span"] if text.startswith("base")] == ["base, a/run"] # theirs is the same
-    assert {("Loss", name) for name in ("a/run", "b/run")} <= ends_of(runs[0] / "index.html").keys()
+    assert {("Training loss", name) for name in ("a/run", "b/run")} <= ends_of(runs[0] / "index.html").keys()
 
-def test_watching_writes_the_page_again_at_each_validation_until_the_end(tmp_path, monkeypatch):
-    """A run that has only begun is waited for."""
+def test_watching_writes_the_page_again_as_the_log_grows_until_the_end(tmp_path, monkeypatch):
+    """A folder without a log is waited for. The terminal tells it when it begins and when it ends."""
     run = make_run(tmp_path / "run")
     lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
-    (run / "log.jsonl").write_text(lines[0])
-    seen, left = [], lines[1:]
+    (run / "log.jsonl").unlink()
+    seen, left = [], lines
 
     def sleep(seconds):
         file = run / "index.html"
         seen.append(file.stat().st_mtime_ns if file.exists() else 0)
-        with open(run / "log.jsonl", "a") as f:
-            f.writelines(left[:10])
-        del left[:10]
-        if not left:
+        assert not file.exists() or "data-reload" in file.read_text()
+        if len(seen) % 2: # half of the time there is nothing new
+            with open(run / "log.jsonl", "a") as f:
+                f.writelines(left[:50])
+            del left[:50]
+        elif not left:
             (run / "DONE").touch()
     monkeypatch.setattr(time, "sleep", sleep)
     result = draw_page(run, "--watch")
-    assert seen[0] == 0 and len(seen) == 21 and len(set(seen)) == 5 # none; 10 steps; three validations
-    assert result.out.count("open it") == 5 and re.search(r"; finished \d", (run / "index.html").read_text())
+    assert seen[0] == 0 and len(seen) == 10 and len(set(seen)) == 6
+    text = (run / "index.html").read_text()
+    assert result.out.count("open it") == 2 and re.search(r"; finished \d", text)
+    assert "data-reload" not in text and "data-made" not in text # it is final
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
@@ -366,15 +512,85 @@ def test_the_wipe_shows_one_picture_left_and_another_one_right(tmp_path, view):
     tab.keyboard.press("Escape")
     assert not tab.locator("dialog").is_visible()
 
+def test_a_watched_page_loads_itself_again_and_a_reader_keeps_the_place(tmp_path, view):
+    """But not while a picture is open, nor while a text is selected, and no longer when the run is done."""
+    run = make_run(tmp_path / "run", prompts=[f"edit {n}" for n in range(9)])
+    file = run / "index.html"
+
+    def write(mark):
+        page.make_page([run], file, 0, watched=True)
+        text = re.sub('data-reload="[0-9]+"', 'data-reload="1"', file.read_text())
+        file.write_text(text.replace("<h1>run", f"<h1>{mark}"))
+    write("one")
+    tab = view(file)
+    until(lambda: re.fullmatch(r"updated \d+ s ago", tab.locator(".live").text_content()), seconds=10)
+    tab.locator("summary").first.click()
+    tab.locator("main input.step").evaluate("bar => { bar.value = 1; bar.dispatchEvent(new Event('input')) }")
+    tab.evaluate("scrollTo(0, 1500)")
+    write("two")
+    until(lambda: tab.locator("h1").text_content() == "two", seconds=10)
+    until(lambda: tab.evaluate("scrollY") == 1500, seconds=10)
+    assert tab.locator("details").first.get_attribute("open") is not None
+    assert tab.locator("details").last.get_attribute("open") is None
+    assert tab.locator("main .bar output").text_content() == "100"
+    tab.locator("img[data-name=LoRA]").nth(2).click()
+    write("three")
+    time.sleep(2.5)
+    assert tab.locator("dialog").is_visible() and tab.locator("h1").text_content() == "two"
+    tab.keyboard.press("Escape")
+    until(lambda: tab.locator("h1").text_content() == "three", seconds=10)
+    tab.evaluate("getSelection().selectAllChildren(document.querySelector('pre'))")
+    write("four")
+    time.sleep(2.5)
+    assert tab.locator("h1").text_content() == "three"
+    (run / "DONE").touch()
+    write("five")
+    tab.evaluate("getSelection().empty()")
+    until(lambda: tab.locator("h1").text_content() == "five", seconds=10)
+    assert tab.locator(".live").count() == 0
+    file.write_text(file.read_text().replace("five", "six"))
+    time.sleep(2.5)
+    assert tab.locator("h1").text_content() == "five"
+
+def test_a_browser_asks_only_for_pictures_that_are_seen(tmp_path, view):
+    """Of 40 validations with 24 pictures; also when the step changes. (Chromium loads some 2,000 pixels ahead.)"""
+    run = make_run(tmp_path / "run", steps=400, every=10, prompts=[f"edit {n}" for n in range(24)])
+    draw_page(run)
+    tab = view(run / "index.html")
+    asked = "performance.getEntriesByType('resource').filter(entry => entry.name.endsWith('.png')).length"
+    loaded = "[...document.querySelectorAll('main img')].filter(image => image.complete).length"
+    assert tab.locator("main img").count() == 24 * 4
+    assert tab.evaluate(loaded) <= 6 * 4
+    tab.keyboard.press("ArrowLeft")
+    time.sleep(1)
+    assert 0 < tab.evaluate(loaded) <= 6 * 4 and tab.evaluate(asked) <= 6 * 5
+
+@pytest.mark.parametrize("scheme, colour", [("dark", "#161616"), ("dark", "#181818"), ("light", "#ffffff")])
+def test_a_picture_of_the_pages_colour_has_a_hairline(tmp_path, view, scheme, colour):
+    run = make_run(tmp_path / "run")
+    Image.new("RGB", (64, 48), colour).save(run / "samples/target/val/000.png")
+    draw_page(run)
+    tab = view(run / "index.html", scheme=scheme)
+    for open_it in (False, True): # in the page, and alone
+        if open_it:
+            tab.locator("img[data-name=target]").click()
+        place = tab.locator(".stage" if open_it else "img[data-name=target]")
+        place.scroll_into_view_if_needed()
+        time.sleep(0.3)
+        box = place.bounding_box()
+        clip = dict(x=box["x"] + box["width"] * 0.9 - 4, y=box["y"] - 4, width=8, height=8)
+        pixels = np.asarray(Image.open(io.BytesIO(tab.screenshot(clip=clip))).convert("L"), int)[:, 4]
+        assert max(abs(pixels - pixels[0])) > 40, pixels
+
 def test_the_numbers_under_the_pointer_are_those_of_the_log(tmp_path, view):
     run = make_run(tmp_path / "run")
     draw_page(run)
     tab = view(run / "index.html")
-    plot = tab.locator(".plot").nth(1) # the first PSNR
+    plot = tab.locator(".plot").nth(2) # PSNR
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
-    said = tab.locator(".chart output").nth(1).text_content()
+    said = tab.locator(".chart output").nth(2).text_content()
     assert re.fullmatch(r"step (99|100|101) . LoRA 10.0 . base 12.0 . VAE alone 40.0", said), said
 
 def test_a_curve_is_drawn_at_the_marks_of_its_numbers(tmp_path, view):
@@ -384,7 +600,7 @@ def test_a_curve_is_drawn_at_the_marks_of_its_numbers(tmp_path, view):
     many = write_log(tmp_path / "many", [*records, dict(step=50_000, val_loss=1), dict(step=100_000, val_loss=0.9)])
     for folder, title, name, x, y in ((run, "PSNR", "LoRA", "200", "20"),
                                       (many, "Learning rate", "at each step", "100,000", "0.0002"),
-                                      (many, "Loss", "validation", "100,000", "0.9")):
+                                      (many, "Validation loss", "held-out pairs", "100,000", "0.9")):
         draw_page(folder)
         chart = view(folder / "index.html").locator("figure.chart", has_text=title).first
         end = chart.locator(f"path[data-name='{name}']").first.evaluate("""path => {
@@ -403,6 +619,7 @@ def test_an_attack_does_nothing_in_a_browser_and_pictures_of_any_name_are_shown(
     tab.evaluate("document.querySelectorAll('img').forEach(image => { image.loading = 'eager' })")
     wait_for_pictures(tab, "main img")
     assert tab.locator("article h3").all_text_contents()[:len(ATTACKS)] == ATTACKS
+    tab.locator("summary").first.click()
     for button in tab.locator(".tile button").all()[::4]:
         button.click()
         assert tab.locator(".prompt").text_content() in ATTACKS

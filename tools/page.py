@@ -1,15 +1,17 @@
 """
-Makes a web page of a training: does it learn? The page shows the validation pictures, the curves, the training pairs
-with the largest losses, the flags, and commands to continue or use the run. The curves of several runs share one chart.
+Makes a web page of a training: does it learn? The page shows which step is the best, the curves, the validation
+pictures, training pairs whose losses stand out, the flags, and commands to continue or use the run. The curves of
+several runs share one chart.
 
 Reads run folders of train.py, or copies of them; writes index.html into the (first) run's folder. The page needs no
 server and no network. It refers to the pictures in samples/, so copy the page together with its folder.
 
 $ python tools/page.py out/RUN
-$ python tools/page.py out/RUN --watch          # rewrites it at each validation (every 100 steps before the first one)
+$ python tools/page.py out/RUN --watch          # while it trains: keeps the page, and browsers that show it, up to date
 $ python tools/page.py out/RUN out/OTHER --out both.html
 """
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -28,16 +30,21 @@ from common import InputError, Parser, natural
 from tools.page_common import PAGE, card, link, node, save_page, section, size_of, table, thumbnail, tile
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
-SMOOTH = 20 # a smoothed value is the mean of the last 1/20 of the run
-LEVELS = "Loss by noise level (1: noise alone)"
-CLOSE = "Loss", "PSNR" # charts whose axis need not begin at zero
+SMOOTH = 30 # a smoothed value is the mean of 1/30 of the run
+CLOSE = "Training loss", "Validation loss", "PSNR" # charts whose axis need not begin at zero
+KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
+SHOWN = 6 # cards of pictures that are not folded
+SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
+WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 def read_log(folder):
-    """-> SimpleNamespace(folder, name, flags, command, versions, steps, validations). The last two are lists of
-    records, one for each step. The log's last line may be incomplete: the run is writing it, or was killed."""
+    """-> SimpleNamespace(folder, name, done, written, flags, command, versions, steps, validations, dataset). steps and
+    validations are lists of records; before step 1 there are none. A validation's has `mean_psnr`, too. written:
+    when the log was; its last line may be incomplete: the run is writing it, or was killed. dataset: the first one's
+    name in --val_data, or None."""
     log = folder / "log.jsonl"
     try:
         lines = log.read_text().splitlines()
@@ -51,7 +58,8 @@ def read_log(folder):
             if record.get("seconds"):
                 record["speed"] = record.get("tokens", 0) / record["seconds"]
             if "val_loss" in record:
-                validations[int(step)] = record | dict(val_loss=float(record["val_loss"]))
+                means = dict(mean_psnr=mean_psnr(record).get("lora"))
+                validations[int(step)] = record | means | dict(val_loss=float(record["val_loss"]))
             elif "loss" in record:
                 steps[int(step)] = record | dict(loss=float(record["loss"]))
             else:
@@ -59,56 +67,80 @@ def read_log(folder):
         except Exception: # a foreign file can fail in any way
             if n < len(lines):
                 raise InputError(f"{log}:{n}: train.py does not write such a line; delete it")
-    if not steps:
-        raise InputError(f"{log}: no steps yet; try again later, or give --watch")
-    return SimpleNamespace(folder=folder, name=folder.resolve().name, flags=begin.pop("flags", {}),
-                           command=begin.pop("command", ["train.py"]), versions=begin, steps=list(steps.values()),
-                           validations=list(validations.values()))
+    flags = begin.pop("flags", {} if steps else None)
+    if not isinstance(flags, dict):
+        raise InputError(f"{log}: does not begin with flags, as a log of train.py does; give a run folder of train.py")
+    groups = [name for record in validations.values() for name in record.get("psnr", {})]
+    return SimpleNamespace(folder=folder, name=folder.resolve().name, done=(folder / "DONE").exists(), flags=flags,
+                           written=time.localtime(log.stat().st_mtime), command=begin.pop("command", ["train.py"]),
+                           versions=begin, steps=list(steps.values()), validations=list(validations.values()),
+                           dataset=groups[0].split("/")[0] if groups else None)
+
+def mean_psnr(record, dataset=None):
+    """-> {kind: dB} for the KINDS: the mean PSNRs to the target of a validation's pictures, or of one dataset's; {} if
+    there are none. This is the mean of psnr[group] over the groups, weighted by their numbers of pictures. (A log that
+    does not name the pictures weighs all groups alike.) A group's name is DATASET/FOLDER, a picture's DATASET/FILE."""
+    rows = [(p["file"], p["psnr"]) for p in record.get("pictures", [])]
+    rows += [(name, [means[kind] for kind in KINDS]) for name, means in record.get("psnr", {}).items() if not rows]
+    rows = [psnrs for name, psnrs in rows if dataset in (None, name.split("/")[0])]
+    return dict(zip(KINDS, np.mean(rows, 0).tolist())) if rows else {}
+
+def seconds_left(run):
+    """-> the seconds that a run still needs, by the mean of its last 100 steps and, if the log has their seconds, of
+    its validations; None if it is done, has just begun, or has written nothing for an hour."""
+    age, seconds = time.time() - time.mktime(run.written), column(run.steps, "seconds")[1][-100:]
+    most, validating = run.flags.get("max_steps"), column(run.validations, "seconds")[1]
+    if run.done or not len(seconds) or not most or age > HOUR:
+        return None
+    validations = max(0, math.ceil(most / (run.flags.get("sample_every") or most)) - len(run.validations))
+    left = seconds.mean() * (most - run.steps[-1]["step"]) + validations * validating.sum() / max(1, len(validating))
+    return round(left - age)
 
 def column(records, name):
     """-> (steps, values) of the records that contain this number."""
     points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float)) and math.isfinite(r[name])]
     return np.array(points, float).reshape(-1, 2).T
 
-def by_timestep(steps):
-    """-> (names, losses, tenths, means, counts). The first three are for each sample in these records: its name, its
-    loss, and the tenth of (0, 1) that contains its timestep. The last two are for each tenth: the mean loss and the
-    number of samples."""
-    complete = [r for r in steps if {"samples", "timesteps", "losses"} <= r.keys()]
-
-    def all_of(key):
-        return np.array([x for r in complete for x in r[key]])
-    names, losses = all_of("samples"), all_of("losses")
-    tenths = np.minimum(all_of("timesteps") * 10, 9).astype(int)
-    counts = np.bincount(tenths, minlength=10)
-    return names, losses, tenths, np.bincount(tenths, losses, 10) / np.maximum(counts, 1), counts
-
 def find_hardest(steps):
-    """-> [(name, ratio, times seen)] of all samples, the hardest first. The ratio is the mean of a sample's losses in
-    the second half of the run, each divided by the mean loss of all samples at similar timesteps."""
-    names, losses, tenths, means, counts = by_timestep(steps[len(steps) // 2:])
-    ratios = {}
-    for name, loss, tenth in zip(names, losses, tenths):
+    """-> [(name, ratio, times seen)] of the samples that were seen SEEN times or more in the second half of the run,
+    the hardest first. A sample's loss is here the mean of its losses in that half, each divided by the mean loss of all
+    samples at similar timesteps; the ratio is this loss divided by the median sample's."""
+    complete = [r for r in steps[len(steps) // 2:] if {"samples", "timesteps", "losses"} <= r.keys()]
+    seen = [row for r in complete for row in zip(r["samples"], r["timesteps"], r["losses"])]
+    tenths = np.array([min(int(s * 10), 9) for _, s, _ in seen], int) # the tenth of (0, 1) with the timestep
+    counts, sums = np.bincount(tenths, minlength=10), np.bincount(tenths, [loss for *_, loss in seen], 10)
+    losses = {}
+    for (name, _, loss), tenth in zip(seen, tenths):
         if counts[tenth] >= 5: # a mean of fewer samples says little
-            ratios.setdefault(str(name), []).append(loss / max(means[tenth], 1e-12))
-    rows = [(name, float(np.mean(r)), len(r)) for name, r in ratios.items()]
-    return sorted(rows, key=lambda row: -row[1])
+            losses.setdefault(str(name), []).append(loss / max(sums[tenth] / counts[tenth], 1e-12))
+    rows = [(name, np.mean(values), len(values)) for name, values in losses.items() if len(values) >= SEEN]
+    median = np.median([loss for _, loss, _ in rows] or 1)
+    return sorted([(name, loss / max(median, 1e-12), times) for name, loss, times in rows], key=lambda row: -row[1])
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 def smooth(x, y):
-    """-> x, and the means of y over the last n values, where n is 1/SMOOTH of all; the first n - 1 points drop out."""
-    n = max(1, len(y) // SMOOTH)
-    sums = np.insert(np.cumsum(y), 0, 0)
-    return x[n - 1:], (sums[n:] - sums[:-n]) / n
+    """-> x, and the mean, the least and the greatest of the values around it, 1/SMOOTH of all. Near the beginning the
+    window shrinks, and stays centred, so that a steep curve does not lift its mean; at the end it has only one side."""
+    x, least, mean, greatest = thin(x, y)
+    half = round(len(x) / (2 * SMOOTH))
+    windows = [slice(n - min(n, half), n + min(n, half) + 1) for n in range(len(x))]
+
+    def of_windows(what, values):
+        return np.array([what(values[window]) for window in windows])
+    return x, of_windows(np.mean, mean), of_windows(np.min, least), of_windows(np.max, greatest)
 
 def thin(x, y):
-    """Splits the points into at most COLUMNS parts -> the mean x, and the least, mean and greatest y of each part."""
-    size = math.ceil(len(x) / COLUMNS) # all parts but the last have this many points: others would look like a change
+    """Splits the points into at most COLUMNS parts -> their mean x (the first and the last point stay where they are),
+    and the least, mean and greatest y of each part."""
+    # all parts but the last have this many points: others would look like a change
+    size = max(1, math.ceil(len(x) / COLUMNS))
 
     def of_parts(what, values):
         return np.array([what(values[start:start + size]) for start in range(0, len(values), size)])
-    return of_parts(np.mean, x), of_parts(np.min, y), of_parts(np.mean, y), of_parts(np.max, y)
+    middles = of_parts(np.mean, x)
+    middles[:1], middles[-1:] = x[:1], x[-1:]
+    return middles, of_parts(np.min, y), of_parts(np.mean, y), of_parts(np.max, y)
 
 def short(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -125,12 +157,12 @@ def path(x, y):
     return "M" + " ".join(f"{a:.7g},{-b:.7g}" for a, b in zip(x, y))
 
 def chart(title, lines):
-    """-> a figure with curves; None if they are empty. lines: (name, style, x, y); style: raw (the range of many
-    points), line, dash or dots, and a colour. The SVG has the units of the data, and the browser stretches it to the
-    width of the page. The axis covers 90 % of the raw points, so that rare outliers do not flatten the rest."""
-    lines = [line for line in lines if len(line[2])]
-    if not lines:
+    """-> a figure with curves; None if none has two points. lines: (name, style, x, y); style: line, dash or dots, or
+    raw, a band whose y is (least, greatest); and a colour. The SVG has the units of the data, and the browser stretches
+    it to the width of the page. The axis covers 90 % of the band, so that rare outliers do not flatten the rest."""
+    if not any(len(x) > 1 for _, style, x, _ in lines if "dash" not in style):
         return None
+    lines = [line for line in lines if len(line[2])]
     right = max(x.max() for _, _, x, _ in lines)
     seen = np.concatenate([np.percentile(y, [5, 95]) if "raw" in style else y for _, style, _, y in lines])
     low, high = seen.min(), seen.max()
@@ -139,22 +171,24 @@ def chart(title, lines):
     high += margin
     paths, keys, ends = [], [], []
     for name, style, x, y in lines:
-        thin_x, least, mean, greatest = thin(x, y)
-        d = path(thin_x, mean)
         if "raw" in style:
-            d = path(np.append(thin_x, thin_x[::-1]), np.append(least, greatest[::-1])) + "Z"
+            d = path(np.append(x, x[::-1]), np.append(y[0], y[1][::-1])) + "Z"
+        else:
+            thin_x, _, mean, _ = thin(x, y)
+            d = path(thin_x, mean)
+            ends.append(f"{name} ends at {short(y[-1])}")
         paths.append(node("path", class_=style, data_name=name, d=d))
         if "dots" in style:
             paths.append(node("path", class_=f"dot {style}", d=d.replace(" ", "h0M") + "h0"))
         keys.append(node("span", name, class_=f"key {style}"))
-        ends.append(f"{name} ends at {short(y[-1])}")
     svg = node("svg", *paths, viewBox=f"0 {-high} {right} {high - low}", preserveAspectRatio="none", role="img",
                aria_label=f"{title}: {', '.join(ends)}")
     marks = [node("span", short(y), class_="y", style=f"top:{(high - y) / (high - low):.2%}")
              for y in ticks(low, high, 5)]
-    marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in ticks(0, right, 4)]
-    plot = node("div", *marks, svg, node("i", class_="cursor"), node("i", class_="now"), class_="plot",
-                data_right=right, data_unit="noise level" if title == LEVELS else "step")
+    rounds = [x for x in ticks(0, right, 4) if x < 0.82 * right] # the last step is marked, and needs room
+    marks += [node("span", short(x), class_="x", style=f"left:{x / right:.2%}") for x in [*rounds, right]]
+    lines = node("i", class_="cursor"), node("i", class_="now")
+    plot = node("div", *marks, svg, *lines, class_="plot", data_right=right)
     return node("figure", node("figcaption", node("strong", title), *keys, node("output")), plot, class_="chart")
 
 def curves(runs):
@@ -165,59 +199,68 @@ def curves(runs):
         charts.setdefault(title, []).append((f"{name}, {run.name}" if several else name, style, x, y))
 
     def add_steps(run, title, key):
-        x, y = column(run.steps, key)
+        x, mean, least, greatest = smooth(*column(run.steps, key))
         if not several:
-            add(run, title, "each step", "raw", x, y)
-        add(run, title, "smoothed", f"line {run.colour}", *smooth(x, y))
+            add(run, title, "range", "raw", x, np.stack([least, greatest]))
+        add(run, title, "smoothed", f"line {run.colour}", x, mean)
     for run in runs:
-        add_steps(run, "Loss", "loss")
-        add(run, "Loss", "validation", f"dots {run.accent}", *column(run.validations, "val_loss"))
-        for group in dict.fromkeys(name for r in run.validations for name in r.get("psnr", {})):
-            title = f"PSNR to the target (dB), {group}"
-            records = [r["psnr"][group] | dict(step=r["step"]) for r in run.validations if group in r.get("psnr", {})]
-            first = title not in charts
-            add(run, title, "LoRA", f"dots {run.accent}", *column(records, "lora"))
-            if first: # base and VAE alone are the same for all runs and steps, so their lines begin at 0
-                for name, key, style in (("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")):
-                    x, y = column(records, key)
-                    if len(y):
-                        add(run, title, name, style, np.insert(x, 0, 0), np.insert(y, 0, y[0]))
-        quarter = max(1, len(run.steps) // 4)
-        parts = [("last quarter", f"line {run.accent}", run.steps[-quarter:])]
-        if not several:
-            parts.insert(0, ("first quarter", "line mute", run.steps[:quarter]))
-        for name, style, part in parts:
-            *_, means, counts = by_timestep(part)
-            tenths = np.flatnonzero(counts)
-            edges = np.stack([tenths, tenths + 1], 1).ravel() / 10
-            add(run, LEVELS, name, style, edges, np.repeat(means[tenths], 2))
+        add_steps(run, "Training loss", "loss")
+        add(run, "Validation loss", "held-out pairs", f"dots {run.accent}", *column(run.validations, "val_loss"))
+        x, y = column(run.validations, "train_loss")
+        if len(x):
+            add(run, "Validation loss", "training pairs", f"dash {run.colour}", x, y)
+        if run.dataset:
+            title = f"PSNR to the target (dB), {run.dataset}"
+            records = [mean_psnr(r, run.dataset) | dict(step=r["step"]) for r in run.validations]
+            kinds = [("LoRA", "lora", f"dots {run.accent}")]
+            if title not in charts: # the other runs have the same
+                kinds += [("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")]
+            for name, kind, style in kinds:
+                add(run, title, name, style, *column(records, kind))
         add_steps(run, "Gradient norm", "grad_norm")
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
         add_steps(run, "Tokens per second", "speed")
-        add(run, "Memory (GiB)", "at each step", f"line {run.colour}", *column(run.steps, "memory"))
-    return section("Curves", node("div", *[chart(*item) for item in charts.items()], class_="charts"))
+    figures, said = [figure for title, lines in charts.items() if (figure := chart(title, lines)) is not None], ""
+    if any(run.validations for run in runs):
+        said = ("Do not compare the losses of training and of validation: their noise levels differ, as a step draws "
+                "them at random, and a validation always has the same four.")
+    if "training pairs" in str(charts):
+        said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
+    said, figures = node("p", said, class_="detail"), node("div", *figures, class_="charts") if figures else None
+    return section("Curves", said, figures) if figures is not None else None
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
+def how_far(run):
+    """-> a run's state in a few words."""
+    state = "running or stopped, last step" if run.steps else "no step is done yet; begun"
+    written = time.strftime("%d %b %Y, %H:%M", run.written)
+    return f"of {short(run.flags.get('max_steps', math.nan))}; {'finished' if run.done else state} {written}"
+
 def measures(run):
-    """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns."""
-    values, (steps, loss) = {}, smooth(*column(run.steps, "loss"))
-    if run.validations:
-        first, last = run.validations[0], run.validations[-1]
-        values["Validation loss"] = short(last["val_loss"]), f"{short(first['val_loss'])} at step {first['step']:,}"
-        for group, mean in last.get("psnr", {}).items():
-            remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**mean)
-            values[f"PSNR (dB), {group}"] = "{base:.1f} \u2192 {lora:.1f}".format(**mean), remark
-    values["Training loss"] = short(loss[-1]), f"smoothed; {short(loss[0])} at step {steps[0]:,.0f}"
+    """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns. The best
+    step is, of all validations, that of the least `val_loss` or of the greatest mean_psnr; of equal ones the first."""
+    values = {}
+    for name, key, best, form in (("validation loss", "val_loss", np.argmin, "{:.3g}"),
+                                  ("mean PSNR", "mean_psnr", np.argmax, "{:.1f} dB")):
+        steps, numbers = column(run.validations, key)
+        if len(steps):
+            n, last = best(numbers), f"at the last validation {form.format(numbers[-1])}"
+            if n == len(steps) - 1:
+                last = "the last validation" if n else "the only validation; more with --sample_every N"
+            values[f"Best by {name}"] = f"step {steps[n]:,.0f}", f"{form.format(numbers[n])}; {last}"
+    if means := run.dataset and mean_psnr(run.validations[-1], run.dataset):
+        remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**means)
+        values[f"PSNR (dB), {run.dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark
+    values["Steps"] = f"{run.steps[-1]['step'] if run.steps else 0:,}", how_far(run)
     seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
-    written = time.strftime("%d %b %Y, %H:%M", time.localtime((run.folder / "log.jsonl").stat().st_mtime))
-    state = "finished" if (run.folder / "DONE").exists() else "running or stopped, last step"
-    max_steps = run.flags.get("max_steps", math.nan)
-    values["Steps"] = f"{run.steps[-1]['step']:,}", f"of {short(max_steps)}; {state} {written}"
     if seconds.size and memory.size:
-        duration = timedelta(seconds=round(seconds.sum()))
-        values["Time of training"] = str(duration), f"{short(seconds.mean())} s a step, without validations"
-        values["Tokens per second"] = short(tokens.sum() / seconds.sum()), f"{memory.max():.1f} GiB of memory at most"
+        remark = (f"{timedelta(seconds=round(seconds.sum()))} of training, without validations; "
+                  f"{short(tokens.sum() / seconds.sum())} tokens a second; {memory.max():.1f} GiB at most")
+        values["Seconds a step"] = short(seconds.mean()), remark
+    if names := [name for r in run.steps for name in r.get("samples", [])]:
+        pairs = len(set(names))
+        values["Samples"] = f"{len(names):,}", f"of {pairs:,} pairs, each {short(len(names) / pairs)} times on average"
     return values
 
 def figures(runs):
@@ -237,8 +280,7 @@ def figures(runs):
     return table(rows, ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]])
 
 def pictures(runs, page):
-    """-> the section with each validation picture, and what the base and the LoRAs made of it. Runs of older versions
-    have contact sheets instead."""
+    """-> the section with each validation picture, and what the base and the LoRAs made of it."""
     shown, steps = {}, set() # {(heading, remark): {name of a tile: its pictures}}
 
     def show(where, name, path, step=0, number=None):
@@ -262,26 +304,37 @@ def pictures(runs, page):
             show(where, lora, samples / f"step_{step:06d}" / file, step, of_lora)
             show(where, "target", samples / "target" / file, number=of_vae)
             shown[where]["target"] = shown[where].pop("target") # it comes last, behind the LoRAs of all runs
-    if not shown:
-        for run in runs:
-            for path in sorted((run.folder / "samples").glob("step_*_*.png")):
-                step, name = path.stem.split("_", 2)[1:]
-                show((f"{run.name}: {name}", "contact sheets"), "sheet", path, int(step))
     cards = []
     for (heading, remark), tiles in shown.items():
         row = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
                for name, t in tiles.items()]
         cards.append(card(heading, remark, row))
-    steps = sorted(steps - {0})
-    slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
-                  max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
+    steps, slider, at = sorted(steps - {0}), None, f"; the LoRA's are of step {max(steps, default=0):,}"
+    if len(steps) > 1:
+        slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
+                      max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
+        at = "; the arrow keys change the step"
     remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
-                  "picture to compare it with another one; the arrow keys change the step.", class_="detail")
+                  f"picture to compare it with another one{at}.", class_="detail")
     if not cards:
-        remark = node("p", "There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
-                      "what the LoRA makes of them. predict.py --image draws any picture with it.", class_="detail")
-        return section("Validation pictures", remark)
-    return section("Validation pictures", remark, slider, *cards)
+        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
+                       "what the LoRA makes of them. predict.py --image draws any picture with it.")
+        if any(run.flags.get("val_data") for run in runs):
+            remark.text = "There are none yet: validations draw them, each --sample_every steps and at the end."
+    rest = node("details", node("summary", f"{len(cards) - SHOWN} more pictures"), *cards[SHOWN:])
+    return section("Validation pictures", remark, slider, *cards[:SHOWN], rest if cards[SHOWN:] else None)
+
+def groups(runs):
+    """-> the section with the mean PSNRs of all groups but the first dataset's, in the last validation; or None."""
+    rows = []
+    for run in [run for run in runs if run.validations]:
+        means = {name: m for name, m in run.validations[-1].get("psnr", {}).items() if name != run.dataset}
+        if means:
+            means["all pictures"] = mean_psnr(run.validations[-1])
+        rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in KINDS]] for name, m in means.items()]
+    remark = "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures."
+    return section("Groups of validation pictures", node("p", remark, class_="detail"),
+                   table(rows, ["", "input", "base", "LoRA", "VAE alone"])) if rows else None
 
 def find_samples(roots):
     """-> {"root/name": Sample} of those datasets that are on this machine."""
@@ -294,19 +347,24 @@ def find_samples(roots):
     return by_name
 
 def hardest_pairs(run, most):
-    """Prints the hardest samples -> the section with their pictures, as far as these are on this machine."""
-    hardest, samples, cards = find_hardest(run.steps)[:most], find_samples(run.flags.get("data") or []), []
-    none = "" if hardest else " none, the run is too short to tell"
-    print(f"hardest samples of {run.folder}, by their loss relative to the mean at the same timesteps:{none}")
-    for name, ratio, times in hardest:
-        print(f"{ratio:6.2f}  {name}  (seen {times} times)")
+    """-> (lines to print, the section that says the same): the samples that stand out, at most so many, with their
+    pictures, as far as these are on this machine."""
+    pairs, cards = find_hardest(run.steps), []
+    hardest = [pair for pair in pairs if pair[1] > STANDS_OUT]
+    said = f"The run is too short to tell: no pair was seen {SEEN} times in its second half."
+    above = f"more than {STANDS_OUT} times the median pair's loss at the same noise levels"
+    if pairs:
+        said = f"No pair stands out with {above}: the largest has {pairs[0][1]:.2f} times, {pairs[0][0]}."
+    if hardest:
+        said = f"{len(hardest)} of {len(pairs)} pairs stand out with {above}. Look at them: a target may be wrong."
+    lines, samples = [f"{run.folder}: {said}"], find_samples(run.flags.get("data") or []) if hardest else {}
+    for name, ratio, times in hardest[:most]:
+        lines.append(f"{name}: {ratio:.2f} times the median, seen {times} times in the second half of the run")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
-        detail = f"{name}: {ratio:.2f} times the mean loss at its noise levels, seen {times} times in the second half"
-        cards.append(card(s.prompts[0], detail, [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
-    remark = "These have the largest losses for their noise levels. Look at them: a target may be wrong."
-    return section(f"Hardest training pairs{run.title}", node("p", remark, class_="detail"),
-                   node("div", *cards, class_="pairs")) if cards else None
+        cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
+    return lines, section(f"Hardest training pairs{run.title}", node("p", said, class_="detail"),
+                          node("div", *cards, class_="pairs"))
 
 def to_share(word):
     """A word of a command -> the same without paths of this disk, as others may see the page: a path below the folder
@@ -357,15 +415,15 @@ def settings(run):
     rows = {True: [], False: []} # True: the command gave the flag
     for name, value in run.flags.items():
         rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
-    usual = node("details", node("summary", f"{len(rows[False])} flags that were not given"), table(rows[False]))
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
-    return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual,
-                   node("h3", "Versions"), table(versions))
+    usual = node("details", node("summary", "Flags that were not given, and versions"), table(rows[False] + versions))
+    return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual)
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-def make_page(folders, page, most):
-    """Reads the runs, writes their page, prints the hardest samples."""
+def make_page(folders, page, most, watched=False):
+    """Reads the runs and writes their page -> the lines to print: the hardest samples, and where the page is. watched:
+    browsers load it again and again, until the runs are done."""
     runs = [read_log(folder) for folder in folders]
     names = [run.name for run in runs]
     for n, run in enumerate(runs):
@@ -377,17 +435,30 @@ def make_page(folders, page, most):
             run.title = f": {run.name}"
     title = " and ".join(run.name for run in runs)
     about = f"{runs[0].flags.get('model', '')}, trained on {' '.join(flag_words(runs[0].flags.get('data', '?')))}"
-    head = node("header", node("h1", title), node("p", about))
-    hardest = [hardest_pairs(run, most) for run in runs if most]
-    save_page(page, title, [head, figures(runs), pictures(runs, page), curves(runs), *hardest, *map(settings, runs)])
-    print(f"{page}: open it in a browser")
+    live = None
+    if not all(run.done for run in runs): # the browser turns this into how long ago that was, and how much is left
+        left = max([seconds for run in runs if (seconds := seconds_left(run))], default=None)
+        live = node("p", f"updated {time.strftime('%d %b %Y, %H:%M')}", class_="live", data_made=round(time.time()),
+                    data_left=left, data_reload=WATCH if watched else None)
+    head = node("header", node("h1", title), node("p", about), live)
+    hardest = [hardest_pairs(run, most) for run in runs if most and run.steps]
+    parts = [head, figures(runs), curves(runs), pictures(runs, page), groups(runs), *[part for _, part in hardest]]
+    save_page(page, title, [*parts, *map(settings, runs)])
+    hint = "" if live is None or watched else "; --watch keeps it up to date"
+    return [*[line for lines, _ in hardest for line in lines], f"{page}: open it in a browser{hint}"]
 
-def progress(folder):
-    """-> (whether the run is done, a number that changes when it is time to rewrite the page; None: no step yet)."""
-    log = folder / "log.jsonl"
-    text = log.read_bytes() if log.is_file() else b""
-    number = text.count(b'"val_loss"') or text.count(b'"loss"') // 100
-    return (folder / "DONE").exists(), number if b'"loss"' in text else None
+def refuse_no_run(folder, watch):
+    """InputError if `folder` is no run's; if it holds runs, they are listed first. watch: it may become one."""
+    runs = [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
+    if (folder / "log.jsonl").is_file() or watch and folder.is_dir() and not runs:
+        return
+    for run in runs:
+        with contextlib.suppress(InputError): # another program may have a log.jsonl, too
+            print(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
+    near = [str(log.parent) for log in folder.parent.glob("*/log.jsonl")]
+    near = difflib.get_close_matches(str(folder), near, 1) or ["a run folder of train.py"]
+    what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
+    raise InputError(f"{folder}: {what}; give {runs[-1] if runs else near[0]}")
 
 def main():
     parser = Parser(__doc__)
@@ -395,23 +466,26 @@ def main():
     parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
     parser.add_argument("--hardest", type=natural, default=6, metavar="N",
                         help="how many of the hardest samples to print and to show (0: none)")
-    parser.add_argument("--watch", action="store_true", help="rewrite the page at each validation, until the run ends")
+    parser.add_argument("--watch", action="store_true",
+                        help="write the page again as the log grows, until the run ends; browsers then load it again")
     args = parser.parse_args()
-    if missing := [folder for folder in args.run if not folder.is_dir()]:
-        raise InputError(f"{missing[0]}: no folder has this name; give a run folder of train.py")
+    for folder in args.run:
+        refuse_no_run(folder, args.watch)
     page, written = args.out or args.run[0] / "index.html", None
     if page.suffix != ".html":
         raise InputError(f"--out {page}: is no page; give a name that ends in .html, such as {page / 'index.html'}")
     common.refuse_to_replace(page, PAGE)
     while True:
-        state = [progress(folder) for folder in args.run]
-        too_early = args.watch and (False, None) in state
-        if state != written and not too_early:
-            make_page(args.run, page, args.hardest)
-            written = state
-        if not args.watch or all(done for done, _ in state):
+        done = all((folder / "DONE").exists() for folder in args.run)
+        logs = [log.stat().st_size for folder in args.run if (log := folder / "log.jsonl").is_file()]
+        if len(logs) == len(args.run) and [done, *logs] != written:
+            lines = make_page(args.run, page, args.hardest, args.watch)
+            if done or not written: # not each time
+                print("\n".join(lines))
+            written = [done, *logs]
+        if not args.watch or done:
             return
-        time.sleep(5)
+        time.sleep(WATCH)
 
 if __name__ == "__main__":
     main()
