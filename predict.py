@@ -38,9 +38,8 @@ from time import monotonic
 from types import SimpleNamespace
 
 import common
-from common import (JOB_TYPES, LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, SAMPLING, InputError, checkpoints, file_hash,
-                    find_lora, is_one_file, load_extra, make_sample, noise_level, number, number_of, pixels, png_name,
-                    positive)
+from common import (JOB_TYPES, LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, SAMPLING, InputError, file_hash, find_lora,
+                    is_one_file, load_extra, make_sample, noise_level, number, pixels, png_name, positive)
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""

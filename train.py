@@ -26,7 +26,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import time

@@ -17,8 +17,7 @@ from pydoc import locate
 import torch
 
 import predict
-from common import InputError, read_tensors, write_tensors
-from predict import LORA_FILE, checkpoints, number_of
+from common import LORA_FILE, InputError, checkpoints, number_of, read_tensors, write_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 

@@ -30,7 +30,6 @@ import csv
 import functools
 import hashlib
 import io
-import json
 import os
 import re
 import shutil
