@@ -43,7 +43,7 @@ def test_what_a_file_cannot_hold_or_has_no_effect_is_refused_before_a_model_is_l
 PEFT_REFUSES = [dict(init_lora_weights=word) for word in ("PISSA", "corda", "loftq", "nonsense", "True", 1)] + [
     dict(layer_replication=[[0, 1]]), dict(runtime_config={}), dict(trainable_token_indices=[1]),
     dict(arrow_config={}), dict(use_bdlora={}), dict(target_parameters=["attn.to_q.weight"]),
-    dict(init_lora_weights="orthogonal", r=3), dict(layers_pattern="transformer_blocks")]
+    dict(layers_pattern="transformer_blocks")]
 
 @pytest.mark.parametrize("given", PEFT_REFUSES, ids=str)
 def test_what_peft_refuses_is_one_line(small, tmp_path, given):
@@ -53,7 +53,7 @@ def test_what_peft_refuses_is_one_line(small, tmp_path, given):
 
 INITS = True, False, None, "gaussian", "Gaussian", "orthogonal", "Mica"
 TRAINED = [dict(init_lora_weights=word) for word in INITS] + [
-    dict(use_rslora=True), dict(use_rslora=False, bias="none"), dict(r=4, lora_alpha=3), dict(lora_dropout=0.3),
+    dict(use_rslora=True), dict(use_rslora=False, bias="none"), dict(lora_dropout=0.3),
     dict(rank_pattern={"to_q": 4}, init_lora_weights=False), dict(alpha_pattern={r"1\.attn\.to_v": 7}),
     dict(rank_pattern={"to_q": 4}, alpha_pattern={"to_v": 7}, use_rslora=True, init_lora_weights=False),
     dict(layers_to_transform=[1], layers_pattern="transformer_blocks"), dict(exclude_modules=["to_v"]),
@@ -116,8 +116,13 @@ def test_one_weight_of_the_base_that_changes_by_a_bit_is_noticed(monkeypatch):
         with pytest.raises(SystemExit, match="for 1 tensors"):
             lora_args.refuse(other, weights, {})
 
+@pytest.mark.parametrize("given", [dict(r=4), dict(lora_alpha=3)], ids=str)
+def test_what_has_a_flag_of_its_own_is_refused(given):
+    result = run_script("train.py", *flags_of(given))
+    assert result.status == 2 and is_one_line(result.errors[0], "--lora_args", "--lora_rank"), result.err
+
 def test_every_field_of_peft_is_tried_here():
     """A new version's new fields belong into one of the lists above."""
     tried = {key for given in [given for given, _ in REFUSED] + PEFT_REFUSES + TRAINED for key in given}
-    others = {"target_modules", "use_dora", "corda_config", "loftq_config", "peft_version"}
+    others = {"target_modules", "r", "lora_alpha", "use_dora", "corda_config", "loftq_config", "peft_version"}
     assert not {field for field in LoraConfig.__dataclass_fields__} - tried - others

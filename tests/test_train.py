@@ -192,12 +192,18 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("weight, colour", [("background", "black"), ("foreground", "white")])
 def test_a_mask_that_leaves_nothing_to_learn_ends_the_run_and_is_named(tmp_path, weight, colour):
-    """Its loss would be 0, and one among others would make their gradients smaller. A gray mask leaves something."""
+    """Its loss would be 0, and one among others would make their gradients smaller. A gray pixel of 256 is no token;
+    half of the picture is something. (Without that pixel the mask would mark nothing, or everything, and not be used.)"""
+    half = Image.new("L", (64, 64), "gray")
+    half.paste({"black": "white", "white": "black"}[colour], (0, 0, 64, 32))
     for name in "ab":
-        add_item(tmp_path / "data", name, mask=Image.new("L", (64, 64), "gray"))
+        add_item(tmp_path / "data", name, mask=half)
     flags = [f"--mask_{weight}_weight", 0, "--max_steps", 4]
     assert all(loss > 0 for loss in train(tmp_path / "data", tmp_path, *flags).losses)
-    save(Image.new("L", (64, 64), colour), tmp_path / "data/mask/b.png")
+    dot = Image.new("L", (64, 64), colour)
+    for n in (1, 2): # (two values would be labels)
+        dot.putpixel((20 * n, 20), 255 - 50 * n if colour == "white" else 50 * n)
+    save(dot, tmp_path / "data/mask/b.png")
     result = train(tmp_path / "data", tmp_path, *flags)
     assert result.status == 1 and is_one_line(result.errors[0], "data/mask/b.png", "no token a weight"), result.err
     assert not list(tmp_path.glob("run-1/*.safetensors"))
