@@ -806,10 +806,17 @@ def read_json(text):
         found = {}
         for key, value in pairs:
             if key in found:
-                raise ValueError(f"{key!r} is given twice; keep one")
+                raise ValueError(f"{key!r} is given twice")
             found[key] = value
         return found
     return json.loads(text, object_pairs_hook=unique)
+
+def read_object(text):
+    """read_json's dict. ValueError if it is something else."""
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"no JSON object: {text:.60}")
+    return value
 
 def as_list(value):
     if not isinstance(value, (str, list)):
@@ -821,9 +828,7 @@ def read_row(manifest, n, line, job_types):
     where = f"{manifest}:{n}"
     is_job = job_types is not None
     try:
-        row = read_json(line)
-        if not isinstance(row, dict):
-            raise TypeError(f"no object: {row}")
+        row = read_object(line)
         controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
         prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
         if not target and not is_job:
@@ -833,8 +838,10 @@ def read_row(manifest, n, line, job_types):
     except KeyError as e:
         want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
         raise InputError(f"{where}: no field {e}; want {want}")
-    except Exception as e: # a line of JSON can be anything
+    except json.JSONDecodeError as e:
         raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, no comma behind its last field")
+    except Exception as e: # a line of JSON can be anything
+        raise InputError(f"{where}: {first_words(e)}; correct this line")
     settings = {}
     for key, value in row.items():
         if key not in (job_types or {}):

@@ -96,15 +96,21 @@ def refuse(model, weights, lora_args):
 
 
 def refuse_added(model, load, lora_args):
-    """As `refuse`, for the model that will be trained; and an entry of rank_pattern or alpha_pattern that fits no
-    layer, which peft would ignore. load(): the transformer without a LoRA. Its files are mapped into memory, so this
-    reads all of them once, which placing the model would do next."""
+    """As `refuse`, for the model that will be trained; and an entry of rank_pattern, alpha_pattern or
+    layers_to_transform that fits no layer, which peft would ignore. load(): the transformer without a LoRA. Its files
+    are mapped into memory, so this reads all of them once, which placing the model would do next."""
     # weights on the meta device (--plan), and those that one file fills in later, say nothing
     weights = {name: p for name, p in load().named_parameters() if p.untyped_storage().nbytes() >= p.nbytes}
     refuse(model, {} if model.device.type == "meta" else weights, lora_args)
     names = {name.rsplit(".lora_", 1)[0] for name in get_peft_model_state_dict(model)}
+    config = model.peft_config["default"]
+    blocks = config.layers_to_transform # None, a number or a list
+    for block in [blocks] if isinstance(blocks, int) else blocks or []:
+        if not any(f"blocks.{block}." in name for name in names):
+            raise InputError(f"--lora_args layers_to_transform: no layer of this LoRA is in a block {block}; there are "
+                             f"{', '.join(sorted(names)[:4])} ...")
     for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(model.peft_config["default"], field):
+        for pattern in getattr(config, field):
             if not any(get_pattern_key([pattern], name) == pattern for name in names):
                 raise InputError(f"--lora_args {field}: no layer of this LoRA is named {pattern}; there are "
                                  f"{', '.join(sorted(names)[:4])} ...")

@@ -28,7 +28,7 @@ from diffusers import QwenImageTransformer2DModel
 from peft.utils.other import get_pattern_key
 from tqdm import tqdm
 
-from common import InputError, first_words
+from common import InputError, first_words, read_object
 from extras import foreign
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -69,6 +69,8 @@ def warn_of_no_effect(file, state, meta):
              "training")
     elif not any(alphas):
         warn(f"warning: {file}: has no effect: its alpha is 0")
+    elif min(alphas) < 0:
+        warn(f"warning: {file}: has a negative alpha, {min(alphas):g}, so it does the opposite of what was trained")
 
 
 def error_of(file, what, remedy="take another file"):
@@ -181,7 +183,7 @@ def find_configs(file, header, tensors):
     sources, train = [], {}
     for key in ("lora_adapter_metadata", "train"): # diffusers' entry, and what tools/convert_lora.py writes for ComfyUI
         try:
-            meta = dict(json.loads(header.get(key, "{}")))
+            meta = read_object(header.get(key, "{}"))
         except (ValueError, TypeError) as e:
             if key == "train": # another program's
                 continue
@@ -199,7 +201,7 @@ def find_configs(file, header, tensors):
     peft_s = file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
     if peft_s and (file.parent / PEFT_CONFIG).is_file():
         try:
-            sources.append((PEFT_CONFIG, dict(json.loads((file.parent / PEFT_CONFIG).read_text()))))
+            sources.append((PEFT_CONFIG, read_object((file.parent / PEFT_CONFIG).read_text())))
         except (ValueError, TypeError) as e:
             raise error_of(file, f"{PEFT_CONFIG} beside it cannot be read ({first_words(e)})")
     for where, config in sources:
@@ -332,6 +334,10 @@ def convert(file, rank):
                 "tools/convert_lora.py is nearer")
         if os.environ.get("RANK", "0") == "0":
             print(line)
+    without = [layer for layer, parts in layers.items() if "alpha" not in parts]
+    if without and len(without) < len(layers) and not configs:
+        warn(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "
+             f"{without[0]}; theirs is taken for the rank, as ComfyUI does")
     meta = meta_of(alphas) | train
     warn_of_no_effect(file, state, meta)
     return state, meta

@@ -284,7 +284,7 @@ def row(changes=""):
 BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line number
     "no JSON": ('{"target": "target/cat.png", ',),
     "no object": ('["target/cat.png"]',),
-    "numbers": ("[1, 2]", "no object: [1, 2]"),
+    "numbers": ("[1, 2]", "no JSON object: [1, 2]"),
     "deep": ("[" * 100_000,),
     "no target": (row('"target": null'), "target"),
     "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
@@ -296,7 +296,8 @@ BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line numbe
     "invisible prompt": (row(r'"prompt": "\u200b\u2060"'), "empty prompt"),
     "a placeholder": (row('"prompt": "[trigger] so"'), "[trigger]", "write the word itself"),
     "a key twice": (row()[:-1] + ', "control": "control/good.png"}', "'control' is given twice"),
-    "a key twice inside": (row('"prompt": {"a": 1, "a": 2}'), "'a' is given twice"),
+    "a key twice inside": (row('"prompt": {"a": 1, "a": 2}'), "'a' is given twice; correct this line"),
+    "a number as prompt": (row('"prompt": 5'), "5 is neither a text nor a list; correct this line"),
     "half a character": (row(r'"prompt": "add a \ud83d"'), r"\ud83d"),
     "missing picture": (row('"control": ["control/tom.png"]'), "control/tom.png"),
     "parent": (row('"control": ["../secret.png"]'), "../secret.png"),

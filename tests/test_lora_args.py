@@ -77,11 +77,13 @@ def test_the_file_on_the_published_base_is_what_was_trained(small, tmp_path, giv
     assert rel(loaded, trained) < 1e-5 and not torch.equal(loaded, bare)
 
 @pytest.mark.parametrize("given", [
-    dict(rank_pattern={"to_q": 4, "to_qq": 8}), dict(alpha_pattern={"net.2": 3})], ids=str)
+    dict(rank_pattern={"to_q": 4, "to_qq": 8}), dict(alpha_pattern={"net.2": 3}),
+    dict(layers_to_transform=[0, 60], layers_pattern="transformer_blocks")], ids=str)
 def test_a_pattern_that_fits_no_layer_is_refused(small, tmp_path, given):
     result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "a", *flags_of(given))
-    field, = given
-    assert result.status == 1 and is_one_line(result.errors[0], f"--lora_args {field}", [*given[field]][-1]), result.err
+    field = next(iter(given))
+    last = str([*given[field]][-1])
+    assert result.status == 1 and is_one_line(result.errors[0], f"--lora_args {field}", last), result.err
 
 @pytest.mark.parametrize("plan", [[], ["--plan"]])
 def test_with_good_arguments_a_plan_is_made(small, tmp_path, plan):

@@ -178,6 +178,10 @@ class Sparse(Optimizer):
         state["sparse"] = p.grad.to_sparse()
         return 1
 
+class ChangesNothing(Optimizer):
+    def update(self, p, state, group):
+        return 0
+
 class FailsInItsStep(Optimizer):
     def update(self, p, state, group):
         return {}["missing"]
@@ -191,7 +195,7 @@ OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Attribute, Lists, Nes
 LOST = {ByParameter: "counts", Generator: "random", PythonsGenerator: "random", GlobalGenerator: "all of its state",
         Closure: "all of its state", ObjectThatCounts: "counter", ObjectInState: "SimpleNamespace in its moment",
         LateObject: "set in its later", StateOfAll: "state", Window: "all of its state", Sparse: "a trial",
-        OneTensorTwice: "all of its state", FailsInItsStep: "KeyError"}
+        OneTensorTwice: "all of its state", FailsInItsStep: "KeyError", ChangesNothing: "changes no weight"}
 
 @pytest.mark.parametrize("optimizer", OWN)
 def test_state_of_every_form_resumes_to_the_bit(small, tmp_path, optimizer):

@@ -30,6 +30,7 @@ import csv
 import functools
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -340,10 +341,11 @@ def by_role(row, where):
 def parse_row(where, row):
     """A row of read_rows -> {column: cell}."""
     try:
-        row = common.read_json(row) if isinstance(row, str) else row
-        return dict(row.items())
+        if isinstance(row, dict):
+            return dict(row)
+        return common.read_object(row if isinstance(row, str) else json.dumps(row))
     except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{where}: no JSON object ({e}); write one in each line")
+        raise InputError(f"{where}: {common.first_words(e)}; write one JSON object for each sample")
 
 def unread(row, columns):
     """-> the columns of a row that hold something and have no role, or one that --columns gives to others."""
@@ -457,7 +459,7 @@ class Loader(yaml.SafeLoader): # a class, as yaml calls its method
         node = super().compose_mapping_node(anchor)
         for key, count in Counter(str(key.value) for key, _ in node.value).items():
             if count > 1:
-                raise ValueError(f"{key!r} is given twice; keep one")
+                raise ValueError(f"{key!r} is given twice")
         return node
 
 def read_config(path):
@@ -477,7 +479,9 @@ def read_config(path):
             datasets = [{key: process[key] for key in REMEDIES if key in process} | dataset
                         for process, dataset in pairs]
     except Exception as e: # a foreign file can fail in any way
-        why = f"no {e}" if isinstance(e, KeyError) else f"{type(e).__name__}: {common.first_words(e)}"
+        why = f"no {e}" if isinstance(e, KeyError) else "its layout is another one"
+        if isinstance(e, (ValueError, yaml.YAMLError)): # (the others speak of Python)
+            why = common.first_words(e)
         raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
     for key in dict.fromkeys(key for dataset in datasets for key in dataset):
         if key not in read and any(is_lost(key, dataset.get(key)) for dataset in datasets):
