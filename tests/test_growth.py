@@ -89,10 +89,10 @@ def starts(tmp_path_factory):
     return starts
 
 def test_a_second_start_opens_no_picture_and_is_near_linear(starts, monkeypatch, capsys):
-    def refuse(path):
+    def refuse(path, *_):
         raise AssertionError(f"{path}: read again")
-    for name in ("look_at", "image_size", "file_hash"):
-        monkeypatch.setattr(cache, name, refuse)
+    for name in ("open_image", "file_hash"):
+        monkeypatch.setattr(common, name, refuse)
     before = starts[MANY].index.stat().st_mtime_ns
     assert_near_linear("second start", starts[FEW].again, starts[MANY].again, capsys)
     assert starts[MANY].index.stat().st_mtime_ns == before

@@ -99,9 +99,10 @@ def write_samples(folder, samples, dtype=torch.bfloat16):
             common.write_tensors(text, embed, dict(version=common.VERSION, key=text.stem))
             texts[prompt, True] = dict(tokens=sample["text"], file=text)
         pixels = [(16 * w, 16 * h) for _, h, w in sample["shapes"]]
+        pictures = [f"{name}.png", *[f"{name}_{n}.png" for n in range(len(controls))]] # which are not here any more
         written.append(common.Sample(
-            name, "data", [f"{name}_{n}.png" for n in range(len(controls))], ["make it snow"], target=f"{name}.png",
-            sizes=pixels, encodings=[dict(img_shapes=sample["shapes"], file=file)], texts=texts))
+            name, "data", pictures[1:], ["make it snow"], target=pictures[0], sizes=pixels, texts=texts,
+            encodings=[dict(img_shapes=sample["shapes"], file=file)], contents=dict.fromkeys(pictures, "0" * 64)))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
     cache.write_index(folder / "index.json", written, geometry, {})
     return folder / "index.json"
