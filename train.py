@@ -26,6 +26,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -424,7 +425,7 @@ def data_hash(epoch):
     return common.content_key(samples=contents)
 
 def save_checkpoint(step, transformer, lora, optimizer, meta):
-    """Writes a checkpoint, which appears whole or not at all, and deletes the older ones beyond --keep."""
+    """Writes a checkpoint, which appears whole or not at all, and deletes the older ones beyond --keep but for the best."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
     with averaged_weights(optimizer):
@@ -434,8 +435,10 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     # the rename is the moment at which the checkpoint exists; a kill before it leaves the older ones as they were
     os.replace(tmp, path)
     common.sync_folder(out_dir)
+    kept = [step for step, _ in best.best_steps(out_dir).values()] if best else []
     for old in checkpoints(out_dir)[:-args.keep]:
-        shutil.rmtree(old)
+        if number_of(old) not in kept:
+            shutil.rmtree(old)
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -585,11 +588,11 @@ def clock():
 
 def step_line(record, left):
     """A step as a person reads it. record: what the log has of it; left: seconds until the end."""
-    line = ("step {step}/{max_steps} | loss {loss:.4f} | lr {lr:.1e} | grad {grad_norm:.3f} | {seconds:.2f} s | "
-            "{batch_size} img | {tokens:,} tok | {speed:.1f}k tok/s | {memory:.1f} GiB").format(
+    line = ("step {step}/{max_steps}  loss {loss:.4f}  lr {lr:.1e}  grad {grad_norm:.2g}  {seconds:.3g} s  "
+            "{speed:.3g}k tok/s  {memory:.3g} GiB").format(
                 **vars(args) | record, speed=record["tokens"] / record["seconds"] / 1000)
     if record["step"] > 1: # the first step also warms up
-        line += f" | {timedelta(seconds=round(left))} left"
+        line += f"  {timedelta(seconds=round(left)) if left < 86400 else f'{left / 3600:.0f} h'} left"
     if record["loss"] > 10:
         line += "\nexploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr"
     return line
@@ -634,7 +637,7 @@ def validation_loss():
 def validate(step, track):
     """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports."""
     say(f"step {step}: validation on {len(val_samples)} samples")
-    record, sheets = dict(step=step, psnr={}, pictures=[]), {}
+    begun, record, sheets = clock(), dict(step=step, psnr={}, pictures=[]), {}
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
@@ -652,7 +655,9 @@ def validate(step, track):
         more, sheets = drawn
         record |= more
     if rank == 0:
-        write_log(record)
+        write_log(record | dict(seconds=round(clock() - begun, 4)))
+        if best:
+            say(best.describe(out_dir))
         if track:
             track(step, dict(val_loss=record["val_loss"]), sheets)
 
@@ -673,6 +678,7 @@ out_dir = common.gather_objects(out_dir)[0]
 # The checkpoint to continue from, behind the lock: a run that is just ending may still write one. We look at it before
 # anything slow begins, so that a forbidden change or a finished run is reported within seconds.
 resume, checkpoint, step = common.find_extra("resume"), None, 0
+best = common.find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
 if args.resume:
@@ -717,13 +723,14 @@ if args.compile:
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise.
 recomputed = recompute_blocks(transformer, samples)
-say(f"gradient checkpointing: the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks "
-    "again")
+if recomputed:
+    say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
+        "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
 if probe := common.find_extra("probe"): # or a checkpoint that lacks a part of its state would be noticed too late
     probe.check(args, lora, make_optimizer, averaged_weights, use_trained_weights)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
-    f"base on {args.device}, {world_size} process(es)")
+    f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
@@ -779,6 +786,7 @@ loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders 
 
 bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=common.quiet(), leave=False)
 begun, first_step, saving = time.monotonic(), step, True
+said = begun # when a step was last printed
 while step < args.max_steps and not stop:
     # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
     if validation_due(step):
@@ -852,8 +860,15 @@ while step < args.max_steps and not stop:
         write_log(record, sync=saving)
         if track:
             track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-        say(step_line(record, (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)))
+        bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
         bar.update()
+        now = time.monotonic()
+        # a terminal, where the bar tells how far it is, gets a line in ten steps or in a minute, a file each step
+        if bar.disable or saving or step % 10 == 0 or step == first_step + 1 or loss > 10 or now - said > 60:
+            said = now
+            say(step_line(record, (now - begun) / (step - first_step) * (args.max_steps - step)))
+        if step == first_step + 1:
+            say(f"the curves, in a browser: python tools/page.py {shlex.quote(str(out_dir))} --watch")
         if saving:
             save_checkpoint(step, transformer, lora, optimizer, meta)
 bar.close()

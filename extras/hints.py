@@ -84,7 +84,9 @@ def refuse_empty(parser):
 
 def describe(samples, val_samples):
     """-> lines: what will be trained, how many of it have a mask, and how much of it is validated, too."""
-    lines = [f"{len(samples)} samples with {sum(len(s.prompts) for s in samples)} prompts"]
+    lines, prompts = [f"{len(samples)} samples"], sum(len(s.prompts) for s in samples)
+    if prompts != len(samples):
+        lines[0] += f" with {prompts} prompts"
     if alone := sum(not s.controls for s in samples):
         lines[0] += f", {alone} of them without a control: text-to-image"
     if masks := common.find_extra("mask"):
@@ -105,10 +107,15 @@ def next_commands(args, out_dir, default, sampling_flags):
         value = getattr(args, name)
         if value != default(name): # these are predict.py's flags, too
             flags += [f"--{name}", "all" if value == common.ALL_BLOCKS else str(value)]
-    command = shlex.join([*flags, "--lora", str(out_dir), *args.sample_lora])
-    return (f"next:\n  python predict.py {command} --image CONTROL.png --prompt \"...\"\n"
+    best, chosen, compared = common.find_extra("best"), out_dir, ""
+    for folder, names in best.better_checkpoints(out_dir).items() if best else ():
+        compared += f"{folder} is better than the last one by {' and '.join(names)}; compare them\n"
+        if len(names) == len(best.best_steps(out_dir)): # by all measures
+            chosen = folder
+    command = shlex.join([*flags, "--lora", str(chosen), *args.sample_lora])
+    return (f"{compared}next:\n  python predict.py {command} --image CONTROL.png --prompt \"...\"\n"
             f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
-            f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(out_dir / common.LORA_FILE)!r})")
+            f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(chosen / common.LORA_FILE)!r})")
 
 
 def edited(index, samples, cache_dir):

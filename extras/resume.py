@@ -9,7 +9,9 @@ it comes back.
 """
 import contextlib
 import json
+import shlex
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pydoc import locate
@@ -20,6 +22,7 @@ import predict
 from common import LORA_FILE, InputError, checkpoints, number_of, read_tensors, write_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_args --pretrained_lora".split()
 
 
 @dataclass
@@ -65,9 +68,23 @@ def refuse_changes(out_dir, old, config, parser):
         before = old.get(name, parser.get_default(name))
         if before != value:
             changes.append(f"{name}: {before} -> {value}")
+    if changes and all(change.startswith("max_steps: ") for change in changes):
+        raise InputError(f"--resume: {out_dir}: the learning rate of --lr_scheduler {config['lr_scheduler']} ends at step "
+                         f"{old['max_steps']}, so this run cannot go on; start a new one from its LoRA: "
+                         f"{from_its_lora(out_dir)}")
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
                          "ones, or start a new run")
+
+
+def from_its_lora(out_dir):
+    """-> this process's command, as one that starts a new run from that LoRA, which has its own rank and layers."""
+    words, left_out = [], False
+    for word in sys.argv[1:]:
+        if word.startswith("--"):
+            left_out = word.split("=")[0] in LEFT_OUT
+        words += [] if left_out else [word]
+    return shlex.join(["python", sys.argv[0], *words, "--pretrained_lora", str(out_dir)])
 
 
 def clean_folder(out_dir, step):

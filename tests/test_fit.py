@@ -378,8 +378,8 @@ def flags(small, tmp_path_factory):
 def trained(flags, folder):
     result = run_script("train.py", *flags, "--out_dir", folder)
     assert result.status == 0, result.err
-    recomputed = re.search(r"the backward pass computes (\d) of 3 blocks again", result.out)
-    return int(recomputed[1]), curve(log_of(folder)), lora_of(folder)
+    recomputed = re.search(r"the backward pass computes (\d) of 3 blocks again", result.out) # no line if it is none
+    return int(recomputed[1]) if recomputed else 0, curve(log_of(folder)), lora_of(folder)
 
 @pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"], ["--batching", "padded"]],
                          ids=["plain", "dropout", "offload", "padded"])
@@ -436,7 +436,7 @@ def test_all_processes_keep_what_the_smallest_room_allows(flags, start, tmp_path
         ranks = start_ranks(start, *flags, *more, "--out_dir", tmp_path / name, preludes=preludes)
         assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
         said = re.search(r"computes (\d) of 3 blocks again", ranks[0].output())
-        assert said[1] == ("0" if name == "all" else "3")
+        assert not said if name == "all" else said[1] == "3"
         assert ("and the attention of the other" in ranks[0].output()) == (name == "some")
         assert curve(log_of(tmp_path / name)) == curve(log_of(tmp_path / "none"))
 

@@ -70,7 +70,7 @@ def test_such_a_sample_learns_the_velocity_of_stock_without_the_lora(tmp_path, f
         assert loss.item() == pytest.approx(want_loss.item(), rel=1e-4) and loss > 1e-4
 
 def test_the_first_step_has_nothing_to_learn_of_them(tmp_path, flags):
-    """The LoRA is the base until it has learned something else. (With --preserve 1 it never would, which is refused.)"""
+    """The LoRA is the base until it has learned something else. (With --preserve 1 it never does, which is refused.)"""
     ns = trained(flags, tmp_path / "a", "--max_steps", 1, "--preserve", 0.9999).globals
     record, = log_of(tmp_path / "a")
     assert record["loss"] == record["grad_norm"] == 0 and set(record["losses"]) == {0.0}

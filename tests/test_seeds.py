@@ -295,8 +295,8 @@ def test_firered_s_classes_are_taken(tmp_path):
 def test_the_log_says_how_many_blocks_are_recomputed(tmp_path, flags, blocks):
     result = train(add_item(tmp_path / "data", "cat"), tmp_path, "--cache_dir", tmp_path / "c", *NATIVE, *flags)
     assert result.status == 0, result.err
-    said = re.findall(r"^gradient checkpointing: the backward pass computes (\d) of 3 blocks again$", result.out, re.M)
-    assert said == [f"{blocks}"]
+    said = re.findall(r"the backward pass computes (\d) of 3 blocks again", result.out)
+    assert said == ([f"{blocks}"] if blocks else [])
 
 def test_predict_reports_time_and_memory(tmp_path, photo, monkeypatch):
     said = re.search(r"^pictures: 1, (\d+\.\d) s, (\d+\.\d) GiB$", predict_photo(photo, tmp_path).out, re.M)

@@ -193,7 +193,7 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
 @pytest.mark.parametrize("weight, colour", [("background", "black"), ("foreground", "white")])
 def test_a_mask_that_leaves_nothing_to_learn_ends_the_run_and_is_named(tmp_path, weight, colour):
     """Its loss would be 0, and one among others would make their gradients smaller. A gray pixel of 256 is no token;
-    half of the picture is something. (Without that pixel the mask would mark nothing, or everything, and not be used.)"""
+    half of the picture is something. (Without such pixels the mask would mark nothing or all, and not count.)"""
     half = Image.new("L", (64, 64), "gray")
     half.paste({"black": "white", "white": "black"}[colour], (0, 0, 64, 32))
     for name in "ab":
