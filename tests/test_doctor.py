@@ -212,7 +212,7 @@ def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
     diagnose(tmp_path / "data", "--target_pixels", "native", "--control_pixels", "native", out=out)
     read = Reader(out / "index.html")
     assert attack in read.texts["p"] and [tag for tag, _ in read.tags].count("script") == 1
-    assert read.texts["h2"] == ["Duplicate", "Overview", "Numbers"] and read.texts["h3"][0] == "one: and two"
+    assert read.texts["h2"] == ["Duplicate, 1", "Overview", "Numbers"] and read.texts["h3"][0] == "one: and two"
     names = [p["data-name"] for p in read.pictures if p["src"].startswith("pictures/duplicate")]
     assert names == ["control", "target", "its control", "its target"]
     assert {out / picture["src"] for picture in read.pictures} == set((out / "pictures").iterdir())
@@ -356,7 +356,7 @@ def test_masks_by_hand_are_read_as_the_training_reads_them_and_shown(tmp_path):
     assert found == dict(strokes=[], none=[], black=["empty mask: selects nothing"],
                          white=["empty mask: selects everything"])
     read = Reader(tmp_path / "out/index.html")
-    assert [title for title in read.texts["h2"] if "ask" in title] == ["Empty mask", "Mask by hand", "Mask"]
+    assert [title for title in read.texts["h2"] if "ask" in title] == ["Empty mask, 2", "Mask by hand", "Mask"]
     shown = [p["src"] for p in read.pictures if p["data-name"] == "target"]
     assert len([src for src in shown if "/mask_by_hand-" in src]) == 3
     assert len([src for src in shown if "/mask-" in src]) == 3 # of all but the strokes
@@ -489,7 +489,7 @@ def test_the_doctor_says_what_it_found_and_its_page_begins_with_a_verdict(tmp_pa
     assert "4 of 16 pairs have a finding: look below." in result.out
     read = Reader(tmp_path / "out/index.html")
     assert read.texts["p"][0] == "4 of 16 pairs have a finding: look below."
-    assert read.texts["h2"][:3] == ["Other picture", "Mirrored", "Swapped"]
+    assert read.texts["h2"][:3] == ["Other picture, 2", "Mirrored, 1", "Swapped, 1"]
     for kind in ("other picture", "mirrored", "swapped"):
         assert doctor.KINDS[kind] in read.texts["p"], kind # what it means, and what to do
     assert doctor.KINDS["moved"] not in read.texts["p"] and doctor.NUMBERS in read.texts["p"]
@@ -520,4 +520,10 @@ def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
     assert sum("recoloured" in str(row["findings"]) for row in rows.values()) >= 5, rows
     verdict = (f"7 of 8 pairs are recoloured. {doctor.PERHAPS} "
                "1 of 8 pairs has another finding: look below.") # the identical one
-    assert verdict in result.out and Reader(tmp_path / "out/index.html").texts["p"][0] == verdict
+    read = Reader(tmp_path / "out/index.html")
+    assert verdict in result.out and read.texts["p"][0] == verdict
+    # it comes behind the others, folded; all are linked to from the top
+    headings = [title for title in read.texts["h2"] if ", " in title]
+    assert headings[0].startswith("Identical") and headings[-1].startswith("Recoloured") and read.texts["details"]
+    assert read.texts["a"] == [*headings[:-1], "Overview", headings[-1]] and "Judged for a training at their own sizes" in result.out
+    assert read.texts["h1"] == ["Before training: data"]

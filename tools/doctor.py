@@ -283,9 +283,22 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
                 tiles = copies(folder, f"{kind}-{len(cards)}", dict(zip(names, shown)), words)
                 cards.append(card(words, samples[indices[0]].prompts[0], tiles))
         save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
-    more = f", the first 24 of {len(entries)}" if len(entries) > 24 else ""
-    meaning = [node("p", KINDS[kind], class_="detail")] if cards and kind in KINDS else []
-    return section(kind.capitalize() + more, *meaning, *cards)
+    if not cards:
+        return None
+    count = f", {len(entries)}" if kind in KINDS else ""
+    if len(entries) > 24:
+        count = f", the first 24 of {len(entries)}"
+    meaning = [node("p", KINDS[kind], class_="detail")] if kind in KINDS else []
+    part = section(kind.capitalize() + count, *meaning, node("div", *cards, class_="pairs four"))
+    part.set("id", kind.replace(" ", "-"))
+    return part
+
+def fold(part):
+    """A section, whose heading then opens it."""
+    heading, *rest = part
+    folded = node("section", node("h2", heading.text), node("details", node("summary", "show"), *rest))
+    folded.set("id", part.get("id"))
+    return folded
 
 def copies(folder, name, cells, words):
     """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: {title: picture, or
@@ -447,11 +460,15 @@ def read_samples(roots):
         samples, problems = samples + new, problems + faults
     return samples, problems
 
+def is_perhaps_the_edit(samples, findings):
+    """Whether most pairs share a change of colours. (A single pair tells nothing.)"""
+    return 2 * len(findings["recoloured"]) > max(sum(bool(sample.controls) for sample in samples), 2)
+
 def verdict_of(samples, findings):
     """-> what the page begins with: how many pairs have a finding. A change of colours that most pairs share is counted
     apart."""
     recoloured, pairs = len(findings["recoloured"]), sum(bool(sample.controls) for sample in samples)
-    perhaps = 2 * recoloured > max(pairs, 2) # a single pair tells nothing
+    perhaps = is_perhaps_the_edit(samples, findings)
     found = {i for kind, entries in findings.items() for _, indices in entries for i in indices
              if not (perhaps and kind == "recoloured")}
     what = "pairs" if all(sample.controls for sample in samples) else "samples"
@@ -459,7 +476,15 @@ def verdict_of(samples, findings):
     line += f"{len(found) or 'None'} of {len(samples)} {what} {'has' if len(found) == 1 else 'have'} "
     return line + ("another finding" if perhaps else "a finding") + (": look below." if found else ".")
 
-def print_findings(title, numbers, findings, verdict):
+def judged_at(args):
+    """-> at which sizes the pictures were judged, in a sentence."""
+    def name(area):
+        side = 0 if area == "native" else math.isqrt(area)
+        return f"{side}x{side}" if side * side == area else f"{area} pixels" if side else "their own sizes"
+    sizes = ", ".join(dict.fromkeys(map(name, [*args.target_pixels, args.control_pixels])))
+    return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
+
+def print_findings(title, numbers, findings, verdict, judged):
     print(f"{title}\n{'':16}     min  median     max")
     for name, *values in numbers:
         print(f"{name:16}" + "".join(f" {value:>7}" for value in values))
@@ -467,11 +492,13 @@ def print_findings(title, numbers, findings, verdict):
         if names := [words for words, _ in entries]:
             print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
                   f"{ADVICE.get(kind, '')}")
-    print(verdict.strip())
+    print(f"{verdict.strip()}\n{judged}")
 
 def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
-    parts = [aligned] + [write_sheets(out, kind, entries, samples) for kind, entries in findings.items()]
+    of_kinds = {kind: write_sheets(out, kind, entries, samples) for kind, entries in findings.items()}
+    probably_meant = of_kinds.pop("recoloured") if is_perhaps_the_edit(samples, findings) else None
+    parts = [aligned, *of_kinds.values()]
     by_hand = [i for i, sample in enumerate(samples) if sample.mask]
     titles = ["control", "target", "edited (dark = not)"]
     some = [(samples[i].name, [i]) for i in by_hand[::max(1, len(by_hand) // 24)][:24]]
@@ -486,12 +513,19 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
     for i, sample in enumerate(samples):
         overview.append((f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [i]))
     parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
-    head = node("header", node("h1", out.name), node("p", node("b", verdict)), node("p", title))
+    if probably_meant is not None:
+        parts.append(fold(probably_meant))
+    links = []
+    for part in parts:
+        if part is not None:
+            links += [node("a", part[0].text, href=f"#{part.get('id')}"), node("span", " \u00b7 ")]
+    head = node("header", node("h1", f"Before training: {', '.join(map(common.root_name, args.data))}"),
+                node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", *links[:-1]))
     errors = section("Errors", *[node("p", problem) for problem in problems])
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
     tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]),
                      node("p", NUMBERS, class_="detail"), counts)
-    save_page(out / "index.html", out.name, [head, errors, *parts, tables])
+    save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
     print(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 
 def main():
@@ -516,10 +550,11 @@ def main():
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
-        title = f"{len(samples)} samples with {sum(len(row['prompts']) for row in rows)} prompts"
+        title, prompts = f"{len(samples)} samples", sum(len(row["prompts"]) for row in rows)
+        title += f" with {prompts} prompts" if prompts != len(samples) else ""
         numbers = numbers_of(rows)
         verdict = verdict_of(samples, findings)
-        print_findings(title, numbers, findings, verdict)
+        print_findings(title, numbers, findings, verdict, judged_at(args))
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
         write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args)
