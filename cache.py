@@ -434,6 +434,13 @@ def files_of(sample):
         files[text["file"]] = "text", key
     return files
 
+def data_hash(epoch):
+    """A hash of what is trained: the samples' names, and their encoded files, which are named by their content."""
+    contents = []
+    for sample in epoch:
+        contents.append([sample.name, [file.stem for file in files_of(sample)]])
+    return content_key(samples=contents)
+
 def write_plan(samples, cache_dir):
     """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone
     until the list is deleted, when an index names them or the pictures are generated."""

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import unicodedata
+import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -456,6 +457,18 @@ def on_first_process(make):
         sys.exit(problems[0] if rank() == 0 else 1)
     return result
 
+def refuse_differences(out_dir, assumed):
+    """InputError names what the processes do not agree on. Each would train its own order of samples, silently."""
+    views = gather_objects(assumed)
+
+    def compare():
+        for n, view in enumerate(views):
+            for name, value in view.items():
+                if value != views[0][name] and not name.endswith("device"):
+                    raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; "
+                                     "start all with the same command and the same files")
+    on_first_process(compare)
+
 def memory_of(device):
     """GiB: on a GPU the most that torch has held since the encoders left or a
     validation ended, on a CPU what the process has now."""
@@ -655,6 +668,26 @@ def find_run_folder(args, name):
     if args.resume and not folder.exists():
         raise InputError(f"--resume: no checkpoint in {folder}, which does not exist; give the right --out_dir")
     return folder
+
+def lock_folder(args, folder, name):
+    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
+    --out_dir has just taken this folder, ours is the next number."""
+    import filelock
+    made = not folder.exists()
+    prepare_folder(folder)
+    for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
+        refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
+    # the system releases a lock when its process dies, so a killed run leaves none behind
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+        if made:
+            weakref.finalize(lock, remove_unused, folder) # if the run fails before its log begins
+        return folder, lock
+    except filelock.Timeout:
+        if args.out_dir or args.resume:
+            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
+        return lock_folder(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
 
 def find_lora(path):
     """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an

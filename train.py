@@ -31,7 +31,6 @@ import shutil
 import sys
 import time
 import warnings
-import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -40,7 +39,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
 
-import filelock
 from tqdm import tqdm
 
 import common
@@ -367,25 +365,6 @@ def say(line):
 
 # ---- the run folder --------------------------------------------------------------------------------------------------
 
-def lock_folder(folder, name):
-    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
-    --out_dir has just taken this folder, ours is the next number."""
-    made = not folder.exists()
-    common.prepare_folder(folder)
-    for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
-        common.refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
-    # the system releases a lock when its process dies, so a killed run leaves none behind
-    lock = filelock.FileLock(folder / ".lock")
-    try:
-        lock.acquire(blocking=False)
-        if made:
-            weakref.finalize(lock, common.remove_unused, folder) # if the run fails before its log begins
-        return folder, lock
-    except filelock.Timeout:
-        if args.out_dir or args.resume:
-            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
-        return lock_folder(folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
-
 def begin_log(versions, kept):
     """Writes the log's first line, which says how the run was begun. kept: what a resumed run keeps of its log."""
     begin = dict(command=sys.argv, flags=vars(args), **versions, started=time.time())
@@ -405,27 +384,8 @@ def write_log(record, sync=False):
 
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
-def refuse_differences(assumed):
-    """InputError names what the processes do not agree on. Each would train its own order of samples, silently."""
-    views = common.gather_objects(assumed)
-
-    def compare():
-        for n, view in enumerate(views):
-            for name, value in view.items():
-                if value != views[0][name] and not name.endswith("device"):
-                    raise InputError(f"{out_dir}: process {n} has {name} {value}, the first one {views[0][name]}; "
-                                     "start all with the same command and the same files")
-    common.on_first_process(compare)
-
-def data_hash(epoch):
-    """A hash of what is trained: the samples' names, and their encoded files, which are named by their content."""
-    contents = []
-    for sample in epoch:
-        contents.append([sample.name, [file.stem for file in cache.files_of(sample)]])
-    return common.content_key(samples=contents)
-
 def save_checkpoint(step, transformer, lora, optimizer, meta):
-    """Writes a checkpoint, which appears whole or not at all, and deletes the older ones beyond --keep but for the best."""
+    """Writes a checkpoint, which appears whole or not at all. Of the older ones the newest --keep and the best stay."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
     with averaged_weights(optimizer):
@@ -442,23 +402,6 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
-def find_layers(transformer, names):
-    """--lora_targets -> peft.LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has,
-    which peft ignores as long as another one fits."""
-    # a layer is meant by the end of its name: net.2 is the second linear layer of both MLPs of each block
-    linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
-    attention = "to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out".split()
-    presets = {"attention": attention, "all-linear": attention + "img_mod.1 txt_mod.1 net.0.proj net.2".split()}
-    targets = [end for name in names for end in presets.get(name, [name])]
-    for end in targets:
-        if not any(f".{name}".endswith(f".{end}") for name in linears):
-            raise InputError(f"--lora_targets {end}: no linear layer of that name; there are "
-                             f"{' '.join(presets['all-linear'])}, img_in, txt_in, proj_out")
-    # the text stream of the last block is never read: a LoRA there would get no gradient
-    last = len(transformer.transformer_blocks) - 1
-    dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
-    return dict(target_modules=targets, exclude_modules=dead)
-
 def make_model(folder, file):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns)."""
     load = partial(predict.load_transformer, folder, args.dtype, weights=not args.plan, file=file)
@@ -466,7 +409,7 @@ def make_model(folder, file):
     if pretrained_file:
         lora_config = predict.lora_config(pretrained_file)
     else:
-        lora_config = find_layers(transformer, args.lora_targets)
+        lora_config = predict.find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
@@ -483,21 +426,6 @@ def make_model(folder, file):
     predict.load_loras(transformer, args.sample_lora)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
-
-def recompute_blocks(transformer, samples):
-    """Gradient checkpointing, as --gradient_checkpointing says, or else as the device's memory allows -> the number of
-    blocks that the backward pass computes again."""
-    # Dropout is the only randomness in a block. Without it the random state need not be kept, which costs a copy from
-    # the device.
-    dropout = transformer.peft_config["default"].lora_dropout > 0
-    recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
-    # On a GPU some passes over the largest pack that can come measure how many blocks need not be recomputed. (Extras
-    # get our names as arguments: to import train.py would start a run.)
-    fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
-    if not (fit and fit.has_own_memory(args.device)):
-        return recompute(args.gradient_checkpointing)
-    return fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item, flow_loss,
-                              recompute, args, say)
 
 def make_optimizer(parameters):
     """All parameters are one group: the loop sets its learning rate, and save_checkpoint saves its settings."""
@@ -672,7 +600,7 @@ if args.batch_size < world_size:
 # The run folder. Two runs in one folder would spoil each other, so rank 0 locks it, as long as `lock` lives. --plan
 # writes nothing.
 if rank == 0 and not args.plan:
-    out_dir, lock = lock_folder(out_dir, run_name)
+    out_dir, lock = common.lock_folder(args, out_dir, run_name)
 out_dir = common.gather_objects(out_dir)[0]
 
 # The checkpoint to continue from, behind the lock: a run that is just ending may still write one. We look at it before
@@ -721,8 +649,16 @@ transformer.train()
 if args.compile:
     load_extra("compile").compile_blocks(transformer.transformer_blocks)
 
-# What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise.
-recomputed = recompute_blocks(transformer, samples)
+# What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
+# checkpointing). Without dropout, the only randomness in a block, the random state need not be kept: a copy less.
+dropout = transformer.peft_config["default"].lora_dropout > 0
+recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
+fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
+if fit and fit.has_own_memory(args.device): # some passes over the largest pack that can come measure what fits
+    recomputed = fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item,
+                                    flow_loss, recompute, args, say)
+else:
+    recomputed = recompute(args.gradient_checkpointing)
 if recomputed:
     say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
         "(--gradient_checkpointing)")
@@ -738,14 +674,14 @@ geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
 common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir)) # the others then find its answers
 hashes = {f"{part}_hash": value for part, value in cache.hash_parts(models, args.cache_dir).items()}
-config.update(geometry=geometry, data_hash=data_hash(epoch), **hashes)
+config.update(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
 if args.transformer:
     meta["transformer"] = args.transformer
 
 # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
-refuse_differences(vars(args) | config | dict(step=step, val_data=data_hash(val_samples)))
+common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
 # learning rate follow from the step alone.
