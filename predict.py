@@ -192,6 +192,23 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
 
 # ---- LoRA: y = W x + (alpha / r) B A x; B is zero at first, so that a training starts at the base model --------------
 
+def find_layers(transformer, names):
+    """--lora_targets -> peft.LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has,
+    which peft ignores as long as another one fits."""
+    # a layer is meant by the end of its name: net.2 is the second linear layer of both MLPs of each block
+    linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
+    attention = "to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out".split()
+    presets = {"attention": attention, "all-linear": attention + "img_mod.1 txt_mod.1 net.0.proj net.2".split()}
+    targets = [end for name in names for end in presets.get(name, [name])]
+    for end in targets:
+        if not any(f".{name}".endswith(f".{end}") for name in linears):
+            raise InputError(f"--lora_targets {end}: no linear layer of that name; there are "
+                             f"{' '.join(presets['all-linear'])}, img_in, txt_in, proj_out")
+    # the text stream of the last block is never read: a LoRA there would get no gradient
+    last = len(transformer.transformer_blocks) - 1
+    dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
+    return dict(target_modules=targets, exclude_modules=dead)
+
 def add_lora(transformer, **config):
     """A new LoRA with fp32 weights for training; config: LoraConfig's arguments -> {name: parameter}."""
     config = LoraConfig(**config)

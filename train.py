@@ -439,23 +439,6 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
-def find_layers(transformer, names):
-    """--lora_targets -> peft.LoraConfig's target_modules and exclude_modules. InputError for a name that no layer has,
-    which peft ignores as long as another one fits."""
-    # a layer is meant by the end of its name: net.2 is the second linear layer of both MLPs of each block
-    linears = [name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
-    attention = "to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out".split()
-    presets = {"attention": attention, "all-linear": attention + "img_mod.1 txt_mod.1 net.0.proj net.2".split()}
-    targets = [end for name in names for end in presets.get(name, [name])]
-    for end in targets:
-        if not any(f".{name}".endswith(f".{end}") for name in linears):
-            raise InputError(f"--lora_targets {end}: no linear layer of that name; there are "
-                             f"{' '.join(presets['all-linear'])}, img_in, txt_in, proj_out")
-    # the text stream of the last block is never read: a LoRA there would get no gradient
-    last = len(transformer.transformer_blocks) - 1
-    dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
-    return dict(target_modules=targets, exclude_modules=dead)
-
 def make_model(folder, file):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns)."""
     load = partial(predict.load_transformer, folder, args.dtype, weights=not args.plan, file=file)
@@ -463,7 +446,7 @@ def make_model(folder, file):
     if pretrained_file:
         lora_config = predict.lora_config(pretrained_file)
     else:
-        lora_config = find_layers(transformer, args.lora_targets)
+        lora_config = predict.find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
