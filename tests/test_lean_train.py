@@ -40,6 +40,11 @@ def unstopped(training, tmp_path_factory):
     lean(out_dir, *training)
     return out_dir
 
+class ScheduleFree(torch.optim.SGD):
+    """It looks like one of the package schedulefree."""
+    def eval(self):
+        pass
+
 def at_step(monkeypatch, step, act):
     """In the next run act() is called within this step."""
     clip, seen = torch.nn.utils.clip_grad_norm_, []
@@ -145,7 +150,8 @@ def test_it_runs_without_extras(tmp_path, training, unstopped, monkeypatch):
     ("--prompt_image_dropout_rate=0.5", "--prompt_image_dropout_rate: lean"), ("--dtype float16", "--dtype: float16"),
     ("--learning_rate 1", "here --lr"), ("--out_dir {full}", "--out_dir: "), ("--data {full}", "{full}"),
     ("--lora_targets to_q nosuch", "--lora_targets nosuch"), ("--optimizer nosuch.Class", "--optimizer nosuch.Class"),
-    ("--optimizer_args nosuch=1", "--optimizer torch.optim.Muon"), ("--resume --out_dir {full}", "state.safetensors"),
+    ("--optimizer_args nosuch=1", "--optimizer torch.optim.Muon"),
+    ("--optimizer tests.test_lean_train.ScheduleFree", "schedule-free"), ("--resume --out_dir {full}", "state.safetensors"),
     ("--lr 1e30", "lower --lr")])
 def test_bad_input_is_one_line(flags, named, tmp_path, training):
     full = tmp_path / "full"

@@ -20,7 +20,6 @@ import sys
 import time
 from pathlib import Path
 from pydoc import locate
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1])) # where the core files are
 import common
 from common import LORA_FILE, InputError, first_words, key_value, natural, not_negative, number, positive
@@ -153,6 +152,7 @@ predict.place_transformer(transformer, args.device, args.quantize, args.offload)
 checkpoint_blocks(transformer, args.gradient_checkpointing, preserve_rng_state=False) # as nothing in them is random
 try:
     optimizer = locate(args.optimizer)(lora.values(), **dict(lr=args.lr, weight_decay=0.01) | dict(args.optimizer_args))
+    assert not hasattr(optimizer, "eval"), "it is schedule-free, which only train.py can use"
 except Exception as e: # a foreign class can fail in any way
     raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its --optimizer_args")
 
@@ -194,7 +194,7 @@ with common.signals_noted() as signals:
         # Clip the gradient, and end before a step that would ruin the weights: one NaN makes all of them NaN.
         grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
         if not math.isfinite(loss + grad_norm):
-            raise InputError(f"{args.out_dir}: loss {loss}, gradient {grad_norm} in step {step + 1}; mend masks, or lower --lr")
+            raise InputError(f"{log}: step {step + 1} has loss {loss}, gradient {grad_norm}; mend masks, or lower --lr")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         optimizer.step()
@@ -208,7 +208,7 @@ with common.signals_noted() as signals:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
             meta = dict(step=step, geometry=geometry | dict(target_pixels=geometry["target_pixels"][0]))
-            predict.save_lora(args.out_dir / LORA_FILE, transformer, meta, fold=True)
+            predict.save_lora(args.out_dir / LORA_FILE, transformer, meta) # its alpha is its rank, as ComfyUI assumes
             pickled = io.BytesIO()
             torch.save(optimizer.state_dict(), pickled)
             tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
