@@ -159,7 +159,7 @@ except Exception as e: # a foreign class can fail in any way
 # Continue. Data, and all flags but those of folders and memory, must be what they were.
 may_change = "out_dir cache_dir save_every resume flash_attention max_tokens gradient_checkpointing offload".split()
 config = {k: str(v) for k, v in vars(args).items() if k not in may_change and not k.endswith("device")}
-config["samples"] = common.content_key(files=[[file.stem for file in cache.files_of(sample)] for sample in epoch])
+config["samples"] = common.content_key(files=[file.stem for sample in epoch for file in cache.files_of(sample)])
 state_file, log = args.out_dir / "state.safetensors", args.out_dir / "log.jsonl"
 step, lines = 0, [json.dumps(dict(command=sys.argv, flags=vars(args)), default=str)]
 if args.resume:
