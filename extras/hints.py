@@ -167,46 +167,56 @@ def explain_word(word, known):
     return f"{word}: unknown" + (f"; here {meant[0]}" if meant else "")
 
 
-def warnings(args, samples, val_samples=()):
-    """What a person may not expect of these flags and planned samples -> lines; InputError for what cannot be meant.
-    args: of cache.py, train.py or predict.py."""
-    if not samples: # all have errors, which are listed
-        return []
-    lines = [bend_of(samples), size_for_tiny(args, samples), *not_used(args, samples)]
-    if getattr(args, "jobs", None): # a dataset, whose folders are read as a whole
-        place, folders = args.out_dir.resolve(), {Path(s.target).resolve().parent for s in samples if s.target}
-        if folders & {place, *place.parents}:
-            raise InputError(f"--out_dir {args.out_dir}: lies among the dataset's targets; give another folder")
-    if hasattr(args, "max_steps"):
-        if args.lora_rank > 3072:
-            raise InputError(f"--lora_rank {args.lora_rank}: more than the layers are wide; give 3072 at most, or 16")
-        lines += [longest_of(args, samples), *of_masks(args, samples)]
-        if args.sample_every and not val_samples:
-            lines.append("--sample_every: nothing will be generated; give pairs that are not trained as --val_data")
-    return [f"warning: {line}" for line in lines if line]
+# ---- warnings: they yield lines, or raise InputError. The table at the end says which flags each gets ----------------
 
 
-def not_used(args, samples):
-    """What is given and has no effect, or another one than it may seem to have."""
-    given = "--negative_prompt" in {word.split("=")[0] for word in sys.argv[1:]}
-    no_effect = "has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"
-    if hasattr(args, "max_steps"): # train.py
-        if given and args.true_cfg_scale <= 1:
-            yield f"--negative_prompt: {no_effect}"
-    if not hasattr(args, "jobs"):
-        return
-    # predict.py, where each line of --jobs may have settings of its own
-    if args.image and len(args.image) > 3:
-        yield f"--image: {len(args.image)} pictures make one result; give their folder to edit each"
-    if several := [sample.name for sample in samples if len(sample.prompts) > 1]:
-        yield f"{several[0]}: of several prompts only the first is used{others(several)}"
+def overwritten(samples, jobs, out_dir):
+    """InputError if the results of a dataset, whose folders are read as a whole, would lie among its targets."""
+    place, folders = out_dir.resolve(), {Path(s.target).resolve().parent for s in samples if s.target}
+    if jobs and folders & {place, *place.parents}:
+        raise InputError(f"--out_dir {out_dir}: lies among the dataset's targets; give another folder")
+
+
+def too_wide(lora_rank):
+    if lora_rank > 3072:
+        raise InputError(f"--lora_rank {lora_rank}: more than the layers are wide; give 3072 at most, or 16")
+
+
+def no_pictures(val_samples, sample_every):
+    if sample_every and not val_samples:
+        yield "--sample_every: nothing will be generated; give pairs that are not trained as --val_data"
+
+
+NO_EFFECT = "has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"
+
+
+def prompt_is_given():
+    return "--negative_prompt" in {word.split("=")[0] for word in sys.argv[1:]}
+
+
+def without_cfg(true_cfg_scale):
+    """Of a training's validation pictures."""
+    if prompt_is_given() and true_cfg_scale <= 1:
+        yield f"--negative_prompt: {NO_EFFECT}"
+
+
+def results_without_cfg(samples, negative_prompt):
+    """Of results; each line of --jobs may have settings of its own."""
     without = []
     for sample in samples:
-        own = given or sample.settings["negative_prompt"] != args.negative_prompt
+        own = prompt_is_given() or sample.settings["negative_prompt"] != negative_prompt
         if own and sample.settings["true_cfg_scale"] <= 1:
             without.append(sample.name)
     if without:
-        yield f"{without[0]}: its negative prompt {no_effect}{others(without)}"
+        yield f"{without[0]}: its negative prompt {NO_EFFECT}{others(without)}"
+
+
+def one_result(samples, image):
+    """Of several pictures, of several prompts."""
+    if image and len(image) > 3:
+        yield f"--image: {len(image)} pictures make one result; give their folder to edit each"
+    if several := [sample.name for sample in samples if len(sample.prompts) > 1]:
+        yield f"{several[0]}: of several prompts only the first is used{others(several)}"
 
 
 def others(names):
@@ -227,22 +237,23 @@ def bend_of(samples):
                 if own:
                     why, remedy = f"{min(own)} alone changes", "give --height and --width"
                 worst = bend, f"{sample.name}: {why} its aspect by {bend:.1%}; {remedy}"
-    return worst[1]
+    if worst[1]:
+        yield worst[1]
 
 
-def size_for_tiny(args, samples):
+def size_for_tiny(samples, model):
     """tiny was made for pictures of 160x160: a photograph of 12 megapixels would take it minutes a step."""
-    if not common.is_tiny(args.model):
-        return None
+    if not common.is_tiny(model):
+        return
     sizes = [(w * h, 16 * w, 16 * h, sample.name) for sample in samples for encoding in sample.encodings
              for _, h, w in encoding["img_shapes"]]
     tokens, width, height, name = max(sizes)
     if tokens > 400:
-        return (f"{name}: {width}x{height} is slow with the model tiny, which knows small pictures; give "
-                "--target_pixels 160x160 --control_pixels 160x160")
+        yield (f"{name}: {width}x{height} is slow with the model tiny, which knows small pictures; give "
+               "--target_pixels 160x160 --control_pixels 160x160")
 
 
-def longest_of(args, samples):
+def longest_of(samples, max_tokens):
     """--max_tokens cannot hold for a sample that is longer by itself."""
     lengths = []
     for sample in samples:
@@ -250,15 +261,38 @@ def longest_of(args, samples):
         for encoding in sample.encodings:
             lengths.append((sum(h * w for _, h, w in encoding["img_shapes"]) + text, sample.name))
     length, name = max(lengths)
-    if length > args.max_tokens:
-        return f"--max_tokens {args.max_tokens}: {name} has {length} by itself, and is computed all the same"
+    if length > max_tokens:
+        yield f"--max_tokens {max_tokens}: {name} has {length} by itself, and is computed all the same"
 
 
-def of_masks(args, samples):
+def of_masks(samples, mask_foreground_weight, mask_background_weight):
     """What is wrong with the weights of masks."""
-    weights = args.mask_foreground_weight, args.mask_background_weight
+    weights = mask_foreground_weight, mask_background_weight
     if not any(weights):
         raise InputError("--mask_foreground_weight: both mask weights are 0, so nothing would be learned; give one")
     masked = any(sample.mask or "mask" in encoding for sample in samples for encoding in sample.encodings)
     if weights != (2, 1) and not masked:
         yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"
+
+
+WARNINGS = dict( # a flag that tells which script asks: its warnings, and what these read
+    model=[(bend_of, "samples"), (size_for_tiny, "samples model")], # of all scripts
+    max_steps=[(too_wide, "lora_rank"), (longest_of, "samples max_tokens"), # of trainings
+               (of_masks, "samples mask_foreground_weight mask_background_weight"),
+               (no_pictures, "val_samples sample_every"), (without_cfg, "true_cfg_scale")],
+    jobs=[(overwritten, "samples jobs out_dir"), (one_result, "samples image"), # of predict.py
+          (results_without_cfg, "samples negative_prompt")])
+
+
+def warnings(args, samples, val_samples=()):
+    """What a person may not expect of these flags and planned samples -> lines; InputError for what cannot be meant. A
+    script that lacks a flag, as tools/lean_train.py does, misses the warnings that read it."""
+    known, lines = vars(args) | dict(samples=samples, val_samples=val_samples), []
+    if not samples: # all have errors, which are listed
+        return []
+    for flag, rows in WARNINGS.items():
+        for warn, names in rows:
+            read = names.split()
+            if known.keys() >= {flag, *read}:
+                lines += warn(*[known[name] for name in read]) or ()
+    return [f"warning: {line}" for line in lines]

@@ -182,7 +182,7 @@ def test_the_names_in_the_guides_table_are_answered_with_ours():
                 answered += 1
     assert answered > 20
 
-@pytest.mark.parametrize("tool", ["convert_lora", "doctor", "import_data", "page", "prune"])
+@pytest.mark.parametrize("tool", ["convert_lora", "doctor", "import_data", "lean_train", "page", "prune"])
 def test_help_and_typos_import_nothing_slow(tool):
     """torch, diffusers and transformers take five seconds."""
     code = ("import runpy, sys\nsys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"

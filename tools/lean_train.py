@@ -1,0 +1,220 @@
+"""
+The whole training on one page, to be read first: before/after pictures of any sizes -> a LoRA for Qwen-Image-Edit.
+Ten minutes; train.py is this and what a long run needs.
+
+$ python tools/lean_train.py                                                    # the photographs and model in tiny/
+$ python tools/lean_train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --out_dir out/snow
+$ torchrun --nproc_per_node=8 tools/lean_train.py --model ...                   # eight GPUs share each step
+$ python tools/lean_train.py --model ... --resume                               # the same, after Ctrl-C or a kill
+
+With the same flags train.py computes the same, on a CPU bit for bit. This lacks: validations, --plan, --no-use_cache,
+--fsdp, --compile, --tracker, --pretrained_lora, --preserve, dropped controls, other kinds of LoRA, timestep and batch,
+optimizers that are schedule-free or keep more than tensors and numbers, older checkpoints, numbered and locked folders,
+recomputing only what memory demands, words for lack of memory, and checks for much that may go wrong in a long run.
+"""
+import hashlib
+import io
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from pydoc import locate
+sys.path.insert(0, str(Path(__file__).resolve().parents[1])) # where the core files are
+import common
+from common import LORA_FILE, InputError, first_words, key_value, natural, not_negative, number, positive
+
+# ---- flags: flag(name, default, help); others come from common -------------------------------------------------------
+
+parser = common.Parser(__doc__)
+common.add_model_flags(parser)
+common.add_data_flags(parser)
+flag = common.add_transformer_flags(parser)
+flag("--gradient_checkpointing", None, "blocks recomputed in backward, to save memory (default: all)", type=natural)
+flag = parser.group("training")
+flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
+flag("--lora_targets", ["attention"], "linear layers, by the ends of their names; or attention, all-linear", nargs="+")
+flag("--max_steps", 2000, "optimizer steps", type=positive)
+flag("--batch_size", 4, "samples per optimizer step, over all processes", type=positive)
+flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
+flag("--optimizer", "torch.optim.AdamW", "a class that takes lr and weight_decay")
+flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
+flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
+flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
+flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=natural)
+flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it", type=number(float, 1e-12))
+flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
+flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
+flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=number(int, 0, 2**64 - 1))
+flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
+flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
+flag("--resume", False, "continue the run in --out_dir")
+args = common.parse_data_args(parser, "train.py") # with --model tiny, the default, tiny/defaults.json sets others
+if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
+    parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
+args.val_data = [] # tiny's defaults have some
+if "--optimizer" in parser.given() and "--optimizer_args" not in parser.given():
+    args.optimizer_args = [] # those of tiny are for Muon
+if args.dtype == "float16":
+    parser.error("argument --dtype: float16 needs loss scaling, which is not here; use bfloat16")
+if not args.resume and any(args.out_dir.glob("[!.]*")):
+    parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another, or continue its run with --resume")
+common.look_over(args)
+
+import torch # from here on imports take ten seconds; what is above needs one
+import torch.distributed as dist
+from diffusers import FlowMatchEulerDiscreteScheduler
+import cache
+import predict
+from rope_patch import checkpoint_blocks, plan_packs, run_packed
+
+# ---- the recipe: which sample, at which noise, with which loss -------------------------------------------------------
+# A sample is a target (the picture wanted), its controls (the pictures given) and prompts, all encoded before the first
+# step: pictures as latents, whose tokens are 16x16 pixels, prompts as embeddings. Everything random is a function of
+# (seed, position in the stream of samples): resuming needs one number, and every process knows what the others do.
+
+def generator(*what):
+    seed = int(hashlib.sha256(repr((args.seed, *what)).encode()).hexdigest()[:8], 16)
+    return torch.Generator().manual_seed(seed)
+
+def pick(position):
+    """-> (sample, one of its encodings, one of its prompts, number of tokens). No file is opened."""
+    n, place = divmod(position, len(epoch))
+    order = torch.randperm(len(epoch), generator=generator("order", n)) # of the n-th epoch
+    sample, g = epoch[order[place]], generator("draw", position)
+    encoding = sample.encodings[torch.randint(len(sample.encodings), (), generator=g)] # one for each --target_pixels
+    prompts = [""] if torch.rand((), generator=g).item() < args.caption_dropout_rate else sample.prompts
+    prompt = prompts[torch.randint(len(prompts), (), generator=generator("wording", position))]
+    tokens = sum(h * w for _, h, w in encoding["img_shapes"]) + sample.texts[prompt, True]["tokens"]
+    return sample, encoding, prompt, tokens
+
+def load(position):
+    """Reads what pick chooses, and adds noise -> what flow_loss wants. I: target tokens, K: tokens of all controls."""
+    sample, encoding, prompt, _ = pick(position)
+    latents, g = cache.load_latents(sample, encoding), generator("noise", position)
+    embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, 3584); True: it has seen the controls
+    # The noise level s is also the model's timestep: 0 is data, 1 is noise. Larger pictures get more, as in inference.
+    shift = math.exp(predict.find_mu(math.prod(encoding["img_shapes"][0]), scheduler_config))
+    s = shift / (shift + 1 / torch.randn((), generator=g).sigmoid() - 1)
+    # Flow matching (arxiv.org/abs/2210.02747): the model learns the velocity of a straight path from data to noise.
+    x0 = latents["pixel_latent"].float() # (I, 64)
+    noise = torch.randn(x0.shape, generator=g)
+    x = torch.cat([((1 - s) * x0 + s * noise).to(dtype), latents["control_latent"].to(dtype)]) # (I + K, 64)
+    weight = torch.ones(len(x0)) # (I,) of each target token in the loss
+    if (mask := latents.get("edit_mask")) is not None: # (I,) from 0 to 1: the edited share of a token
+        weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
+    return [t.to(args.device) for t in (x, embeds, s, noise - x0, weight)] + [encoding["img_shapes"]]
+
+def load_step(n):
+    """-> for each forward pass of this process in step n: (positions of its samples, what load returns of each)."""
+    lengths = {position: pick(position)[-1] for position in range(n * args.batch_size, (n + 1) * args.batch_size)}
+    # The processes get samples as players get cards, the longest first. Each puts its own into packs.
+    mine = sorted(lengths, key=lengths.get, reverse=True)[rank::world_size]
+    packs = []
+    for places in plan_packs(list(map(lengths.get, mine)), args.max_tokens):
+        positions = [mine[i] for i in places]
+        packs.append((positions, list(map(load, positions))))
+    return packs
+
+def flow_loss(items):
+    """One forward pass over samples of any sizes. Yields the loss of each: the mean over its own target tokens."""
+    xs, prompts, s, velocities, weights, shapes = zip(*items)
+    for pred, v, weight in zip(run_packed(transformer, xs, prompts, torch.stack(s), shapes), velocities, weights):
+        error = (pred[:len(v)].float() - v).square().mean(-1) # what it predicts for controls is dropped
+        yield (error * weight).sum() / weight.sum()
+
+def learning_rate(n):
+    if n < args.warmup_steps:
+        return args.lr * (n + 1) / args.warmup_steps
+    done = (n - args.warmup_steps) / (args.max_steps - args.warmup_steps)
+    return args.lr * dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))[args.lr_scheduler]
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+common.find_devices(args)
+common.start_processes(args) # torchrun starts several of this script; else there is one, rank 0
+rank, world_size = common.rank(), common.world()
+dtype = getattr(torch, args.dtype) # of the frozen model; LoRA, gradients and optimizer are fp32
+
+# Data. What the cache lacks is encoded now. The encoders are gone before the transformer comes.
+model_folder, pipe = cache.find_pipeline(args)
+transformer_folder, transformer_file = predict.find_transformer(args)
+samples, _, geometry = cache.make_cache(pipe, model_folder, args)
+epoch = [sample for sample in samples for _ in range(sample.repeats)]
+scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
+
+# Model: the frozen base, and on it a LoRA, which alone learns. Every process makes the same one.
+transformer = predict.load_transformer(transformer_folder, args.dtype, file=transformer_file)
+torch.manual_seed(args.seed)
+lora = predict.add_lora(transformer, **predict.find_layers(transformer, args.lora_targets), r=args.lora_rank,
+                        lora_alpha=args.lora_rank, init_lora_weights="gaussian") # {name: parameter}
+predict.place_transformer(transformer, args.device, args.quantize, args.offload)
+checkpoint_blocks(transformer, args.gradient_checkpointing, preserve_rng_state=False) # as nothing in them is random
+try:
+    optimizer = locate(args.optimizer)(lora.values(), **dict(lr=args.lr, weight_decay=0.01) | dict(args.optimizer_args))
+    assert not hasattr(optimizer, "eval"), "it is schedule-free, which only train.py can use"
+except Exception as e: # a foreign class can fail in any way
+    raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its --optimizer_args")
+
+# Continue. Data, and all flags but those of folders and memory, must be what they were.
+may_change = "out_dir cache_dir save_every resume flash_attention max_tokens gradient_checkpointing offload".split()
+config = {k: str(v) for k, v in vars(args).items() if k not in may_change and not k.endswith("device")}
+config["samples"] = common.content_key(files=[file.stem for sample in epoch for file in cache.files_of(sample)])
+state_file, log = args.out_dir / "state.safetensors", args.out_dir / "log.jsonl"
+step, lines = 0, [json.dumps(dict(command=sys.argv, flags=vars(args)), default=str)]
+if args.resume:
+    tensors, state = common.read_tensors(state_file)
+    if changed := [name for name in config if state["config"].get(name) != config[name]]:
+        raise InputError(f"--resume: {args.out_dir} was begun with other {', '.join(changed)}; give the old ones")
+    step, lines = state["step"], common.read_text(log).splitlines()
+    for name, p in lora.items():
+        p.data.copy_(tensors[name])
+    optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
+if rank == 0: # a line for each step is in the log: those of later steps go, as these steps run again
+    common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode())
+
+# The loop. A thread loads the next step while this one computes. A signal is noted, and ends the run after the step.
+with common.signals_noted() as signals:
+    for loaded in common.run_ahead(load_step, range(step, args.max_steps)):
+        t0 = time.perf_counter()
+        # A step's loss is the mean of its samples' losses, so every pack adds its part to p.grad, whoever computes it.
+        numbers = torch.zeros(args.batch_size + 1, device=args.device) # losses, signals seen
+        for positions, items in loaded.result():
+            losses = list(flow_loss(items))
+            (sum(losses) / args.batch_size).backward()
+            numbers[[position % args.batch_size for position in positions]] = torch.stack(losses).detach()
+        numbers[-1] = len(signals)
+        for p in lora.values(): # a process without a pack has no gradients
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if world_size > 1: # sums over the processes
+            for shared in (numbers, *[p.grad for p in lora.values()]):
+                dist.all_reduce(shared)
+        *losses, stop = numbers.tolist()
+        loss = sum(losses) / args.batch_size
+        # Clip the gradient, and end before a step that would ruin the weights: one NaN makes all of them NaN.
+        grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
+        if not math.isfinite(loss + grad_norm):
+            raise InputError(f"{log}: step {step + 1} has loss {loss}, gradient {grad_norm}; mend masks, or lower --lr")
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        # Log and save. The LoRA is written before the state, which may say that the run is finished.
+        if rank == 0:
+            record = dict(step=step, loss=loss, lr=group["lr"], grad_norm=grad_norm, seconds=time.perf_counter() - t0)
+            print(" | ".join(f"{name} {value:.4g}" for name, value in record.items()))
+            with open(log, "a") as f:
+                f.write(json.dumps(record) + "\n")
+        if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
+            meta = dict(step=step, geometry=geometry | dict(target_pixels=geometry["target_pixels"][0]))
+            predict.save_lora(args.out_dir / LORA_FILE, transformer, meta) # its alpha is its rank, as ComfyUI assumes
+            pickled = io.BytesIO()
+            torch.save(optimizer.state_dict(), pickled)
+            tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
+            common.write_tensors(state_file, tensors, dict(step=step, config=config))
+            print(f"{args.out_dir / LORA_FILE}: trained for {step} of {args.max_steps} steps")
+        if stop:
+            break
+if world_size > 1:
+    dist.destroy_process_group()
