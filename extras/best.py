@@ -1,6 +1,6 @@
 """
-Which validation of a run is its best so far. train.py says it after each one and keeps that step's checkpoint; at the end
-extras/hints.py recommends it. Without this file only the newest --keep checkpoints stay.
+Which validation of a run is its best so far. train.py says it after each one and keeps that step's checkpoint; at the
+end extras/hints.py recommends it. Without this file only the newest --keep checkpoints stay.
 """
 import json
 import math

@@ -69,8 +69,8 @@ def refuse_changes(out_dir, old, config, parser):
         if before != value:
             changes.append(f"{name}: {before} -> {value}")
     if changes and all(change.startswith("max_steps: ") for change in changes):
-        raise InputError(f"--resume: {out_dir}: the learning rate of --lr_scheduler {config['lr_scheduler']} ends at step "
-                         f"{old['max_steps']}, so this run cannot go on; start a new one from its LoRA: "
+        raise InputError(f"--resume: {out_dir}: the learning rate of --lr_scheduler {config['lr_scheduler']} ends at "
+                         f"step {old['max_steps']}, so this run cannot go on; start a new one from its LoRA: "
                          f"{from_its_lora(out_dir)}")
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "

@@ -525,5 +525,6 @@ def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
     # it comes behind the others, folded; all are linked to from the top
     headings = [title for title in read.texts["h2"] if ", " in title]
     assert headings[0].startswith("Identical") and headings[-1].startswith("Recoloured") and read.texts["details"]
-    assert read.texts["a"] == [*headings[:-1], "Overview", headings[-1]] and "Judged for a training at their own sizes" in result.out
+    assert read.texts["a"] == [*headings[:-1], "Overview", headings[-1]]
+    assert "Judged for a training at their own sizes" in result.out
     assert read.texts["h1"] == ["Before training: data"]

@@ -151,8 +151,8 @@ def test_it_runs_without_extras(tmp_path, training, unstopped, monkeypatch):
     ("--learning_rate 1", "here --lr"), ("--out_dir {full}", "--out_dir: "), ("--data {full}", "{full}"),
     ("--lora_targets to_q nosuch", "--lora_targets nosuch"), ("--optimizer nosuch.Class", "--optimizer nosuch.Class"),
     ("--optimizer_args nosuch=1", "--optimizer torch.optim.Muon"),
-    ("--optimizer tests.test_lean_train.ScheduleFree", "schedule-free"), ("--resume --out_dir {full}", "state.safetensors"),
-    ("--lr 1e30", "lower --lr")])
+    ("--optimizer tests.test_lean_train.ScheduleFree", "schedule-free"),
+    ("--resume --out_dir {full}", "state.safetensors"), ("--lr 1e30", "lower --lr")])
 def test_bad_input_is_one_line(flags, named, tmp_path, training):
     full = tmp_path / "full"
     full.mkdir()

@@ -651,7 +651,7 @@ def test_a_validation_makes_at_most_val_pictures_and_computes_the_loss_of_all(tm
     """They are spread over all samples, and in the sheet. What goes to the first process are numbers, no pictures."""
     monkeypatch.setitem(predict.SAMPLING, "num_inference_steps", 2)
     for n in range(5):
-        add_item(tmp_path / "data", f"{n}/cat", [(256, 256), (224, 256)])
+        add_item(tmp_path / "data", f"{n}/cat", [(160, 160), (128, 160)])
     losses, sent, real_generate, real_gather = [], [], predict.generate_samples, common.gather_objects
     names, first = [], None
 
