@@ -182,21 +182,21 @@ def too_wide(lora_rank):
         raise InputError(f"--lora_rank {lora_rank}: more than the layers are wide; give 3072 at most, or 16")
 
 
+def is_given(flag):
+    return flag in {word.split("=")[0] for word in sys.argv[1:]}
+
+
 def no_pictures(val_samples, sample_every):
-    if sample_every and not val_samples:
+    if sample_every and not val_samples and is_given("--sample_every"): # (tiny has a default)
         yield "--sample_every: nothing will be generated; give pairs that are not trained as --val_data"
 
 
 NO_EFFECT = "has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"
 
 
-def prompt_is_given():
-    return "--negative_prompt" in {word.split("=")[0] for word in sys.argv[1:]}
-
-
 def without_cfg(true_cfg_scale):
     """Of a training's validation pictures."""
-    if prompt_is_given() and true_cfg_scale <= 1:
+    if is_given("--negative_prompt") and true_cfg_scale <= 1:
         yield f"--negative_prompt: {NO_EFFECT}"
 
 
@@ -204,7 +204,7 @@ def results_without_cfg(samples, negative_prompt):
     """Of results; each line of --jobs may have settings of its own."""
     without = []
     for sample in samples:
-        own = prompt_is_given() or sample.settings["negative_prompt"] != negative_prompt
+        own = is_given("--negative_prompt") or sample.settings["negative_prompt"] != negative_prompt
         if own and sample.settings["true_cfg_scale"] <= 1:
             without.append(sample.name)
     if without:
@@ -221,6 +221,19 @@ def one_result(samples, image):
 
 def others(names):
     return f" ({len(names) - 1} others likewise)" if len(names) > 1 else ""
+
+
+MARKUP = re.compile(r"#+ |[-*+] |\d+\. |\*\*|```|[{}\[\]]|\"\w+\": ") # how lines of Markdown and JSON begin
+
+
+def one_text_in_lines(samples):
+    """A caption as language models write it; each of its lines is a prompt of its own."""
+    found = [sample for sample in samples if len(sample.prompts) > 1 and any(map(MARKUP.match, sample.prompts))]
+    if found:
+        one = found[0]
+        yield (f"{one.name}: its caption has {len(one.prompts)} lines, and each is trained as a prompt of its own, for "
+               f"instance {next(filter(MARKUP.match, one.prompts))!r}; write a text in one line"
+               + others([sample.name for sample in found]))
 
 
 def bend_of(samples):
@@ -277,6 +290,7 @@ def of_masks(samples, mask_foreground_weight, mask_background_weight):
 
 WARNINGS = dict( # a flag that tells which script asks: its warnings, and what these read
     model=[(bend_of, "samples"), (size_for_tiny, "samples model")], # of all scripts
+    data=[(one_text_in_lines, "samples")], # of all that train or encode
     max_steps=[(too_wide, "lora_rank"), (longest_of, "samples max_tokens"), # of trainings
                (of_masks, "samples mask_foreground_weight mask_background_weight"),
                (no_pictures, "val_samples sample_every"), (without_cfg, "true_cfg_scale")],

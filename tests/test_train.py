@@ -410,6 +410,17 @@ def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tm
     lines = [line for line in result.err.splitlines() if "warning" in line]
     assert result.status == 7 and len(lines) == bool(named) and (not named or named in lines[0]), result.err
 
+@pytest.mark.parametrize("text, warned", [
+    ("**Edit**\n- keep the cup\n- make it red", True), ('{\n"style": "red"\n}', True), ("make it red\npaint it red", False),
+    ("# a note in one line", False)])
+def test_a_caption_that_is_one_text_in_lines_is_named(tmp_path, text, warned, monkeypatch):
+    """As language models write it, in Markdown or JSON. Each of its lines is a prompt of its own."""
+    data = add_item(tmp_path / "data", "cat")
+    (data / "target/cat.txt").write_text(text)
+    monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: sys.exit(7))
+    result = train(data, tmp_path)
+    assert ("warning: cat: its caption has" in result.err) == warned and "warning: --" not in result.err, result.err
+
 @pytest.mark.parametrize("flags, named", [
     (["--mask_foreground_weight", 0, "--mask_background_weight", 0], "both mask weights are 0"),
     (["--lora_rank", 100_000], "--lora_rank 100000")])
