@@ -959,8 +959,8 @@ MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
 def open_image(path, content=None):
-    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash, which
-    the file's bytes, read once, must have."""
+    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,
+    which the file's bytes, read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         remedy = "download it first" if str(path).startswith(("http:", "https:")) else "add it"
         raise InputError(f"{path}: no file of that name; {remedy}")

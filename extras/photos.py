@@ -17,8 +17,7 @@ from tqdm import tqdm
 from common import InputError
 
 PAGE_KIND, BITS, WHITE_IS_ZERO, DNG = 254, 258, 262, 50706 # tags of TIFF
-HDR = 16, 18 # transfer curves of ITU-T H.273: PQ and HLG
-WIDE = 9, 12 # its primaries of BT.2020 and P3
+HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
 CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
@@ -37,15 +36,14 @@ def open_photo(path, source):
         image = Image.open(source, formats=formats)
         if image.format == "TIFF":
             check_tiff(path, image)
+        elif "icc_profile" not in image.info:
+            check_numbers(path)
     except Exception: # a damaged picture can fail in any way
         raise InputError(f"{path}: {why_not(path, formats)}")
     if image.mode == "LAB": # which needs no profile, but is converted by one; PIL's own way is coarse
         lab = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB"))
         image.info.setdefault("icc_profile", lab.tobytes())
     image.info.pop("xmp", None) # PIL would turn by it, too, which these formats do not mean
-    colours = image.info.get("nclx_profile") or {}
-    if colours.get("transfer_characteristics") in HDR or colours.get("color_primaries") in WIDE:
-        raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
     return image
 
 def why_not(path, formats):
@@ -69,6 +67,14 @@ def check_tiff(path, image):
     if image.mode in ("I", "F") or (image.mode.startswith("I;16") and not is_16_bit_gray):
         raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, or with white as 0); "
                          "save it with 8 or 16 bits")
+
+def check_numbers(path):
+    """InputError for an AVIF or HEIC whose colours are told by numbers of ITU-T H.273, as those of an ICC profile would
+    be, and are not sRGB's: PIL does not read these."""
+    with open(path, "rb") as file:
+        _, found, numbers = file.read(2**16).partition(b"colrnclx")
+    if found and (numbers[1] in WIDE or numbers[3] in HDR): # two bytes each, the high one first
+        raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
 
 # ---- colours ---------------------------------------------------------------------------------------------------------
 
@@ -141,5 +147,5 @@ def to_plain(image, path):
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image.info.pop("icc_profile", None) # our own
+    image.info.pop("icc_profile", None) # the library has tagged its result as sRGB
     return image

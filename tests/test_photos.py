@@ -1,12 +1,13 @@
 """
-Photographs as cameras make them: other colours than sRGB, TIFF, AVIF, HEIC. Colours are computed here from primaries and
-curves, not by the library that common.read_image uses.
+Photographs as cameras make them: other colours than sRGB, TIFF, AVIF, HEIC. Colours are computed here from primaries
+and curves, not by the library that common.read_image uses.
 
 $ python -m pytest -q tests/test_photos.py     # 15 seconds
 """
 import os
 import struct
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -99,8 +100,8 @@ CORNERS[1:-1, 1:] = (40 * np.sin(np.arange(28))).round().reshape(14, 2)
 def cmyk_profile():
     clut = np.stack([CORNERS[:, 0] * 255 / 100, CORNERS[:, 1] + 128, CORNERS[:, 2] + 128], -1).round().astype(np.uint8)
     ramp = bytes(range(256))
-    table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + fixed(1, 0, 0, 0, 1, 0, 0, 0, 1) + 4 * ramp + clut.tobytes() + 3 * ramp
-    return profile_of(b"CMYK", {b"A2B0": table}, b"prtr", b"Lab ")
+    table = bytes([4, 3, 2, 0]) + fixed(1, 0, 0, 0, 1, 0, 0, 0, 1) + 4 * ramp + clut.tobytes() + 3 * ramp
+    return profile_of(b"CMYK", {b"A2B0": b"mft1\0\0\0\0" + table}, b"prtr", b"Lab ")
 
 def builtin(name):
     return ImageCms.ImageCmsProfile(ImageCms.createProfile(name)).tobytes()
@@ -192,7 +193,8 @@ def test_what_is_transparent_in_wide_colours_becomes_white(tmp_path, kind):
     assert abs(np.asarray(common.read_image(path)) - want).max() <= 2.5
 
 def test_threads_share_a_conversion(tmp_path):
-    paths = [save(Image.fromarray(patches(seed=n)), tmp_path / f"{n}.png", icc_profile=rgb_profile(("P3", "Adobe")[n % 2]))
+    profiles = [rgb_profile("P3"), rgb_profile("Adobe")]
+    paths = [save(Image.fromarray(patches(seed=n)), tmp_path / f"{n}.png", icc_profile=profiles[n % 2])
              for n in range(8)]
     want = [common.read_image(path).tobytes() for path in paths]
     photos.conversion.cache_clear()
@@ -239,7 +241,7 @@ def test_a_png_whose_profile_cannot_be_unpacked(tmp_path, capsys):
     place = data.index(b"iCCP") + 30
     data[place:place + 20] = bytes(20)
     length = struct.unpack(">I", data[33:37])[0]
-    data[41 + length:45 + length] = struct.pack(">I", __import__("zlib").crc32(data[37:41 + length]))
+    data[41 + length:45 + length] = struct.pack(">I", zlib.crc32(data[37:41 + length]))
     path.write_bytes(data)
     assert common.read_image(path).tobytes() == paint_picture().tobytes()
     assert "is broken" in capsys.readouterr().err
@@ -404,7 +406,8 @@ def test_without_its_package_heic_is_a_line_that_names_it(tmp_path, data, plus, 
     assert samples_of(plus, data)[1] == []
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     samples, problems = samples_of(plus, data)
-    assert list(samples) == ["good"] and len(problems) == 1 and is_one_line(problems[0], path, "pip install pillow-heif")
+    assert list(samples) == ["good"] and len(problems) == 1
+    assert is_one_line(problems[0], path, "pip install pillow-heif")
 
 def test_heic_without_its_package_is_told_by_its_first_bytes(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
@@ -417,16 +420,26 @@ def test_heic_without_its_package_is_told_by_its_first_bytes(tmp_path, monkeypat
     with refused(path, "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture"):
         common.image_size(path)
 
-@needs_heif
-@pytest.mark.parametrize("colours", [dict(color_primaries=9, transfer_characteristics=16),
-                                     dict(color_primaries=9, transfer_characteristics=18), dict(color_primaries=12)])
-def test_hdr_is_refused(tmp_path, monkeypatch, colours):
-    monkeypatch.setattr(pillow_heif.options, "SAVE_NCLX_PROFILE", True)
-    heif = pillow_heif.from_pillow(paint_picture())
-    path = tmp_path / "a.heic"
-    heif.save(path, quality=90, **colours)
-    with refused(path, "HDR"):
+@pytest.mark.parametrize("suffix", ["avif", HEIC])
+@pytest.mark.parametrize("primaries, curve", [(9, 16), (9, 18), (12, 13), (1, 13), (2, 2), (6, 6)])
+def test_hdr_is_refused(tmp_path, suffix, primaries, curve):
+    """Where it is told by numbers alone, which PIL ignores. Those of sRGB and of films are read."""
+    path = save(paint_picture(), tmp_path / f"a.{suffix}")
+    head, box, tail = path.read_bytes().partition(b"colrnclx")
+    path.write_bytes(head + box + struct.pack(">2H", primaries, curve) + tail[4:])
+    if primaries < 9:
+        assert common.image_size(path) == common.read_image(path).size
+        return
+    with refused(path, "HDR or wide colours"):
         common.image_size(path)
+    assert box
+
+@needs_heif
+def test_a_heic_of_pillow_heif_tells_its_colours_so(tmp_path):
+    heif = pillow_heif.from_pillow(paint_picture())
+    heif.save(tmp_path / "a.heic", quality=90, save_nclx_profile=True, color_primaries=9, transfer_characteristics=16)
+    with refused("a.heic", "HDR"):
+        common.image_size(tmp_path / "a.heic")
 
 # ---- damage, and files beside the code -------------------------------------------------------------------------------
 
@@ -437,6 +450,7 @@ def test_no_damage_is_a_traceback(tmp_path, suffix):
     path = save(paint_picture((96, 64)), tmp_path / f"a.{suffix}", icc_profile=rgb_profile("P3"), **options)
     sound, rng = path.read_bytes(), np.random.default_rng(0)
     damaged = [sound[:int(n)] for n in np.linspace(0, len(sound) // 2, 40)]
+    assert "icc_profile" in Image.open(path).info
     for bit in [*range(0, 8 * 400, 5), *rng.integers(0, 8 * len(sound), 200)]:
         data = bytearray(sound)
         data[bit // 8] ^= 1 << bit % 8
@@ -475,7 +489,8 @@ def test_predict_edits_a_tiff_of_wide_colours_as_its_copy_in_srgb(tmp_path):
     save(common.read_image(wide), tmp_path / "b/photo.png")
     for folder in ("a", "b"):
         result = run_script("predict.py", "--image", tmp_path / folder, "--prompt", "add a red border", "--lora=",
-                            "--num_inference_steps", 2, "--cache_dir", tmp_path / "c", "--out_dir", tmp_path / "out" / folder)
+                            "--num_inference_steps", 2, "--cache_dir", tmp_path / "c",
+                            "--out_dir", tmp_path / "out" / folder)
         assert result.status == 0, result.err
     a, b = [Image.open(tmp_path / "out" / folder / "photo.png") for folder in ("a", "b")]
     assert a.tobytes() == b.tobytes() and "icc_profile" not in a.info
