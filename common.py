@@ -94,15 +94,17 @@ def first_words(e):
 
 EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that extras/FLAG.py serves
 
-def load_extra(name):
-    """The module extras/NAME.py, which the flag --NAME needs. InputError if it, or one that it imports, is not here."""
+def load_extra(name, needed_by=None):
+    """The module extras/NAME.py, which the flag --NAME needs, or the picture `needed_by`. InputError if it, or one that
+    it imports, is not here."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as e:
         package, _, missing = e.name.partition(".")
         if package != "extras":
             raise
-        raise InputError(f"--{name}: needs extras/{missing or name}.py; copy it here, or leave the flag out")
+        raise InputError(f"{needed_by or '--' + name}: needs extras/{missing or name}.py; "
+                         f"copy it here, or leave the {'picture' if needed_by else 'flag'} out")
 
 def extras_of(args):
     """Yields (flag, its value, name in extras/) of the flags in use that a file in extras/ serves."""
@@ -710,8 +712,8 @@ def find_lora(path):
 
 # ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------
 
-PICTURES = ".png .jpg .jpeg .webp .bmp".split()
-NOT_READ = ".gif .tif .tiff .heic .heif .avif .jxl".split() # reported
+PICTURES = ".png .jpg .jpeg .webp .bmp .tif .tiff .avif .heic .heif .hif".split()
+NOT_READ = ".gif .jxl".split() # reported
 KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
 LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
@@ -943,8 +945,11 @@ def run_name(model, roots):
     return f"{model}-{'+'.join(names).removeprefix(model + '-')}" # an index has that name already
 
 def look_at(path):
-    """-> [(width, height), content hash] of a picture. InputErrors are image_size's."""
-    return [image_size(path), file_hash(path)]
+    """-> [(width, height), content hash] of a picture; behind the hash stands a mark if its colours are converted to
+    sRGB, which earlier versions did not do: such a picture is encoded again. InputErrors are image_size's."""
+    with open_image(path) as image:
+        mark = load_extra("photos", path).mark_of(image) if "icc_profile" in image.info else ""
+    return [image_size(path), file_hash(path) + mark]
 
 def look_at_mask(path):
     """-> [(width, height), content hash, whether it marks a part] of a mask. InputErrors are read_mask's."""
@@ -994,8 +999,8 @@ MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
 def open_image(path, content=None):
-    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: the sha256 that the
-    file's bytes, which are then read once, must have."""
+    """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,
+    which the file's bytes, read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         remedy = "download it first" if str(path).startswith(("http:", "https:")) else "add it"
         raise InputError(f"{path}: no file of that name; {remedy}")
@@ -1003,18 +1008,17 @@ def open_image(path, content=None):
     try:
         if content:
             data = Path(path).read_bytes()
-            if hashlib.sha256(data).hexdigest() != content:
+            if not content.startswith(hashlib.sha256(data).hexdigest()): # a mark may follow
                 raise InputError(f"{path}: has changed since it was looked at; run the same command again")
             source = io.BytesIO(data)
         image = Image.open(source, formats=["PNG", "JPEG", "WEBP", "BMP"])
     except PermissionError:
         raise InputError(f"{path}: may not be read; mend its permissions")
-    except Exception: # a damaged picture can fail in any way
-        what = "an empty file" if os.path.getsize(path) == 0 else "no PNG, JPEG, WebP or BMP picture"
-        raise InputError(f"{path}: {what}; replace it")
+    except Exception: # it is another kind; or damaged, and can fail in any way
+        image = load_extra("photos", path).open_photo(path, source)
     if image.width * image.height > MAX_PIXELS:
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
-    if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
+    if image.format in ("PNG", "WEBP", "AVIF") and getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{path}: animated; export one frame")
     if image.format == "PNG":
         with contextlib.suppress(Exception): # damaged notes must not matter
@@ -1038,19 +1042,17 @@ TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM,
         6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
 
 def orientation(image):
-    """EXIF orientation, 1 to 8, from the header alone: PngImageFile.getexif would decode each picture of a dataset, and
-    ImageOps.exif_transpose trips over damaged EXIF, which must not matter."""
-    try:
-        value = Image.Image.getexif(image).get(0x0112)
-    except Exception: # whatever a damaged block makes PIL do
-        value = None
-    return value if value in TURN else 1
+    """EXIF orientation, 1 to 8 if there is a sound one, from the header alone: PngImageFile.getexif would decode each
+    picture of a dataset, and ImageOps.exif_transpose trips over damaged EXIF, which must not matter."""
+    if image.format != "TIFF": # PIL turns that by itself
+        with contextlib.suppress(Exception): # whatever a damaged block makes PIL do
+            return Image.Image.getexif(image).get(0x0112)
 
 def image_size(path):
     """(width, height) as it will be seen, i.e. after the EXIF rotation. InputError for sizes that make no sense."""
     with open_image(path) as image:
         w, h = image.size
-        if orientation(image) >= 5: # lies on its side
+        if orientation(image) in range(5, 9): # lies on its side
             w, h = h, w
     if min(w, h) < 32 or max(w, h) > 10 * min(w, h):
         raise InputError(f"{path}: {w}x{h}; sides of at least 32 pixels and an aspect of at most 10:1 are needed")
@@ -1069,14 +1071,11 @@ def decode(path, content):
     return turned
 
 def read_image(path, content=None):
-    """-> RGB PIL image: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips it).
-    content: the file_hash that it had when it was looked at; InputError if that has changed."""
+    """-> RGB PIL image in sRGB: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips
+    it). content: look_at's hash; InputError if the file has changed since."""
     image = decode(path, content)
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
+        image = load_extra("photos", path).to_plain(image, path)
     return image.convert("RGB")
 
 def read_mask(path, content=None):

@@ -512,7 +512,7 @@ def read_samples(args):
     # each picture of a folder is a sample of its own, with the same prompt
     samples = []
     for (stem, kind), paths in common.find_files(folder).items():
-        if kind not in ("picture", "other"): # other: TIFF and the like, each of which becomes an error line
+        if kind not in ("picture", "other"): # other: GIF and the like, each of which becomes an error line
             continue
         for path in paths:
             name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg

@@ -310,7 +310,7 @@ def read_form(image):
     dark = [level for level in levels if level < 255]
     # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white.
     # In a JPEG or WebP they are noise.
-    is_labels = image.format in ("PNG", "BMP") and 1 < len(dark) <= 32 and dark[-1] < 96
+    is_labels = image.format in ("PNG", "BMP", "TIFF") and 1 < len(dark) <= 32 and dark[-1] < 96
     if is_labels and levels == [0, 1]:
         mask_HW = mask_HW * 255
     elif is_labels or levels[-1] > 255:

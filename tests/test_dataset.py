@@ -102,7 +102,8 @@ STRAYS = { # what is put beside two good items, and what the one line about it m
     "numbered mask": (lambda d: save(paint_picture(), d / "mask/cat_1.png"), "mask/cat_1.png"),
     "caption": (lambda d: (d / "target/dog.txt").write_text("add a border"), "target/dog.txt"),
     "picture in another format": (lambda d: animation(d / "target/dog.gif"), "target/dog.gif", ".gif is not read"),
-    "picture of an iPhone": (lambda d: (d / "target/dog.HEIC").write_bytes(b"x"), "target/dog.HEIC", "to PNG or JPEG"),
+    "picture in JPEG XL": (lambda d: (d / "target/dog.JXL").write_bytes(b"x"), "target/dog.JXL", "to PNG or JPEG"),
+    "picture of an iPhone": (lambda d: (d / "target/dog.HEIC").write_bytes(b"x"), "target/dog.HEIC", "no control"),
     "link to a folder": (lambda d: (d / "target/dog").symlink_to(add_item(d / "../x", "x") / "target"), "target/dog"),
     "manifest": (lambda d: (d / "metadata.jsonl").write_text("{}"), "metadata.jsonl", "give the file itself"),
 }
@@ -467,7 +468,7 @@ def test_the_size_of_a_large_png_is_known_without_reading_it(tmp_path):
     show("seconds for the size of a PNG of 12 MB", seconds, 0.03)
     assert seconds < 0.03
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif", "avif"])
 def test_what_is_decoded_is_what_was_hashed(tmp_path, suffix):
     path = save(paint_picture(), tmp_path / f"a.{suffix}")
     content, want = common.file_hash(path), common.read_image(path)
@@ -547,7 +548,8 @@ def test_the_content_counts_not_the_suffix(tmp_path):
     image.save(path, format="MPO", save_all=True, append_images=[image]) # a JPEG with a preview, as phones write them
     assert common.image_size(path) == common.read_image(path).size == (64, 64)
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
+@pytest.mark.filterwarnings("ignore") # of PIL, about the damage
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif", "avif"])
 def test_no_damage_to_a_picture_is_a_traceback(tmp_path, suffix):
     """A truncated file of any kind can be told; a flipped bit of a JPEG cannot, but must do no harm."""
     path, rng = save(paint_picture((96, 64)), tmp_path / f"a.{suffix}"), np.random.default_rng(0)

@@ -468,13 +468,13 @@ NAMES = { # targets; controls; the caption; the sample's name, or what is named
     "not in all": ("a_after.png c.png", "a.png d.png", "c", ["target a_after.png, control a.png"]),
     "capitals": ("img_1.jpg", "IMG_1.JPG", "img_1", ["target img_1.jpg, control IMG_1.JPG: but for", "rename one"]),
     "an ending alone": ("-Edit.png", "b.png", "-Edit", ["target -Edit.png, control b.png"]),
-    "raw": ("a.png", "", "a", ["before has no picture that is read, only .cr2, .tif: export"])}
+    "raw": ("a.png", "", "a", ["before has no picture that is read, only .cr2, .gif: export"])}
 @pytest.mark.parametrize("kind", NAMES)
 def test_endings_of_all_names_are_left_out_and_names_that_differ_are_shown(tmp_path, kind):
     targets, controls, caption, want = NAMES[kind]
     put(tmp_path / "after", targets), put(tmp_path / "before", controls)
     (tmp_path / f"after/{caption}.txt").write_text("go")
-    for name in ("a.CR2", "a.tif") if kind == "raw" else ():
+    for name in ("a.CR2", "a.gif") if kind == "raw" else ():
         write_rows(tmp_path / "before" / name, "")
     flags = ["--target", tmp_path / "after", "--control", tmp_path / "before", "--prompt", "go"]
     got = import_data(None, tmp_path / "out", *flags, status=int(isinstance(want, list)))

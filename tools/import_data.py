@@ -385,7 +385,8 @@ def find_file(table, anywhere, folder, where, cell):
     if isinstance(cell, dict):
         cell = cell.get("bytes") or cell.get("path")
     if isinstance(cell, bytes):
-        suffix = {b"\xff\xd8": ".jpg", b"RI": ".webp", b"BM": ".bmp"}.get(cell[:2], ".png")
+        suffixes = {b"\xff\xd8": ".jpg", b"RI": ".webp", b"BM": ".bmp", b"II": ".tif", b"MM": ".tif"}
+        suffix = suffixes.get(cell[:2], ".png")
         file = folder / (hashlib.sha256(cell).hexdigest()[:16] + suffix)
         file.write_bytes(cell)
         return file

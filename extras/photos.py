@@ -1,0 +1,151 @@
+"""
+Photographs as cameras and editors make them: TIFF, AVIF and HEIC files, 16-bit gray, and colour profiles other than
+sRGB. common.py asks here only about a picture that has one of these.
+
+The model and all else take pixels to be sRGB. Display P3 (phones), Adobe RGB (cameras), CMYK (print) and gray of
+another gamma hold other numbers for the same colours, so they are converted.
+"""
+import functools
+import io
+import sys
+
+import numpy as np
+from PIL import Image, ImageCms
+from PIL.ImageCms import Flags, Intent
+from tqdm import tqdm
+
+from common import InputError
+
+PAGE_KIND, BITS, WHITE_IS_ZERO, DNG = 254, 258, 262, 50706 # tags of TIFF
+HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
+CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
+
+def open_photo(path, source):
+    """A file that is no PNG, JPEG, WebP or BMP -> PIL image, of which only the header was read: a TIFF's first page, an
+    AVIF or a HEIC. source: the path, or its bytes as a file. InputError if it is none of these, or would be misread."""
+    formats = ["TIFF", "AVIF"]
+    try:
+        import pillow_heif
+        pillow_heif.register_heif_opener()
+        formats.append("HEIF")
+    except ImportError: # most people have no HEIC
+        pass
+    try:
+        image = Image.open(source, formats=formats)
+        if image.format == "TIFF":
+            check_tiff(path, image)
+        elif "icc_profile" not in image.info:
+            check_numbers(path)
+    except Exception: # a damaged picture can fail in any way
+        raise InputError(f"{path}: {why_not(path, formats)}")
+    if image.mode == "LAB": # which needs no profile, but is converted by one; PIL's own way is coarse
+        lab = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB"))
+        image.info.setdefault("icc_profile", lab.tobytes())
+    image.info.pop("xmp", None) # PIL would turn by it, too, which these formats do not mean
+    return image
+
+def why_not(path, formats):
+    """What is wrong with a file that none of these formats can open, and what to do."""
+    with open(path, "rb") as file:
+        head = file.read(12)
+    if not head:
+        return "an empty file; replace it"
+    # HEIC begins with the length of its first box, "ftyp", and heic, heix, hevc, mif1, ...
+    if head[4:8] == b"ftyp" and head[8:10] in (b"he", b"mi", b"ms") and "HEIF" not in formats:
+        return "HEIC needs a package; pip install pillow-heif"
+    return "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture; replace it"
+
+def check_tiff(path, image):
+    """InputError for a TIFF whose first page is not the picture, or whose numbers PIL would take for others."""
+    tags = image.tag_v2
+    if tags.get(PAGE_KIND, 0) & 1 or DNG in tags:
+        raise InputError(f"{path}: a raw file, of which only the preview could be read; develop it, and export a JPEG")
+    bits = tags.get(BITS, (1,))
+    is_16_bit_gray = bits == (16,) and tags[WHITE_IS_ZERO] == 1
+    if image.mode in ("I", "F") or (image.mode.startswith("I;16") and not is_16_bit_gray):
+        raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, or with white as 0); "
+                         "save it with 8 or 16 bits")
+
+def check_numbers(path):
+    """InputError for an AVIF or HEIC whose colours are told by numbers of ITU-T H.273, as those of an ICC profile would
+    be, and are not sRGB's: PIL does not read these."""
+    with open(path, "rb") as file:
+        _, found, numbers = file.read(2**16).partition(b"colrnclx")
+    if found and (numbers[1] in WIDE or numbers[3] in HDR): # two bytes each, the high one first
+        raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
+
+# ---- colours ---------------------------------------------------------------------------------------------------------
+
+@functools.lru_cache(64) # a camera gives all its pictures the same profile
+def conversion(profile, mode):
+    """An ICC profile's bytes, a picture's mode -> (the transform to sRGB or None, what is wrong with the profile or
+    None). A profile that changes nothing, i.e. sRGB under any name, needs no transform."""
+    spaces = {"CMYK": ["CMYK"], "LAB": ["Lab"]}.get(mode, ["RGB"])
+    if mode.startswith(("1", "L", "I;16")) and mode != "LAB": # gray; editors save it with profiles of RGB, too
+        spaces = ["GRAY", "RGB"]
+    try:
+        source, srgb = ImageCms.ImageCmsProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB")
+        space = source.profile.xcolor_space.strip()
+        if space not in spaces:
+            return None, f"is for {space}, and the picture is {spaces[0]}"
+        pixels = dict(RGB="RGB", GRAY="L", CMYK="CMYK", Lab="LAB")[space]
+        # Without the cache threads may share it. Of three curves and a matrix, as phones and cameras have, the library
+        # makes tables that are exact; those of other profiles miss dark grays by up to 10 levels, but take a tenth of
+        # the time.
+        exact = Flags.NONE if pixels == "RGB" and source.profile.is_matrix_shaper else Flags.NOOPTIMIZE
+        build = functools.partial(ImageCms.buildTransform, source, srgb, pixels, "RGB", flags=Flags.NOCACHE | exact)
+        if pixels in ("RGB", "L"): # perceptual tables change colours even of sRGB to sRGB, so it is not asked here
+            probe = probe_of(pixels)
+            seen = build(renderingIntent=Intent.RELATIVE_COLORIMETRIC).apply(probe)
+            change = np.asarray(seen, int) - np.asarray(probe.convert("RGB"))
+            if abs(change).max() <= CLOSE:
+                return None, None
+        return build(renderingIntent=Intent.PERCEPTUAL), None
+    except Exception: # a damaged profile can fail in any way
+        return None, "is broken"
+
+def probe_of(mode):
+    """-> a small picture of all 256 grays, or of 16 levels of red, green and blue each."""
+    if mode == "L":
+        return Image.fromarray(np.arange(256, dtype=np.uint8)[None])
+    levels = np.arange(0, 256, 17, dtype=np.uint8)
+    return Image.fromarray(np.stack(np.meshgrid(levels, levels, levels), -1).reshape(64, 64, 3))
+
+def mark_of(image):
+    """A picture with a profile -> what common.look_at writes behind its content hash."""
+    transform, _ = conversion(image.info["icc_profile"], image.mode)
+    return " in sRGB" if transform else ""
+
+warned = set() # paths: a file is read for the VAE, the text encoder and the sheets
+
+def to_srgb(image, profile, path):
+    """A picture of 8 bits whose ICC profile has these bytes -> the same in sRGB. A profile that cannot be used is
+    ignored, with a line: the colours count as sRGB, as they do without any."""
+    transform, problem = conversion(profile, image.mode)
+    if problem and path not in warned:
+        warned.add(path)
+        tqdm.write(f"warning: {path}: its colour profile {problem}; it is ignored, and the colours count as sRGB",
+                   file=sys.stderr)
+    if not transform:
+        return image
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    image = transform.apply(image.convert(transform.input_mode))
+    if alpha:
+        image.putalpha(alpha)
+    return image
+
+def to_plain(image, path):
+    """A decoded picture -> one of 8 bits, opaque, in sRGB and without a profile, as common.read_image returns it."""
+    has_profile = "icc_profile" in image.info # it is None where a PNG's or JPEG's is broken
+    profile = image.info.pop("icc_profile", None)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
+    if has_profile:
+        image = to_srgb(image, profile, path)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image.info.pop("icc_profile", None) # the library has tagged its result as sRGB
+    return image
