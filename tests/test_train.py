@@ -411,8 +411,8 @@ def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tm
     assert result.status == 7 and len(lines) == bool(named) and (not named or named in lines[0]), result.err
 
 @pytest.mark.parametrize("text, warned", [
-    ("**Edit**\n- keep the cup\n- make it red", True), ('{\n"style": "red"\n}', True), ("make it red\npaint it red", False),
-    ("# a note in one line", False)])
+    ("**Edit**\n- keep the cup\n- make it red", True), ('{\n"style": "red"\n}', True),
+    ("make it red\npaint it red", False), ("# a note in one line", False)])
 def test_a_caption_that_is_one_text_in_lines_is_named(tmp_path, text, warned, monkeypatch):
     """As language models write it, in Markdown or JSON. Each of its lines is a prompt of its own."""
     data = add_item(tmp_path / "data", "cat")
