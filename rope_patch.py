@@ -95,7 +95,7 @@ def sample_freqs(pos_embed, shapes, txt_len, device):
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
-def lens_mask(lens, width, device="cpu"):
+def lens_mask(lens, width, device):
     """Lengths -> bool (B, width): True up to each length."""
     return torch.arange(width, device=device) < torch.tensor(lens).to(device, non_blocking=True)[:, None]
 
@@ -492,27 +492,28 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     if packed:
         batch = packed_batch(self, hidden_states, encoder_hidden_states, img_lens, txt_lens, shapes, image_rotary_emb)
     else:
-        if txt_lens is not None and txt_mask is None: # (older diffusers took both; then the mask says the same)
-            if len(txt_lens) != rows or min(txt_lens) < 0 or max(txt_lens) > txt_len:
-                raise ValueError(f"txt_seq_lens: got {txt_lens}, want {rows} lengths from 0 to {txt_len}")
-            txt_mask = lens_mask(txt_lens, txt_len, hidden_states.device)
+        if txt_lens is None or txt_mask is not None: # (older diffusers took both; then the mask says the same)
+            txt_lens = [txt_len] * rows
+        if len(txt_lens) != rows or min(txt_lens) < 0 or max(txt_lens) > txt_len:
+            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {rows} lengths from 0 to {txt_len}")
         mask_BS = joint_mask(txt_mask, attention_mask, rows, txt_len, img_len)
         # stock: equal sizes without pads need nothing of this file
         if (image_rotary_emb is None and attention_mask is None and not should_use_multi_resolution_mode(shapes)
                 and img_lens[0] == img_len):
             # stock is silent where the table of positions ends: sample_freqs raises
             sample_freqs(self.pos_embed, shapes[0], txt_len, hidden_states.device)
-            txt_mask = None
-            if mask_BS is not None: # NaN at its pads would spoil stock's attention: 0 * NaN is NaN
-                txt_mask = mask_BS[:, :txt_len]
+            txt_mask = None if mask_BS is None else mask_BS[:, :txt_len]
+            if min(txt_lens) < txt_len:
+                txt_mask = lens_mask(txt_lens, txt_len, hidden_states.device)
+            if txt_mask is not None: # NaN at its pads would spoil stock's attention: 0 * NaN is NaN
                 encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask[..., None], 0)
             return type(self).forward(
                 self, hidden_states, encoder_hidden_states, txt_mask, timestep, shapes, guidance,
                 attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
                 additional_t_cond=additional_t_cond, return_dict=return_dict)
         from extras import padded # here, as all else works without it
-        batch, places = padded.make_batch(self, hidden_states, encoder_hidden_states, img_lens, mask_BS, shapes,
-                                          image_rotary_emb)
+        batch, places = padded.make_batch(self, hidden_states, encoder_hidden_states, img_lens, txt_lens, mask_BS,
+                                          shapes, image_rotary_emb)
     if guidance is not None or controlnet_block_samples is not None:
         raise ValueError("guidance, controlnet_block_samples: got one, want None in a batch of mixed sizes")
     if kwargs.get("scale", 1) != 1 and self.gradient_checkpointing and torch.is_grad_enabled():

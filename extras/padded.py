@@ -5,16 +5,16 @@ and when the caller has made the positions. Shape letters as there; N tokens.
 """
 from math import prod
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
-from rope_patch import Batch, check_rotary_emb, lens_mask, pad_latents_for_multi_res, sample_freqs
+from rope_patch import Batch, check_rotary_emb, pad_latents_for_multi_res, sample_freqs
 
 
-def make_batch(model, img, txt, img_lens, mask_BS, shapes, image_rotary_emb):
+def make_batch(model, img, txt, img_lens, txt_lens, mask_BS, shapes, image_rotary_emb):
     """-> the Batch of what is no pad in img (B, I, C) and txt (B, T, C), and the places of its image tokens, for
-    put_back. img_lens: tokens of each row, then pads; mask_BS: further pads, or None; shapes: of the pictures, or None;
-    image_rotary_emb: the caller's, or None. ValueError if they do not fit."""
+    put_back. img_lens, txt_lens: tokens of each row, then pads; mask_BS: bool, False at further pads, or None; shapes: of
+    the pictures, or None; image_rotary_emb: the caller's, or None. ValueError if they do not fit."""
     (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
     if max(img_lens) > img_len:
         raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
@@ -29,11 +29,13 @@ def make_batch(model, img, txt, img_lens, mask_BS, shapes, image_rotary_emb):
             raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
                              f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
 
-    # the masks come to the CPU, once, where the lengths of the packed rows have to be known
-    valid_BS = F.pad(lens_mask(img_lens, img_len), (txt_len, 0), value=True)
-    if mask_BS is not None:
-        valid_BS &= mask_BS.cpu()
-    txt_valid_BT, img_valid_BI = valid_BS.split([txt_len, img_len], dim=1)
+    # on the host (by numpy, as --plan's tensors have no numbers): the lengths of packed rows have to be known there
+    img_valid_BI = np.arange(img_len) < np.array(img_lens)[:, None]
+    txt_valid_BT = np.arange(txt_len) < np.array(txt_lens)[:, None]
+    if mask_BS is not None: # the one thing for which the host waits
+        mask_BS = mask_BS.cpu().numpy()
+        img_valid_BI &= mask_BS[:, txt_len:]
+        txt_valid_BT &= mask_BS[:, :txt_len]
     targets = None
     if model.zero_cond_t: # of each target the tokens that are left
         lens = [prod(s[0]) for s in shapes]
@@ -47,9 +49,10 @@ def make_batch(model, img, txt, img_lens, mask_BS, shapes, image_rotary_emb):
                  txt_valid_BT.sum(1).tolist(), targets), img_places
 
 def places_of(valid_BN, device):
-    """-> (tokens,) the places of valid tokens among the B * N of all rows; None: all are, so there is nothing to drop.
-    """
-    return None if valid_BN.all() else valid_BN.flatten().nonzero()[:, 0].to(device, non_blocking=True)
+    """-> (tokens,) the places of valid tokens among the B * N of all rows; None if there are no pads to drop."""
+    if valid_BN.all():
+        return None
+    return torch.from_numpy(np.flatnonzero(valid_BN)).to(device, non_blocking=True)
 
 def drop_pads(x_BNC, places):
     """-> (1, tokens, C), which knows nothing of what stood in the pads, NaN too."""
@@ -63,8 +66,9 @@ def put_back(row, places, batch, width):
     return row.view(batch, width, -1)
 
 def run_padded(model, latents, prompt_embeds, timesteps, img_shapes):
-    """rope_patch.run_packed's answer, by padding to the longest sample, as other models' code does."""
-    padded, _ = pad_latents_for_multi_res(latents)
-    prompts, prompt_mask = pad_latents_for_multi_res(prompt_embeds)
-    out = model(padded, prompts, prompt_mask, timesteps, img_shapes, return_dict=False)[0]
+    """rope_patch.run_packed's answer, by a call with rows that are padded to the longest sample."""
+    img_BIC, _ = pad_latents_for_multi_res(latents)
+    txt_BTC, _ = pad_latents_for_multi_res(prompt_embeds)
+    out = model(img_BIC, txt_BTC, timestep=timesteps, img_shapes=img_shapes,
+                txt_seq_lens=[len(p) for p in prompt_embeds], return_dict=False)[0]
     return [row[:len(x)] for row, x in zip(out, latents)]
