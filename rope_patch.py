@@ -174,7 +174,7 @@ def make_segments(lens, temb_rows, x):
     return Segments(lens, temb_rows, index.to(x.device, non_blocking=True))
 
 def make_layout(img_lens, txt_lens, targets, x):
-    """-> Layout, for rows of x's device and dtype. targets: tokens of each sample's target, for zero_cond_t; or None."""
+    """-> Layout, for rows of x's device and dtype. targets: as Batch has them."""
     samples = list(range(len(txt_lens)))
     img_segments = own_segments = make_segments(img_lens, samples, x)
     if targets is not None: # the target is at its timestep (row b of temb), its controls are at t = 0 (row B + b)
@@ -279,7 +279,7 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
             mask_BS = joint_mask(encoder_hidden_states_mask, attention_mask, batch, txt_len, img_len)
             attn_mask = None if mask_BS is None else mask_BS[:, None, None]
             out = dispatch_attention_fn(q, k, v, attn_mask=attn_mask, **options)
-        txt_out, img_out = out.split([out.shape[1] - img_len, img_len], dim=1)
+        txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
 
         def merged(x): # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
             return x.flatten(2, 3).to(q.dtype).contiguous()
@@ -407,23 +407,24 @@ def packed_batch(model, img, txt, img_lens, txt_lens, shapes, freqs):
 @apply_lora_scale("attention_kwargs") # as stock's forward: takes "scale" out of them, and applies it during the call
 def packed_forward(model, batch, timestep, additional_t_cond, attention_kwargs):
     """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out)."""
-    # B samples; E: width of the model; zero_cond_t (2511): the controls are clean pictures, and modulated as such
+    # J: width of the text encoder; E: width of the model
     #
-    #   batch.img     (1, sum I, C)    target 0, its controls, target 1, its controls, ...
-    #   batch.txt     (1, sum T, J)    prompt 0, prompt 1, ...; J: width of the text encoder
-    #   batch.freqs   (1, sum I, R), (1, sum T, R)  complex; positions begin anew with each sample
-    #   timestep      (B,) or (1,)     from 0 to 1; additional_t_cond: likewise, whole numbers, or None
-    #   img, txt      (1, sum I, E), (1, sum T, E)
-    #   freqs         (1, sum I, D), (1, sum T, D)  real
-    #   temb          (B, E)           each sample's; in zero_cond_t models (2 B, E), the last B rows at t = 0
-    #   shift, scale  (2 B or B, E)    of a modulation; each token takes its segment's row
-    #   q, k, v       (1, S, H, D)     S = sum T + sum I, ordered text 0, image 0, text 1, image 1, ... for attention
+    #   batch.img      (1, sum I, C)                 target 0, its controls, target 1, its controls, ...
+    #   batch.txt      (1, sum T, J)                 prompt 0, prompt 1, ...
+    #   batch.freqs    (1, sum I, R), (1, sum T, R)  complex; positions begin anew with each sample
+    #   timestep       (B,) or (1,)                  from 0 to 1; additional_t_cond: likewise, or None
+    #   temb           (B, E), or zero_cond_t (2B, E): below the samples' rows B rows at t = 0, for the controls
+    #   img, txt       (1, sum I, E), (1, sum T, E)
+    #   freqs          (1, sum I, D), (1, sum T, D)  real
+    #   scale, shift   (B, E) or (2B, E)             of a modulation, as temb; each segment takes its row
+    #   q, k, v        (1, S, H, D)                  S = sum T + sum I: all text, all image; in attention: text 0,
+    #                                                image 0, text 1, image 1, ...
     B = len(batch.img_lens)
     layout = make_layout(batch.img_lens, batch.txt_lens, batch.targets, batch.img)
     img = model.img_in(batch.img)
     txt = model.txt_in(model.txt_norm(batch.txt))
     timestep = timestep.to(img.dtype).expand(B)
-    if model.zero_cond_t:
+    if model.zero_cond_t: # 2511: the controls are clean pictures, and modulated as such
         timestep = torch.cat([timestep, timestep * 0])
         if additional_t_cond is not None:
             additional_t_cond = additional_t_cond.expand(B).repeat(2)

@@ -13,8 +13,8 @@ from rope_patch import Batch, check_rotary_emb, pad_latents_for_multi_res, sampl
 
 def make_batch(model, img, txt, img_lens, txt_lens, mask_BS, shapes, image_rotary_emb):
     """-> the Batch of what is no pad in img (B, I, C) and txt (B, T, C), and the places of its image tokens, for
-    put_back. img_lens, txt_lens: tokens of each row, then pads; mask_BS: bool, False at further pads, or None; shapes: of
-    the pictures, or None; image_rotary_emb: the caller's, or None. ValueError if they do not fit."""
+    put_back. img_lens, txt_lens: tokens of each row, then pads; mask_BS: bool, False at further pads, or None; shapes:
+    of the pictures, or None; image_rotary_emb: the caller's, or None. ValueError if they do not fit."""
     (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
     if max(img_lens) > img_len:
         raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")

@@ -247,12 +247,12 @@ def test_padded_rows_are_the_packed_ones_to_the_bit(mode, variant):
 
 def test_rows_without_pads_are_not_copied(monkeypatch):
     """Pictures of different sizes, but of as many tokens, are packed already."""
-    samples = BATCHES["equal tokens"]
+    model, samples = patched_model(), BATCHES["equal tokens"]
     for name in ("index_select", "index_copy"):
         monkeypatch.setattr(torch.Tensor, name, None)
-    assert_one_by_one(run(patched_model(), "padded", samples, **padded_call(patched_model(), samples, spare=0)), samples)
+    assert_one_by_one(run(model, "padded", samples, **padded_call(model, samples, spare=0)), samples)
     with pytest.raises(TypeError): # the negative control
-        run(patched_model(), "padded", MIXED)
+        run(model, "padded", MIXED)
 
 def test_a_sample_of_nothing_but_pads_gives_zeros_and_changes_no_other():
     """Such samples fill up a batch. Packed, their rows are empty."""
