@@ -7,13 +7,15 @@ Stock diffusers takes the rotary positions of the whole batch from its first sam
     patch_qwen_model_for_multi_resolution(transformer)
 
 every mixture of sizes, picture counts and prompt lengths gives the numbers of the stock model run one sample at a time
-($ pytest test_consistency.py). Weights, names and old calls stay as they are. forward() can be called in four modes;
-`stock` runs diffusers' code, and the other three share one block and one attention:
+($ pytest test_consistency.py). Weights, names and old calls stay as they are. forward() can be called in four modes:
 
     stock        equal sizes, no new argument     diffusers' own code, bit for bit
-    padded       img_shapes differ                (B, I, C) rows, per-sample 3D RoPE, joint attention mask
+    packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows: all samples in one row, no pads and no mask
+    padded       img_shapes differ                (B, I, C) rows: extras/padded.py drops the pads, the rest runs packed,
+                                                  and the answers go back to their places
     precomputed  image_rotary_emb=(img, txt)      as padded, with positions and mask made by the caller
-    packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows, no pads and no mask: the fast one
+
+So beside stock's there is one way to compute: packed_forward. Its parts stand before it, from positions to blocks.
 
 This module is pure: it knows no files, flags or ranks. Shape suffixes:
 B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
@@ -32,7 +34,7 @@ from diffusers.models.attention_dispatch import (
     AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn)
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
-from diffusers.utils import scale_lora_layers, unscale_lora_layers
+from diffusers.utils import apply_lora_scale
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -42,17 +44,18 @@ ROPE_TABLE = 4096 # positions in diffusers' tables; a slice past the end is sile
 
 def apply_rotary_emb_qwen_batched(x, freqs_cis):
     """Rotate queries or keys. x: (B, S, H, D). freqs_cis: complex (S, R), shared by the batch, or (B, S, R), per
-    sample; or real_freqs of these. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen,
-    which knows the shared form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes
-    differ."""
-    if not torch.is_tensor(freqs_cis):
-        raise ValueError(f"rotary frequencies: got {type(freqs_cis)}, want a complex tensor: torch.complex(cos, sin)")
-    freqs = real_freqs(freqs_cis) if freqs_cis.is_complex() else freqs_cis
+    sample. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which knows the shared
+    form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes differ."""
     B, S, _, D = x.shape
-    want = (S, D) if freqs.ndim == 2 else (B, S, D)
-    if tuple(freqs.shape) != want:
-        raise ValueError(f"rotary frequencies: got shape {tuple(freqs_cis.shape)}, {freqs_cis.dtype}, want "
-                         f"{(*want[:-1], D // 2)}, complex, for x {tuple(x.shape)}")
+    check_freqs("rotary frequencies", freqs_cis, B, S, D // 2)
+    return rotate(x, real_freqs(freqs_cis))
+
+def real_freqs(freqs_cis):
+    """Complex (..., R) -> (..., D) of cos, sin, cos, ..., as torch.compile cannot fuse complex numbers."""
+    return torch.view_as_real(freqs_cis).flatten(-2)
+
+def rotate(x, freqs):
+    """x: (B, S, H, D); freqs: real_freqs, (S, D) or (B, S, D) -> x's shape and dtype."""
     # (..., D) -> (..., R, 2): pairs are complex numbers, and a rotation is a product with one of length 1
     pairs, freqs = x.float().unflatten(-1, (-1, 2)), freqs.unsqueeze(-2).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling(): # the compiler fuses real numbers only
@@ -60,9 +63,23 @@ def apply_rotary_emb_qwen_batched(x, freqs_cis):
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3).type_as(x)
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs)).flatten(3).type_as(x)
 
-def real_freqs(freqs_cis):
-    """Complex (..., R) -> (..., D) of cos, sin, cos, ..., as torch.compile cannot fuse complex numbers."""
-    return torch.view_as_real(freqs_cis).flatten(-2)
+def check_freqs(name, freqs, batch, n, half_dim):
+    """ValueError unless these are the frequencies of n tokens, complex (N, R) or (B, N, R)."""
+    if not torch.is_tensor(freqs):
+        raise ValueError(f"{name}: got a {type(freqs).__name__}, want a complex tensor: torch.complex(cos, sin)")
+    want = (n, half_dim), (batch, n, half_dim)
+    if not freqs.is_complex() or tuple(freqs.shape) not in want:
+        raise ValueError(f"{name}: got shape {tuple(freqs.shape)}, {freqs.dtype}, want {want[0]} or {want[1]}, complex")
+
+def check_rotary_emb(image_rotary_emb, batch, img_len, txt_len, half_dim):
+    """A caller's (img, txt) frequencies -> both as (B, N, R). ValueError if one does not fit: if only their sum did,
+    text positions that are too many would serve image tokens."""
+    pair = image_rotary_emb if isinstance(image_rotary_emb, (list, tuple)) else [image_rotary_emb]
+    if len(pair) != 2:
+        raise ValueError(f"image_rotary_emb: got {len(pair)}, want 2 complex tensors, (img, txt)")
+    for freqs, n in zip(pair, (img_len, txt_len)):
+        check_freqs("image_rotary_emb", freqs, batch, n, half_dim)
+    return [freqs.expand(batch, -1, -1) for freqs in pair]
 
 def sample_freqs(pos_embed, shapes, txt_len, device):
     """One sample's (img (I, R), txt (T, R)) frequencies, from the model's own module, so that plain and layer3d RoPE
@@ -76,48 +93,37 @@ def sample_freqs(pos_embed, shapes, txt_len, device):
                          f"{len(txt_freqs)}: the table ends at {ROPE_TABLE}")
     return img_freqs, txt_freqs
 
-def as_freqs(image_rotary_emb, batch, img_len, txt_len, half_dim):
-    """A caller's (img, txt) frequencies, each (N, R) or (B, N, R) -> both of one kind. ValueError if one does not fit:
-    if only their sum did, text positions that are too many would serve image tokens."""
-    pair = list(image_rotary_emb) if isinstance(image_rotary_emb, (list, tuple)) else [image_rotary_emb]
-    kinds = [str(f.dtype) if torch.is_tensor(f) else type(f).__name__ for f in pair]
-    if len(pair) != 2 or not all(torch.is_tensor(f) and f.is_complex() for f in pair):
-        raise ValueError(f"image_rotary_emb: got {len(pair)} ({', '.join(kinds)}), want 2 complex tensors, (img, txt)")
-    for freqs, n in zip(pair, (img_len, txt_len)):
-        if tuple(freqs.shape) not in ((n, half_dim), (batch, n, half_dim)):
-            raise ValueError(f"image_rotary_emb: got shape {tuple(freqs.shape)}, want ({n}, R) or ({batch}, {n}, R) "
-                             f"with R = {half_dim}")
-    if pair[0].ndim != pair[1].ndim: # one is shared, one per sample
-        pair = [freqs.expand(batch, *freqs.shape[-2:]) for freqs in pair]
-    return pair
-
-def use_fused(x):
-    """Whether mixed batches use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
-    On a CPU the results equal stock's bit for bit."""
-    return x.is_cuda
-
-# ---- attention -------------------------------------------------------------------------------------------------------
-# Padded rows attend to a sample's own tokens under a mask. Packed rows need no mask: torch's variable-length kernel is
-# told where each sample begins. (FlexAttention has no backward pass on a CPU, and compiles anew for each layout. Nested
-# tensors gained nothing.)
+# ---- masks -----------------------------------------------------------------------------------------------------------
 
 def lens_mask(lens, width, device):
     """Lengths -> bool (B, width): True up to each length."""
-    return torch.arange(width, device=device) < torch.tensor(lens, device=device)[:, None]
+    return torch.arange(width, device=device) < torch.tensor(lens).to(device, non_blocking=True)[:, None]
 
-def as_bool_mask(mask, name, want):
-    """A 0/1 mask of any dtype -> bool. An additive mask (0 / -inf) would be read upside down, so it is a ValueError."""
-    if tuple(mask.shape) != want:
-        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {want}")
-    if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(f"{name}: got values other than 0 and 1 ({mask.dtype}), want 1 = attend, 0 = pad")
-    return mask.bool()
+def joint_mask(txt_mask, attention_mask, batch, txt_len, img_len):
+    """The two masks that a caller may give, of the text and of [text, image], (B, N) or (B, 1, 1, N), of 0 and 1 in any
+    dtype -> one bool (B, S) for both; None if there is neither. An additive mask (0 / -inf) would be read upside down,
+    so it is a ValueError."""
+    mask_BS = None
+    for name, mask, width in (("encoder_hidden_states_mask", txt_mask, txt_len),
+                              ("attention_mask", attention_mask, txt_len + img_len)):
+        if mask is None:
+            continue
+        if tuple(mask.shape) not in ((batch, width), (batch, 1, 1, width)):
+            raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {(batch, width)}")
+        if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+            raise ValueError(f"{name}: got values other than 0 and 1 ({mask.dtype}), want 1 = attend, 0 = pad")
+        whole_BS = F.pad(mask.bool().reshape(batch, width), (0, txt_len + img_len - width), value=True)
+        mask_BS = whole_BS if mask_BS is None else mask_BS & whole_BS
+    return mask_BS
 
-def as_joint_mask(mask, batch, length):
-    """attention_kwargs["attention_mask"], (B, S) or (B, 1, 1, S), bool, int or 0/1 float -> bool (B, S)."""
-    if mask.ndim == 4 and mask.shape[1:3] == (1, 1):
-        mask = mask[:, 0, 0]
-    return as_bool_mask(mask, "attention_mask", (batch, length))
+# ---- attention -------------------------------------------------------------------------------------------------------
+# A packed row needs no mask: torch's variable-length kernel is told where each sample begins. (FlexAttention has no
+# backward pass on a CPU, and compiles anew for each layout. Nested tensors gained nothing.)
+
+def use_fused(x):
+    """Whether packed rows use fused kernels: on CUDA, where they save memory traffic and round less often than stock.
+    On a CPU the results equal stock's bit for bit."""
+    return x.is_cuda
 
 @dataclass
 class Lens:
@@ -127,13 +133,26 @@ class Lens:
     begins: Tensor | None # (B + 1,) int32, where each sample begins, and the end; None: varlen_attn cannot run
 
 @dataclass
+class Segments:
+    """Segments are consecutive tokens that share one modulation vector, i.e. one row of `temb`: a sample's, or in
+    zero_cond_t models its target's and its controls'."""
+    lens: list # tokens of each segment
+    temb_rows: list # its row of temb
+    index: Tensor # (tokens,) the row of every token
+
+@dataclass
 class Layout:
-    """Where the samples stand in a joint row [text 0, image 0, text 1, image 1, ...], made once per forward pass. A
-    compiled block reads no list of it: one of another length would trigger a recompilation."""
+    """Where the samples stand in packed rows, made once per forward pass. A compiled block reads no list of it: one of
+    another length would trigger a recompilation."""
     joint: Lens # of text + image
     img: Lens # of the image tokens alone
+    samples: Segments # of the image tokens, one a sample
+    img_segments: Segments # these, or for zero_cond_t two a sample
+    txt_segments: Segments
+    # in the joint row [text 0, image 0, text 1, image 1, ...] each sample stands together
     order: Tensor | None # (S,) for each token of the joint row its place in [all text, all image]; None: just that
     inverse: Tensor | None # (S,) the way back
+    last: bool = False # the last block: its text output is not used
 
 def has_varlen(x):
     """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
@@ -150,18 +169,31 @@ def make_lens(each, x):
         begins = torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(x.device, non_blocking=True)
     return Lens(each, max(each), begins)
 
-def make_layout(txt_lens, img_lens, x):
-    """-> Layout, for rows of x's device and dtype."""
+def make_segments(lens, temb_rows, x):
+    index = torch.repeat_interleave(torch.tensor(temb_rows), torch.tensor(lens), output_size=sum(lens))
+    return Segments(lens, temb_rows, index.to(x.device, non_blocking=True))
+
+def make_layout(img_lens, txt_lens, targets, x):
+    """-> Layout, for rows of x's device and dtype. targets: as Batch has them."""
+    samples = list(range(len(txt_lens)))
+    img_segments = own_segments = make_segments(img_lens, samples, x)
+    if targets is not None: # the target is at its timestep (row b of temb), its controls are at t = 0 (row B + b)
+        lens, temb_rows = [], []
+        for b, target in enumerate(targets):
+            lens += [target, img_lens[b] - target]
+            temb_rows += [b, len(samples) + b]
+        img_segments = make_segments(lens, temb_rows, x)
     joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
-    joint, img = make_lens(joint_lens, x), make_lens(img_lens, x)
-    if len(txt_lens) == 1: # one sample's text and image are in order already
-        return Layout(joint, img, None, None)
-    # the sample to which each token of [all text, all image] belongs. Sorted by that (stable: equal ones keep their
-    # order), each sample's text stands before its image
-    owners = torch.tensor([*range(len(txt_lens))] * 2).repeat_interleave(
-        torch.tensor([*txt_lens, *img_lens]), output_size=sum(joint_lens))
-    order = owners.argsort(stable=True)
-    return Layout(joint, img, order.to(x.device, non_blocking=True), order.argsort().to(x.device, non_blocking=True))
+    order = inverse = None
+    if len(samples) > 1: # (one sample's text and image are in order already)
+        # the sample to which each token of [all text, all image] belongs. Sorted by that (stable: equal ones keep their
+        # order), each sample's text stands before its image
+        owners = torch.tensor(samples * 2).repeat_interleave(
+            torch.tensor([*txt_lens, *img_lens]), output_size=sum(joint_lens))
+        order = owners.argsort(stable=True)
+        order, inverse = [o.to(x.device, non_blocking=True) for o in (order, order.argsort())]
+    return Layout(make_lens(joint_lens, x), make_lens(img_lens, x), own_segments, img_segments,
+                  make_segments(txt_lens, samples, x), order, inverse)
 
 def reorder(x, order, inverse):
     return x if order is None else Reorder.apply(x, order, inverse)
@@ -179,49 +211,43 @@ class Reorder(torch.autograd.Function): # a class because autograd wants one
         order, inverse = ctx.saved_tensors
         return Reorder.apply(grad, inverse, order), None, None
 
-def packed_attention(q, k, v, layout, text_out, backend, parallel_config):
-    """Attention within each sample's [text, image]. q, k, v: (1, S, H, D), [all text, all image]; without text_out q is
-    the image alone -> q's shape and order. One kernel where torch has it, else one unmasked call a sample."""
+def packed_attention(q, k, v, layout, **options):
+    """Attention within each sample's [text, image]. q, k, v: (1, S, H, D), [all text, all image]; in the last block q
+    is the image alone -> q's shape and order. One kernel where torch has it, else one unmasked call a sample. options:
+    the processor's, for dispatch_attention_fn."""
     # -> [text 0, image 0, text 1, image 1, ...]
     k, v = [reorder(x, layout.order, layout.inverse) for x in (k, v)]
     lens, q_lens = layout.joint, layout.img
-    if text_out:
+    if not layout.last:
         q, q_lens = reorder(q, layout.order, layout.inverse), layout.joint
-    if lens.begins is None or backend is not None or parallel_config is not None:
-        out = attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config)
+    if lens.begins is None or any(option is not None for option in options.values()):
+        out = attention_by_sample(q, k, v, q_lens, lens, options)
     else:
         out = varlen_attn(q[0], k[0], v[0], q_lens.begins, lens.begins, q_lens.longest, lens.longest)[None]
-    return reorder(out, layout.inverse, layout.order) if text_out else out
+    return out if layout.last else reorder(out, layout.inverse, layout.order)
 
 @torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(q, k, v, q_lens, lens, backend, parallel_config):
+def attention_by_sample(q, k, v, q_lens, lens, options):
     outs = []
     for qkv in zip(q.split(q_lens.each, 1), k.split(lens.each, 1), v.split(lens.each, 1)):
-        outs.append(dispatch_attention_fn(*qkv, backend=backend, parallel_config=parallel_config))
+        outs.append(dispatch_attention_fn(*qkv, **options))
     return torch.cat(outs, dim=1)
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
-    """Drop-in for diffusers' processor, bit-equal to it where both can run. In addition: 3D (per-sample) frequencies, a
-    joint attention_mask over [text, image]; packed rows, whose attention is block-diagonal; and text_out=False for the
-    last block, whose text nobody reads. Inherits the backend that model.set_attention_backend() writes on it."""
+    """Drop-in for diffusers' processor, bit-equal to it where both can run. In addition it takes 3D (per-sample)
+    frequencies and a joint attention_mask over [text, image]; and from block_forward packed rows, with their Layout.
+    Inherits the backend that model.set_attention_backend() writes on it."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None,
-                 attention_mask=None, image_rotary_emb=None, layout=None, text_out=True):
-        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention, the
-        text as None without text_out."""
+                 attention_mask=None, image_rotary_emb=None, layout=None):
+        """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention, the text as None in the
+        last block. Packed rows have no masks, and image_rotary_emb is real_freqs'."""
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
-        (batch, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
-        # one joint mask of the two that a caller may give
-        mask_BS = None
-        if encoder_hidden_states_mask is not None:
-            txt_mask = as_bool_mask(encoder_hidden_states_mask, "encoder_hidden_states_mask", (batch, txt_len))
-            mask_BS = torch.cat([txt_mask, txt_mask.new_ones(batch, img_len)], dim=1)
-        if attention_mask is not None:
-            joint_BS = as_joint_mask(attention_mask, batch, txt_len + img_len)
-            mask_BS = joint_BS if mask_BS is None else mask_BS & joint_BS
-
+        img, txt = hidden_states, encoder_hidden_states
+        (batch, img_len), txt_len = img.shape[:2], txt.shape[1]
+        text_out = layout is None or not layout.last
         head_dim = attn.inner_dim // attn.heads
 
         def heads(x):
@@ -234,25 +260,25 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
             return norm(x)
 
         # queries, keys and values of both streams, each (B, tokens, H, D); then of their joint row [text, image]
-        img, txt = hidden_states, encoder_hidden_states
         q, k, v = normed(attn.norm_q, attn.to_q(img)), normed(attn.norm_k, attn.to_k(img)), heads(attn.to_v(img))
         if text_out:
             q = torch.cat([normed(attn.norm_added_q, attn.add_q_proj(txt)), q], dim=1)
         k = torch.cat([normed(attn.norm_added_k, attn.add_k_proj(txt)), k], dim=1)
         v = torch.cat([heads(attn.add_v_proj(txt)), v], dim=1)
         if image_rotary_emb is not None:
-            if layout is None: # packed rows' frequencies are checked, and real, for the compiler
-                image_rotary_emb = as_freqs(image_rotary_emb, batch, img_len, txt_len, head_dim // 2)
+            if layout is None:
+                pair = check_rotary_emb(image_rotary_emb, batch, img_len, txt_len, head_dim // 2)
+                image_rotary_emb = map(real_freqs, pair)
             img_freqs, txt_freqs = image_rotary_emb
-            freqs = torch.cat([txt_freqs, img_freqs], dim=-2)
-            q = apply_rotary_emb_qwen_batched(q, freqs if text_out else img_freqs)
-            k = apply_rotary_emb_qwen_batched(k, freqs)
-        # attention: within each sample when packed, over the row and under the mask when padded
+            freqs = torch.cat([txt_freqs, img_freqs], dim=1)
+            q, k = rotate(q, freqs if text_out else img_freqs), rotate(k, freqs)
+        options = dict(backend=self._attention_backend, parallel_config=self._parallel_config)
         if layout is not None:
-            out = packed_attention(q, k, v, layout, text_out, self._attention_backend, self._parallel_config)
-        else:
-            out = dispatch_attention_fn(q, k, v, attn_mask=None if mask_BS is None else mask_BS[:, None, None],
-                                        backend=self._attention_backend, parallel_config=self._parallel_config)
+            out = packed_attention(q, k, v, layout, **options)
+        else: # a stock call, or by hand
+            mask_BS = joint_mask(encoder_hidden_states_mask, attention_mask, batch, txt_len, img_len)
+            attn_mask = None if mask_BS is None else mask_BS[:, None, None]
+            out = dispatch_attention_fn(q, k, v, attn_mask=attn_mask, **options)
         txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
 
         def merged(x): # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
@@ -264,27 +290,6 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
         return img_out, attn.to_add_out(merged(txt_out)) if text_out else None
 
 # ---- block -----------------------------------------------------------------------------------------------------------
-
-@dataclass
-class Segments:
-    """Segments are consecutive tokens that share one modulation vector, i.e. one row of `temb`: a sample's, or in
-    zero_cond_t models its target's and its controls'."""
-    lens: list # tokens of each segment
-    temb_rows: list # its row of temb
-    index: Tensor # (tokens,) the row of every token
-
-def make_segments(lens, temb_rows, device):
-    index = torch.repeat_interleave(torch.tensor(list(temb_rows)), torch.tensor(lens), output_size=sum(lens))
-    return Segments(lens, list(temb_rows), index.to(device, non_blocking=True))
-
-@dataclass
-class Ragged:
-    """What a batch of mixed sizes tells a block, in place of modulate_index: stock's blocks have no other free
-    argument."""
-    img_segments: Segments
-    txt_segments: Segments
-    layout: Layout | None # None when padded
-    last: bool = False # the last block: its text output is not used
 
 class RowsByIndex(torch.autograd.Function): # a class because autograd wants one
     """rows[index]. Its gradient adds thousands of tokens into each row. Autograd would add them one by one in the rows'
@@ -327,18 +332,18 @@ def add_gated(segments, x, gate, y):
 
 def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
                   joint_attention_kwargs=None, modulate_index=None):
-    """QwenImageTransformerBlock.forward, and the same block for rows whose modulation changes from segment to segment.
-    modulate_index: stock's own, or for a mixed batch a Ragged. On a CPU it keeps stock's arithmetic, so that bf16 stays
-    bit-equal. It replaces block.forward per instance, so every hook on block.__call__ (checkpointing, offload, FSDP,
-    compile, peft) still fires."""
-    if not isinstance(modulate_index, Ragged):
+    """QwenImageTransformerBlock.forward, and the same block for packed rows, whose modulation changes from segment to
+    segment. modulate_index: stock's own, or a Layout, as stock's blocks have no other free argument. On a CPU it keeps
+    stock's arithmetic, so that bf16 stays bit-equal. It replaces block.forward per instance, so every hook on
+    block.__call__ (checkpointing, offload, FSDP, compile, peft) still fires."""
+    if not isinstance(modulate_index, Layout):
         return type(self).forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb,
                                   image_rotary_emb, joint_attention_kwargs, modulate_index)
     if not isinstance(self.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
         raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; "
                          "want patch_qwen_model_for_multi_resolution, which sets the processors too")
-    img, txt, ragged = hidden_states, encoder_hidden_states, modulate_index
-    img_segments, txt_segments = ragged.img_segments, ragged.txt_segments
+    img, txt, layout = hidden_states, encoder_hidden_states, modulate_index
+    img_segments, txt_segments = layout.img_segments, layout.txt_segments
     # modulation of attention (1) and MLP (2), from each timestep's row of temb
     img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
     if self.zero_cond_t: # its rows are [own timesteps, zeros]; text always takes its sample's own
@@ -347,11 +352,11 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
     img_attn, txt_attn = self.attn(
         hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
         encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
-        image_rotary_emb=image_rotary_emb, layout=ragged.layout, text_out=not ragged.last, **joint_attention_kwargs)
+        image_rotary_emb=image_rotary_emb, layout=layout, **joint_attention_kwargs)
     img = add_gated(img_segments, img, img_gate1, img_attn)
     img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
     img = add_gated(img_segments, img, img_gate2, img_mlp)
-    if not ragged.last: # nobody reads the last block's text
+    if not layout.last: # nobody reads the last block's text
         txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
         txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
         txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
@@ -375,104 +380,47 @@ def checkpoint_blocks(model, blocks=None, **options):
 
 @dataclass
 class Batch:
-    """A mixed batch as the blocks get it: packed into one row, or padded to one row a sample."""
-    img: Tensor # (1, sum I, C) or (B, I, C)
-    txt: Tensor # (1, sum T, C) or (B, T, C)
-    freqs: tuple # (img, txt) rotary frequencies, (sum N, R) or (B, N, R)
-    img_lens: list # image tokens of each sample, its pads included
+    """Samples of any sizes in one row of image tokens and one of text tokens."""
+    img: Tensor # (1, sum I, C)
+    txt: Tensor # (1, sum T, J)
+    freqs: list # (img, txt) complex rotary frequencies, (1, sum I, R) and (1, sum T, R)
+    img_lens: list # image tokens of each sample
     txt_lens: list # text tokens likewise
-    mask_BS: Tensor | None # joint attention mask; None: packed
-    img_mask_BI: Tensor | None # its image half: False at pads
-
-def blank(x_BNC, mask_BN):
-    """x with 0 at the pads. They may hold NaN, and 0 * NaN would be NaN in the attention too."""
-    return x_BNC if mask_BN is None else x_BNC.masked_fill(~mask_BN[..., None], 0)
+    targets: list | None # zero_cond_t models: image tokens of each sample's target, its first ones; else None
 
 def image_lens(shapes):
     return [sum(map(prod, s)) for s in shapes]
 
-def packed_batch(model, img, txt, txt_lens, shapes, freqs):
+def packed_batch(model, img, txt, img_lens, txt_lens, shapes, freqs):
     """The packed mode's Batch."""
-    img_lens = image_lens(shapes)
     if (sum(txt_lens), sum(img_lens)) != (txt.shape[1], img.shape[1]):
         raise ValueError(f"packed: got {txt.shape[1]} text and {img.shape[1]} image tokens, want {sum(txt_lens)} and "
                          f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
     if freqs is None: # each sample has positions of its own
-        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, n, img.device)
-                                     for s, n in zip(shapes, txt_lens)])
-        freqs = torch.cat(img_freqs), torch.cat(txt_freqs)
+        pairs = [sample_freqs(model.pos_embed, s, n, img.device) for s, n in zip(shapes, txt_lens)]
+        freqs = [torch.cat(rows)[None] for rows in zip(*pairs)]
     else:
-        freqs = as_freqs(freqs, 1, img.shape[1], txt.shape[1], model.config.attention_head_dim // 2)
-    return Batch(img, txt, freqs, img_lens, txt_lens, None, None)
+        freqs = check_rotary_emb(freqs, 1, img.shape[1], txt.shape[1], model.config.attention_head_dim // 2)
+    targets = [prod(s[0]) for s in shapes] if model.zero_cond_t else None
+    return Batch(img, txt, freqs, img_lens, txt_lens, targets)
 
-def padded_batch(model, img, txt, txt_mask_BT, joint_mask, shapes, freqs):
-    """The Batch of the padded and of the precomputed mode (the one with freqs). Which image tokens are pads? In the
-    padded mode img_shapes tell. In the precomputed mode the joint mask tells, or else img_shapes; without both there
-    are none."""
-    (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
-    img_lens = [img_len] * batch
-    if freqs is None or (joint_mask is None and shapes is not None):
-        img_lens = image_lens(shapes)
-    if max(img_lens) > img_len:
-        raise ValueError(f"hidden_states: got {img_len} image tokens, want {max(img_lens)} for {shapes}")
-    # one mask of all that was given, then split again into text and image
-    img_mask_BI = lens_mask(img_lens, img_len, device)
-    if txt_mask_BT is None:
-        txt_mask_BT = lens_mask([txt_len] * batch, txt_len, device)
-    mask_BS = torch.cat([txt_mask_BT, img_mask_BI], dim=1)
-    if joint_mask is not None:
-        mask_BS = mask_BS & as_joint_mask(joint_mask, batch, txt_len + img_len)
-    txt_mask_BT, img_mask_BI = mask_BS.split([txt_len, img_len], dim=1)
-    if freqs is None: # pads get frequencies of 0: that is finite, and nobody looks at them
-        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
-        freqs = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
-    else:
-        as_freqs(freqs, batch, img_len, txt_len, model.config.attention_head_dim // 2)
-        img_freqs, txt_freqs = freqs
-        if img_freqs.ndim > txt_freqs.ndim and (img_freqs != img_freqs[:1]).any(): # one text for different pictures
-            raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
-                             f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
-        freqs = [blank(f.expand(batch, *f.shape[-2:]), mask) # where pads are, a caller's may hold anything
-                 for f, mask in ((img_freqs, img_mask_BI), (txt_freqs, txt_mask_BT))]
-    return Batch(blank(img, img_mask_BI), blank(txt, txt_mask_BT), freqs, [img_len] * batch, [txt_len] * batch, mask_BS,
-                img_mask_BI)
-
-def text_mask(mask, txt_lens, txt):
-    """encoder_hidden_states_mask and older diffusers' txt_seq_lens -> bool (B, T), or None when neither is given."""
-    batch, txt_len = txt.shape[:2]
-    out_BT = None if mask is None else as_bool_mask(mask, "encoder_hidden_states_mask", (batch, txt_len))
-    if txt_lens is not None:
-        if len(txt_lens) != batch or min(txt_lens) < 0 or max(txt_lens) > txt_len:
-            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {batch} lengths from 0 to {txt_len}")
-        lens_BT = lens_mask(txt_lens, txt_len, txt.device)
-        out_BT = lens_BT if out_BT is None else out_BT & lens_BT
-    return out_BT
-
-def image_segments(batch, shapes, zero_cond_t):
-    """Segments of batch.img: one a sample; for zero_cond_t two, as the target is at its timestep (row b of temb) and
-    its controls are at t = 0 (row B + b)."""
-    B, device = len(batch.img_lens), batch.img.device
-    if not zero_cond_t:
-        return make_segments(batch.img_lens, range(B), device)
-    lens, temb_rows = [], []
-    for b, img_len in enumerate(batch.img_lens):
-        target = prod(shapes[b][0])
-        if target > img_len:
-            raise ValueError(f"hidden_states: got {img_len} image tokens, want at least the targets of {shapes}")
-        lens += [target, img_len - target]
-        temb_rows += [b, B + b]
-    return make_segments(lens, temb_rows, device)
-
-def mixed_forward(model, batch, shapes, timestep, additional_t_cond, kwargs):
-    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out) or (B, I, C_out)."""
-    B, layout = len(batch.img_lens), None
-    if batch.mask_BS is None:
-        layout = make_layout(batch.txt_lens, batch.img_lens, batch.img)
-    ragged = Ragged(image_segments(batch, shapes, model.zero_cond_t),
-                    make_segments(batch.txt_lens, range(B), batch.txt.device), layout)
-    kwargs = {**kwargs, "attention_mask": batch.mask_BS}
-
-    # from here on as stock's forward: embeddings, blocks, output
+@apply_lora_scale("attention_kwargs") # as stock's forward: takes "scale" out of them, and applies it during the call
+def packed_forward(model, batch, timestep, additional_t_cond, attention_kwargs):
+    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out)."""
+    # J: width of the text encoder; E: width of the model
+    #
+    #   batch.img      (1, sum I, C)                 target 0, its controls, target 1, its controls, ...
+    #   batch.txt      (1, sum T, J)                 prompt 0, prompt 1, ...
+    #   batch.freqs    (1, sum I, R), (1, sum T, R)  complex; positions begin anew with each sample
+    #   timestep       (B,) or (1,)                  from 0 to 1; additional_t_cond: likewise, or None
+    #   temb           (B, E), or zero_cond_t (2B, E): below the samples' rows B rows at t = 0, for the controls
+    #   img, txt       (1, sum I, E), (1, sum T, E)
+    #   freqs          (1, sum I, D), (1, sum T, D)  real
+    #   scale, shift   (B, E) or (2B, E)             of a modulation, as temb; each segment takes its row
+    #   q, k, v        (1, S, H, D)                  S = sum T + sum I: all text, all image; in attention: text 0,
+    #                                                image 0, text 1, image 1, ...
+    B = len(batch.img_lens)
+    layout = make_layout(batch.img_lens, batch.txt_lens, batch.targets, batch.img)
     img = model.img_in(batch.img)
     txt = model.txt_in(model.txt_norm(batch.txt))
     timestep = timestep.to(img.dtype).expand(B)
@@ -481,18 +429,17 @@ def mixed_forward(model, batch, shapes, timestep, additional_t_cond, kwargs):
         if additional_t_cond is not None:
             additional_t_cond = additional_t_cond.expand(B).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
-    freqs = batch.freqs if layout is None else tuple(map(real_freqs, batch.freqs))
+    freqs = tuple(map(real_freqs, batch.freqs))
     for block in model.transformer_blocks:
-        args = img, txt, None, temb, freqs, kwargs, replace(ragged, last=block is model.transformer_blocks[-1])
+        layout = replace(layout, last=block is model.transformer_blocks[-1])
+        args = img, txt, None, temb, freqs, attention_kwargs, layout
         if torch.is_grad_enabled() and model.gradient_checkpointing:
             txt, img = model._gradient_checkpointing_func(block, *args)
         else:
             txt, img = block(*args)
-    # AdaLayerNormContinuous, by segment. zero_cond_t or not, it takes the sample's own timestep (row b)
-    segments = make_segments(batch.img_lens, range(B), img.device)
+    # AdaLayerNormContinuous, by sample. zero_cond_t or not, it takes the sample's own timestep (row b)
     scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
-    img = modulate(segments, model.norm_out.norm(img), shift, scale)
-    return blank(model.proj_out(img), batch.img_mask_BI)
+    return model.proj_out(modulate(layout.samples, model.norm_out.norm(img), shift, scale))
 
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
@@ -514,58 +461,68 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
     Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the
     pads (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
     """
+    (rows, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
+    txt_mask = encoder_hidden_states_mask
     kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
-    joint_mask, lora_scale = kwargs.pop("attention_mask", None), kwargs.pop("scale", 1.0)
-    masked = encoder_hidden_states_mask is not None or joint_mask is not None
+    attention_mask = kwargs.pop("attention_mask", None)
+    masked = txt_mask is not None or attention_mask is not None
 
-    # which mode is meant? (a single masked row with a text length is padded: older diffusers wanted that length)
-    mode = "padded" if image_rotary_emb is None else "precomputed"
-    if txt_lens is not None and len(hidden_states) == 1 and not (masked and len(txt_lens) == 1):
-        mode = "packed"
-    B = len(txt_lens) if mode == "packed" else len(hidden_states)
+    # is it packed? (a single masked row with a text length is padded: older diffusers wanted that length)
+    packed = txt_lens is not None and rows == 1 and not (masked and len(txt_lens) == 1)
+    if packed and masked:
+        raise ValueError("packed: got a mask, want none (packed rows have no pads)")
+    B = len(txt_lens) if packed else rows
 
     # what every mode must have: rows and timesteps that belong together, and the shapes of the pictures
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
-    shared = [] if mode == "packed" else [1] # one timestep may serve all samples
-    if len(encoder_hidden_states) != len(hidden_states) or not {B, *shared}.issuperset(per_sample):
+    shared = [] if packed else [1] # one timestep may serve all samples
+    if len(encoder_hidden_states) != rows or not {B, *shared}.issuperset(per_sample):
         raise ValueError(f"batch: got {len(encoder_hidden_states)} rows of text and {per_sample} timesteps and "
-                         f"additional_t_cond, want {len(hidden_states)} and {B} each")
-    if img_shapes is None and (mode != "precomputed" or self.zero_cond_t):
+                         f"additional_t_cond, want {rows} and {B} each")
+    if img_shapes is None and (packed or image_rotary_emb is None or self.zero_cond_t):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
-    # what flat img_shapes must add up to, unless a joint mask says where the pads are
-    img_len = hidden_states.shape[1]
-    if mode == "packed" or (mode == "precomputed" and joint_mask is not None):
-        img_len = None
-    shapes = None if img_shapes is None else sample_shapes(img_shapes, B, img_len)
+    # img_shapes tell how long the samples are; but beside a caller's own positions a joint mask does, if there is one
+    mask_tells = image_rotary_emb is not None and attention_mask is not None
+    shapes, img_lens = None, [img_len] * B
+    if img_shapes is not None:
+        shapes = sample_shapes(img_shapes, B, None if packed or mask_tells else img_len)
+        if not mask_tells:
+            img_lens = image_lens(shapes)
 
-    if mode == "packed":
-        if masked:
-            raise ValueError("packed: got a mask, want none (packed rows have no pads)")
-        batch = packed_batch(self, hidden_states, encoder_hidden_states, txt_lens, shapes, image_rotary_emb)
+    if packed:
+        batch = packed_batch(self, hidden_states, encoder_hidden_states, img_lens, txt_lens, shapes, image_rotary_emb)
     else:
-        txt_mask_BT = text_mask(encoder_hidden_states_mask, txt_lens, encoder_hidden_states)
-        encoder_hidden_states = blank(encoder_hidden_states, txt_mask_BT)
+        if txt_lens is None or txt_mask is not None: # (older diffusers took both; then the mask says the same)
+            txt_lens = [txt_len] * rows
+        if len(txt_lens) != rows or min(txt_lens) < 0 or max(txt_lens) > txt_len:
+            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {rows} lengths from 0 to {txt_len}")
+        mask_BS = joint_mask(txt_mask, attention_mask, rows, txt_len, img_len)
         # stock: equal sizes without pads need nothing of this file
-        if (mode == "padded" and joint_mask is None and not should_use_multi_resolution_mode(shapes)
-                and image_lens(shapes)[0] == hidden_states.shape[1]):
+        if (image_rotary_emb is None and attention_mask is None and not should_use_multi_resolution_mode(shapes)
+                and img_lens[0] == img_len):
             # stock is silent where the table of positions ends: sample_freqs raises
-            sample_freqs(self.pos_embed, shapes[0], encoder_hidden_states.shape[1], hidden_states.device)
+            sample_freqs(self.pos_embed, shapes[0], txt_len, hidden_states.device)
+            txt_mask = None if mask_BS is None else mask_BS[:, :txt_len]
+            if min(txt_lens) < txt_len:
+                txt_mask = lens_mask(txt_lens, txt_len, hidden_states.device)
+            if txt_mask is not None: # NaN at its pads would spoil stock's attention: 0 * NaN is NaN
+                encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask[..., None], 0)
             return type(self).forward(
-                self, hidden_states, encoder_hidden_states, txt_mask_BT, timestep, shapes, guidance,
+                self, hidden_states, encoder_hidden_states, txt_mask, timestep, shapes, guidance,
                 attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
                 additional_t_cond=additional_t_cond, return_dict=return_dict)
-        batch = padded_batch(self, hidden_states, encoder_hidden_states, txt_mask_BT, joint_mask, shapes,
-                             image_rotary_emb)
+        from extras import padded # here, as all else works without it
+        batch, places = padded.make_batch(self, hidden_states, encoder_hidden_states, img_lens, txt_lens, mask_BS,
+                                          shapes, image_rotary_emb)
     if guidance is not None or controlnet_block_samples is not None:
         raise ValueError("guidance, controlnet_block_samples: got one, want None in a batch of mixed sizes")
-    if lora_scale != 1 and self.gradient_checkpointing and torch.is_grad_enabled(): # the second pass would have none
-        raise ValueError(f"scale: got {lora_scale} beside gradient checkpointing, want 1, or no checkpointing")
-    scale_lora_layers(self, lora_scale)
-    try:
-        output = mixed_forward(self, batch, shapes, timestep, additional_t_cond, kwargs)
-    finally:
-        unscale_lora_layers(self, lora_scale)
+    if kwargs.get("scale", 1) != 1 and self.gradient_checkpointing and torch.is_grad_enabled():
+        raise ValueError(f"scale: got {kwargs['scale']} beside gradient checkpointing, whose second pass would have "
+                         "none; want 1, or no checkpointing")
+    output = packed_forward(self, batch, timestep, additional_t_cond, attention_kwargs=kwargs)
+    if not packed:
+        output = padded.put_back(output, places, rows, img_len)
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
 def patch_qwen_forward_for_multi_resolution(model):
@@ -681,17 +638,9 @@ def run_packed(model, latents, prompt_embeds, timesteps, img_shapes):
                 txt_seq_lens=[len(p) for p in prompt_embeds], return_dict=False)[0]
     return list(out[0].split([len(x) for x in latents]))
 
-def run_padded(model, latents, prompt_embeds, timesteps, img_shapes):
-    """The same numbers by padding to the longest sample: the reference, and what other models' code understands."""
-    padded, _ = pad_latents_for_multi_res(latents)
-    prompts, prompt_mask = pad_latents_for_multi_res(prompt_embeds)
-    out = model(padded, prompts, prompt_mask, timesteps, img_shapes, return_dict=False)[0]
-    return [row[:len(x)] for row, x in zip(out, latents)]
-
-def plan_packs(lengths, max_tokens, padded=False):
-    """Indices of `lengths` (tokens) in few packs of at most max_tokens each, longest first; a sample that is longer by
-    itself makes a pack of its own. Packed: best fit. Padded: neighbours in length together, as each costs as much as
-    the longest. A pure function: all processes plan alike."""
+def plan_packs(lengths, max_tokens):
+    """Indices of `lengths` (tokens) in few packs of at most max_tokens each, longest first, by best fit; a sample that
+    is longer by itself makes a pack of its own. A pure function: all processes plan alike."""
     packs, rooms = [], [] # rooms: sorted (tokens that are left, number of the pack)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = bisect_left(rooms, (lengths[i],)) # the fullest pack that has room
@@ -701,10 +650,5 @@ def plan_packs(lengths, max_tokens, padded=False):
             room, number = max_tokens, len(packs)
             packs.append([])
         packs[number].append(i)
-        if padded: # each row costs as much as the first, which is the longest
-            longest = lengths[packs[number][0]]
-            room = max_tokens if longest * (len(packs[number]) + 1) <= max_tokens else -1
-        else:
-            room -= lengths[i]
-        insort(rooms, (room, number))
+        insort(rooms, (room - lengths[i], number))
     return packs

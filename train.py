@@ -63,7 +63,8 @@ flag("--max_steps", 2000, "optimizer steps", type=positive)
 flag("--batch_size", max(4, int(os.environ.get("WORLD_SIZE", 1))), "samples per optimizer step, over all processes "
      "(default: 4, with more processes one for each)", type=positive)
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
-flag("--batching", "packed", "padded computes the same, slower; for checking packed", choices=["packed", "padded"])
+flag("--batching", "packed", "padded calls the model as other trainers do; for checking packed",
+     choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
      "learning rate itself: --lr 1), or another class that takes lr and weight_decay, a schedule-free one too")
 flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
@@ -144,7 +145,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from rope_patch import checkpoint_blocks, plan_packs, run_packed, run_padded
+from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
@@ -314,7 +315,7 @@ def predict_velocity(model, items):
         latents.append(torch.cat([noisy.to(dtype), i.controls])) # the model sees the controls as they are
     prompts = [i.prompt for i in items]
     timesteps = torch.stack([i.s for i in items])
-    run = run_packed if args.batching == "packed" else run_padded
+    run = run_packed if args.batching == "packed" else load_extra("padded").run_padded
     preds = run(model, latents, prompts, timesteps, [i.img_shapes for i in items])
     return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # what it predicts for controls is dropped
 
@@ -477,7 +478,7 @@ def deal_packs(lengths):
     dealt = []
     for share in shares:
         dealt.append([])
-        for pack in plan_packs([lengths[i] for i in share], args.max_tokens, args.batching == "padded"):
+        for pack in plan_packs([lengths[i] for i in share], args.max_tokens):
             dealt[-1].append([share[i] for i in pack])
     if args.fsdp:
         passes = max(map(len, dealt))

@@ -42,13 +42,9 @@ def table_bytes(samples):
     return 64 * 8 * sum(sorted([h * w for _, h, w in pictures])[-128:])
 
 def largest_pack(lengths, args, processes):
-    """-> lengths of one or more samples that take as much memory as any forward pass of samples of `lengths`; packed,
-    that is a question of their sum. processes: each gets a sample of a step before one gets a second."""
+    """-> lengths of one or more samples that take as much memory as any forward pass of samples of `lengths`, which is
+    a question of their sum. processes: each gets a sample of a step before one gets a second."""
     most_samples = max(1, args.batch_size - processes + 1)
-    if args.batching == "padded": # a row costs as much as the longest one
-        rows = {n: max(1, min(most_samples, args.max_tokens // n)) for n in lengths}
-        heaviest = max(lengths, key=lambda n: n * rows[n])
-        return [heaviest] * rows[heaviest]
     longest = max(lengths)
     limit = min(args.max_tokens, most_samples * longest)
     sums = 1 # all sums that samples can have, as the bits of one integer: at first the sum 0 alone
@@ -189,7 +185,7 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
 
     added(0, False) # the first pass loads kernels and libraries, which take memory that no later pass needs
     free = min(gather_objects(room(args.device) - learning_bytes(transformer) - tables))
-    one_kernel = rope_patch.has_varlen(items[0].prompt) and args.batching == "packed"
+    one_kernel = rope_patch.has_varlen(items[0].prompt)
     selective = one_kernel and not args.compile # (of compiled blocks it is untested)
     kept, selective, adds = find_fit(blocks, free, input_bytes(transformer, pack), added, selective,
                                      edge=EDGE if args.fsdp else 1)

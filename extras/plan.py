@@ -238,7 +238,7 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
         for card, (gb, *_) in RATES.items():
             free = card_room(gb) - base - fit.STATES * lora_bytes - fit.table_bytes(epoch)
             if args.gradient_checkpointing is None:
-                selective = args.batching == "packed" and not args.compile
+                selective = not args.compile
 
                 def tried(kept, selective):
                     seconds, _ = step_seconds(transformer, largest, card, 1 - kept / blocks, selective, 0, 1)

@@ -9,8 +9,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_c
 from torch.utils.flop_counter import FlopCounterMode
 
 import predict
-import rope_patch
 from tests.harness import is_one_line, run_script, show
+from tools import bench_common
 
 QUICK = ["--preset", "quick", "--rounds", 1]
 
@@ -20,8 +20,8 @@ def benched():
 
 def test_training_is_timed_only_where_all_ways_agree(monkeypatch, benched):
     assert all(re.search(rf"^{way} ", benched.out, re.M) for way in ("packed", "padded", "sorted", "single", "stock"))
-    real = rope_patch.run_padded
-    monkeypatch.setattr(rope_patch, "run_padded", lambda *args: [x + 0.5 for x in real(*args)])
+    real = bench_common.run_with_pads
+    monkeypatch.setattr(bench_common, "run_with_pads", lambda *args: [x + 0.5 for x in real(*args)])
     result = run_script("tools/bench.py", *QUICK)
     assert is_one_line(result.errors[0], "padded") and not re.search("^packed ", result.out, re.M)
 
@@ -40,7 +40,7 @@ def test_all_ways_have_one_copy_of_the_frozen_weights(benched):
     frozen = [{p.data_ptr() for name, p in model.named_parameters() if ".lora_" not in name}
               for model in benched.globals["models"].values()]
     assert all(pointers == frozen[0] for pointers in frozen)
-    assert len({id(model.lora) for model in benched.globals["models"].values()}) == 3
+    assert len({id(model.lora) for model in benched.globals["models"].values()}) == 4
 
 def test_a_ratio_is_taken_round_by_round(benched):
     times = dict(packed=np.array([1, 2, 4, 8]), steady=np.array([2, 4, 8, 16]), shaky=np.array([2, 4, 16, 32]))

@@ -49,16 +49,12 @@ def card(monkeypatch):
 @pytest.mark.parametrize("batch_size, max_tokens", [(1, 50), (3, 50), (3, 47), (4, 1000), (2, 9)])
 def test_no_pack_is_larger_than_the_largest(batch_size, max_tokens):
     lengths = {17, 11, 30, 8}
-    args = SimpleNamespace(batch_size=batch_size, max_tokens=max_tokens, batching="packed")
+    args = SimpleNamespace(batch_size=batch_size, max_tokens=max_tokens)
     packs = [pack for n in range(1, batch_size + 1) for pack in itertools.combinations_with_replacement(lengths, n)
              if n == 1 or sum(pack) <= max_tokens]
     most = max(map(sum, packs))
     got = sum(fit.largest_pack(lengths, args, 1))
     assert got == most
-    args.batching = "padded"
-    assert len({*fit.largest_pack(lengths, args, 1)}) == 1
-    assert sum(fit.largest_pack(lengths, args, 1)) == max(len(pack) * max(pack) for pack in packs
-                                                       if len(pack) == 1 or len(pack) * max(pack) <= max_tokens)
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
 def test_with_several_processes_a_pack_has_fewer_samples(processes, flags, tmp_path, monkeypatch):
@@ -76,11 +72,11 @@ def test_with_several_processes_a_pack_has_fewer_samples(processes, flags, tmp_p
 def test_several_samples_are_measured_as_such():
     """If they come near the longest one, as they take a little more memory than one sample of so many tokens."""
     def pack(lengths, batch_size):
-        return fit.largest_pack(lengths, SimpleNamespace(batch_size=batch_size, max_tokens=100, batching="packed"), 1)
+        return fit.largest_pack(lengths, SimpleNamespace(batch_size=batch_size, max_tokens=100), 1)
     assert pack({98, 48}, 2) == [49, 49] and pack({98, 48}, 1) == [98] and pack({98, 40}, 2) == [98]
 
 def test_the_largest_pack_of_thousands_of_lengths_is_found_at_once():
-    args, begin = SimpleNamespace(batch_size=64, max_tokens=100_000, batching="packed"), time.process_time()
+    args, begin = SimpleNamespace(batch_size=64, max_tokens=100_000), time.process_time()
     assert sum(fit.largest_pack(set(range(501, 8000, 2)), args, 1)) == 100_000
     args.max_tokens = 10**11
     assert sum(fit.largest_pack({700, 900}, args, 1)) == 64 * 900
@@ -173,7 +169,7 @@ def flow_loss(model, items):
     return [(pred - i.velocity).square().mean() for pred, i in zip(preds, items)]
 
 def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
-    args = SimpleNamespace(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False, fsdp=False)
+    args = SimpleNamespace(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False)
     model, said, tried = hot_transformer(), [], []
     checkpoint = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False)
     monkeypatch.setattr(plan.LiveBytes, "__exit__", lambda self, *args: (
@@ -235,14 +231,14 @@ def test_lengths_are_all_that_can_be_drawn():
 
 def fitted(model, room, **changes):
     """-> (kept blocks, what is said)."""
-    flags = dict(batch_size=2, max_tokens=900, batching="packed", device="cpu", compile=False, fsdp=False) | changes
+    flags = dict(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False) | changes
     recompute, said = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False), []
     on_a_card(fit.learning_bytes(model) + room, varlen=True)
     recomputed = fit.keep_what_fits(model, {400, 300}, 0, recipe()["Item"], flow_loss, recompute,
                                     SimpleNamespace(**flags), said.append)
     return BLOCKS - recomputed, said[0]
 
-@pytest.mark.parametrize("changes, keeps", [({}, True), (dict(compile=True), False), (dict(batching="padded"), False)])
+@pytest.mark.parametrize("changes, keeps", [({}, True), (dict(compile=True), False)])
 def test_attention_is_kept_where_that_is_said(changes, keeps, card, monkeypatch):
     calls, real, model = [], varlen_cpu.varlen_reference, hot_transformer()
     monkeypatch.setattr(varlen_cpu, "varlen_reference", lambda *args: calls.append(1) or real(*args))

@@ -26,8 +26,8 @@ from tests import harness, varlen_cpu # which gives torch's variable-length atte
 from tests.harness import (BATCHES, C, DEVICE, E, EQUAL, FULL, HOLES, MIXED, MIXED_MODES, MODES, add_lora,
                            assert_bitwise, assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model,
                            image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, packed_call, pad,
-                           patched_copy, patched_model, precomputed_call, rel, run, show, stock_answer, text_mask_of,
-                           with_gradients)
+                           padded_call, patched_copy, patched_model, precomputed_call, rel, run, show, stock_answer,
+                           text_mask_of, with_gradients)
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_mixed_mode = pytest.mark.parametrize("mode", MIXED_MODES)
@@ -69,16 +69,14 @@ def test_a_mixed_batch_is_told_by_its_shapes():
     for img_shapes in ([[(1, 8, 8), (1, 4, 4)]], [[(1, 8, 8), (1, 4, 4)]] * 3, [s.shapes for s in samples]):
         assert rope_patch.should_use_multi_resolution_mode(img_shapes) is (img_shapes[0] != img_shapes[-1])
 
-@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("lengths", [[], [400, 600], [1200, 300, 200], random.Random(0).choices(range(1, 1100), k=99)])
-def test_packs_hold_every_sample_once_within_the_limit(lengths, padded):
-    """Longest first, and no two packs (padded: no two neighbours) would make one."""
-    packs = rope_patch.plan_packs(lengths, 1000, padded)
-    tokens = lambda pack: max(lengths[i] for i in pack) * len(pack) if padded else sum(lengths[i] for i in pack)
+def test_packs_hold_every_sample_once_within_the_limit(lengths):
+    """Longest first, and no two packs would make one."""
+    packs = rope_patch.plan_packs(lengths, 1000)
+    tokens = lambda pack: sum(lengths[i] for i in pack)
     assert sorted(sum(packs, [])) == list(range(len(lengths)))
     assert all(len(pack) == 1 or tokens(pack) <= 1000 for pack in packs)
-    pairs = itertools.pairwise(packs) if padded else itertools.combinations(packs, 2)
-    assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in pairs)
+    assert all(tokens(a + b) > 1000 and lengths[a[0]] >= lengths[b[0]] for a, b in itertools.combinations(packs, 2))
 
 def first_fit(lengths, max_tokens):
     """The number of packs if each sample, longest first, asks each pack for room."""
@@ -101,14 +99,6 @@ def test_packs_are_hardly_more_than_those_of_first_fit():
         packs = rope_patch.plan_packs(lengths, max_tokens)
         assert len(packs) <= 1.02 * first_fit(lengths, max_tokens), (n, longest, max_tokens)
         assert packs == rope_patch.plan_packs(list(lengths), max_tokens) # as another process would
-
-def test_padded_packs_are_neighbours_in_length():
-    """Padded to its longest, a pack of mixed lengths would waste what neighbours do not."""
-    rng = random.Random(0)
-    for n in (1, 2, 9, 50, 300):
-        lengths = rng.choices(range(1, 1100), k=n)
-        packs = rope_patch.plan_packs(lengths, 1000, padded=True)
-        assert [lengths[i] for pack in packs for i in pack] == sorted(lengths, reverse=True)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batched_rotation_is_stocks_for_each_sample(dtype):
@@ -179,6 +169,7 @@ SYNONYMS = {
     "an integer text mask": ("padded", MIXED, text_mask(TEXT.long())),
     "a float text mask": ("padded", MIXED, text_mask(TEXT.bfloat16())),
     "a joint mask beside shapes": ("padded", MIXED, joint_mask(JOINT)),
+    "a joint mask of ones, as shapes tell pads too": ("padded", MIXED, joint_mask(torch.ones_like(JOINT))),
     "an integer joint mask": ("precomputed", MIXED, joint_mask(JOINT.long())),
     "a float joint mask": ("precomputed", MIXED, joint_mask(JOINT[:, None, None].double())),
     "shapes for a joint mask": ("precomputed", MIXED, text_mask(TEXT) | dict(attention_kwargs=None, img_shapes=SHAPES)),
@@ -223,6 +214,55 @@ def test_masked_image_tokens_may_stand_anywhere():
         image_rotary_emb=(move(img_freqs_BIR, 0), txt_freqs_BTR))).sample
     assert (out[~apart_BI] == 0).all()
     assert_one_by_one(out[apart_BI].split(image_lens(samples)), samples)
+
+def test_a_target_with_masked_tokens_is_still_told_from_its_controls():
+    """Of a target of 6x4 tokens the last 4 are masked: the first 20 tokens that are left are at the sample's timestep,
+    and the 16 of the control at t = 0. Packed, that is what shapes of 5x4 and 4x4 say."""
+    model, samples = patched_model("2511"), EQUAL[:1]
+    call, keep = precomputed_call(model, samples, spare=0), torch.ones(40, dtype=torch.bool, device=DEVICE)
+    keep[20:24] = False
+    img_freqs_BIR, txt_freqs_BTR = call["image_rotary_emb"]
+    got = model(**call | joint_mask(torch.cat([keep.new_ones(9), keep])[None])).sample
+    want = model(**packed_call(model, samples) | dict(
+        hidden_states=call["hidden_states"][:, keep], img_shapes=[[(1, 5, 4), (1, 4, 4)]],
+        image_rotary_emb=(img_freqs_BIR[:, keep], txt_freqs_BTR))).sample
+    assert (got[:, ~keep] == 0).all()
+    assert_bitwise(got[:, keep], want)
+
+@pytest.mark.parametrize("masked", [text_mask(torch.tensor([[True] * 9, [True] * 6 + [False] * 3], device=DEVICE)),
+                                    dict(txt_seq_lens=[9, 6])], ids=["mask", "lengths"])
+def test_nan_in_the_text_pads_of_a_stock_call_changes_nothing(masked):
+    """Stock itself would answer NaN."""
+    model, call = patched_model(), MODES["stock"](patched_model(), EQUAL)
+    want = model(**call | masked).sample
+    call["encoder_hidden_states"][1, 6:] = float("nan")
+    assert_bitwise([model(**call | masked).sample], [want])
+
+@pytest.mark.parametrize("mode", ["padded", "precomputed"])
+@pytest.mark.parametrize("variant", ["v1", "2511 layered"])
+def test_padded_rows_are_the_packed_ones_to_the_bit(mode, variant):
+    """They drop their pads, and run packed: outputs and gradients."""
+    model, samples = patched_model(variant, lora=True), BATCHES["one to six pictures"]
+    assert_bitwise(*[with_gradients(model, samples, run(model, m, samples)) for m in (mode, "packed")])
+
+def test_rows_without_pads_are_not_copied(monkeypatch):
+    """Pictures of different sizes, but of as many tokens, are packed already."""
+    model, samples = patched_model(), BATCHES["equal tokens"]
+    for name in ("index_select", "index_copy"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    assert_one_by_one(run(model, "padded", samples, **padded_call(model, samples, spare=0)), samples)
+    with pytest.raises(TypeError): # the negative control
+        run(model, "padded", MIXED)
+
+def test_a_sample_of_nothing_but_pads_gives_zeros_and_changes_no_other():
+    """Such samples fill up a batch. Packed, their rows are empty."""
+    model, call = patched_model("2511"), precomputed_call(patched_model("2511"), MIXED)
+    alone = run(model, "precomputed", MIXED)[0]
+    mask_BS = joint_mask_of(MIXED, 63)
+    mask_BS[1] = False
+    out = model(**call | joint_mask(mask_BS)).sample
+    assert (out[1] == 0).all()
+    assert_equals_stock([out[0, :60]], [alone])
 
 @every_mixed_mode
 def test_float16_is_clipped_as_in_stock(mode):
@@ -528,7 +568,7 @@ def test_the_one_kernel_needs_half_precision_on_ampere_and_no_other_backend_chos
         assert not usable()
 
 @every_mixed_mode
-def test_linears_see_no_pads_when_packed_and_no_text_that_nobody_reads(mode):
+def test_linears_see_no_pads_and_no_text_that_nobody_reads(mode):
     """The last block's text goes nowhere: its query, its output projection and its MLP are left out."""
     model, tokens = patched_copy(hot_model()), {}
     linears = {name: module for name, module in model.transformer_blocks.named_modules()
@@ -536,7 +576,7 @@ def test_linears_see_no_pads_when_packed_and_no_text_that_nobody_reads(mode):
     for name, linear in linears.items():
         linear.register_forward_hook(lambda *call, name=name: tokens.update({name: call[-1][..., 0].numel()}))
     run(model, mode, MIXED)
-    image, text = (60 + 48, 7 + 12) if mode == "packed" else (2 * 63, 2 * 12)
+    image, text = 60 + 48, 7 + 12 # padded, they come in rows of 63 and 12
     assert tokens == {name: text if re.search("add_|txt_", name) else image for name in linears
                       if not re.match(r"1\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp)", name)}
 

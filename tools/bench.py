@@ -3,7 +3,7 @@ How fast is a batch of mixed sizes? This script times one training step of a LoR
 turns:
 
     packed     rope_patch: all samples in one row, without padding or a mask
-    padded     rope_patch: right-padded batches with a mask, in the order of the samples
+    padded     stock's forward with rope_patch's attention: batches padded to their longest sample, with a mask
     sorted     the same, but samples of similar length share a batch
     single     stock diffusers with our LoRA layer, one sample at a time
     bucketed   the same with all samples in one batch, which needs equal shapes (preset uniform)
@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cache
 import common
 import predict
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed, run_padded
+from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed
 from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
-                                seconds, share, with_lora)
+                                run_with_pads, seconds, share, with_lora, with_pads)
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PRESETS = dict(
@@ -68,7 +68,7 @@ parser.add_argument("--padded_batch", type=common.number(int, 1), default=4, hel
 parser.add_argument("--checkpointing", type=common.number(int, 0), metavar="BLOCKS",
                     help="recompute this many blocks in the backward pass; stock can recompute only all or none "
                     "(default: none; with --size full all)")
-parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed, padded and sorted")
+parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed")
 parser.add_argument("--cost", action="store_true",
                     help="measure how the time grows with the tokens, and with the number of samples")
 parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
@@ -84,14 +84,14 @@ if args.checkpointing is None:
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
-OURS = ("packed", "padded", "sorted") # these run the patched model, the others stock diffusers
+PADDED = ("padded", "sorted")
 
 def batches_of(samples, way):
     n = args.padded_batch
     if way == "sorted":
         samples = sorted(samples, key=lambda s: -sum(s.lens))
         n = max(1, n // 2) if len(samples) <= n else n # a single batch would leave nothing to sort
-    if way in ("padded", "sorted"):
+    if way in PADDED:
         return [samples[i:i + n] for i in range(0, len(samples), n)]
     return [samples] if way in ("packed", "bucketed") else [[s] for s in samples]
 
@@ -104,8 +104,8 @@ def step(way, models, samples):
     for batch in batches_of(samples, way):
         latents, prompts = [s.latents for s in batch], [s.prompt for s in batch]
         times, shapes = torch.stack([s.timestep for s in batch]), [s.shapes for s in batch]
-        if way in OURS:
-            preds = (run_packed if way == "packed" else run_padded)(model, latents, prompts, times, shapes)
+        if way == "packed" or way in PADDED:
+            preds = (run_packed if way == "packed" else run_with_pads)(model, latents, prompts, times, shapes)
         else:
             preds = model(torch.stack(latents), torch.stack(prompts), timestep=times.to(dtype), img_shapes=shapes,
                           return_dict=False)[0]
@@ -151,22 +151,24 @@ def make_ours():
     return ours
 
 def make_models():
-    """-> {way: model}. All of them share one set of frozen weights; there are three copies of the LoRA."""
+    """-> {way: model}. All of them share one set of frozen weights; there are four copies of the LoRA."""
     ours = make_ours()
     single, stock = with_lora(share(ours)), with_lora(share(ours), ours=False)
+    padded = with_lora(with_pads(share(ours)))
     if args.checkpointing:
         single.enable_gradient_checkpointing()
+        padded.enable_gradient_checkpointing()
     stock.enable_gradient_checkpointing()
-    return {**dict.fromkeys(OURS, ours), "single": single, "stock": stock, "bucketed": single}
+    return {"packed": ours, **dict.fromkeys(PADDED, padded), "single": single, "stock": stock, "bucketed": single}
 
 def widest(lens):
     return [(max(i for i, _ in lens), max(t for _, t in lens))] * len(lens)
 
 def flops_of(way, batches):
     """-> the FLOPs that this way computes; padding counts as tokens."""
-    blocks = args.checkpointing if way in OURS else layers if way == "stock" or args.checkpointing else 0
+    blocks = args.checkpointing if way == "packed" else layers if way == "stock" or args.checkpointing else 0
     lens = [[s.lens for s in batch] for batch in batches]
-    return sum(flops(config, widest(each) if way in ("padded", "sorted") else each, blocks, tail=way not in OURS)
+    return sum(flops(config, widest(each) if way in PADDED else each, blocks, tail=way != "packed")
                for each in lens)
 
 def bench_training(preset, models):
@@ -192,7 +194,7 @@ def bench_training(preset, models):
             del ways[way]
             torch.cuda.empty_cache()
             continue
-        if args.compile and way in OURS:
+        if args.compile and way == "packed":
             print(f"{way:9s} first call, including compilation: {first:.1f} s")
         off = [((models[way].lora[name].grad - g).norm() / g.norm()).item() for name, g in want.items()]
         if not (abs(loss / want_loss - 1) <= limit and all(x <= limit for x in off)): # (NaN fails too)

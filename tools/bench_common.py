@@ -24,7 +24,7 @@ import predict
 import rope_patch
 
 try:
-    from extras import cuda, fit, quantize
+    from extras import cuda, fit, padded, quantize
 except ImportError as e:
     raise common.InputError(f"{Path(sys.argv[0]).name}: needs all of extras/ ({e}); copy it beside tools/")
 
@@ -143,8 +143,35 @@ def run_on(model, samples, mode="packed"):
     if mode == "stock":
         return [model(x[None], prompt[None], timestep=t[None].to(x.dtype), img_shapes=[shape], return_dict=False)[0][0]
                 for x, prompt, t, shape in zip(latents, prompts, times, shapes)]
-    run = rope_patch.run_padded if mode == "padded" else rope_patch.run_packed
+    run = padded.run_padded if mode == "padded" else rope_patch.run_packed
     return run(model, latents, prompts, times, shapes)
+
+class SamplePositions(torch.nn.Module): # a class because the model calls it as its pos_embed
+    """Each sample's own rotary positions, 3D, where stock's module gives all samples those of the first."""
+
+    def __init__(self, pos_embed):
+        super().__init__()
+        self.stock = pos_embed
+
+    def forward(self, img_shapes, max_txt_seq_len, device):
+        freqs = [rope_patch.sample_freqs(self.stock, s, max_txt_seq_len, device) for s in img_shapes]
+        img_freqs_BIR, _ = rope_patch.pad_latents_for_multi_res([img for img, _ in freqs])
+        return img_freqs_BIR, torch.stack([txt for _, txt in freqs])
+
+def with_pads(model):
+    """A stock model -> one that run_with_pads can run: with our attention processor and SamplePositions."""
+    model.set_attn_processor(rope_patch.QwenDoubleStreamAttnProcessor2_0_MultiRes())
+    model.pos_embed = SamplePositions(model.pos_embed)
+    return model
+
+def run_with_pads(model, latents, prompts, timesteps, img_shapes):
+    """What padding costs. The patched model drops the pads of its rows; this computes them, in stock's forward with a
+    mask: one pass over all samples, padded to the longest -> predictions as run_packed's."""
+    rows, img_mask = rope_patch.pad_latents_for_multi_res(latents)
+    texts, txt_mask = rope_patch.pad_latents_for_multi_res(prompts)
+    out = model(rows, texts, timestep=timesteps.to(rows.dtype), img_shapes=img_shapes, return_dict=False,
+                attention_kwargs={"attention_mask": torch.cat([txt_mask, img_mask], dim=1)})[0]
+    return [row[:len(x)] for row, x in zip(out, latents)]
 
 def loss_of(samples, preds):
     return sum((p[:len(s.target)].float() - s.target).square().mean() for s, p in zip(samples, preds))
