@@ -37,7 +37,7 @@ from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, Sample, che
 
 def read_flags():
     """-> args. A slip ends the script here."""
-    parser = common.Parser(__doc__)
+    parser = common.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--target_pixels AREA]")
     common.add_model_flags(parser)
     common.add_data_flags(parser)
     parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")

@@ -187,8 +187,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
     """-h shows all defaults; an error is one line, with the flag that may be meant, and status 2."""
 
-    def __init__(self, description):
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    def __init__(self, description, usage=None): # usage: the flags that a person needs first
+        super().__init__(description=description, usage=usage and f"%(prog)s {usage} [other flags: see below]",
+                         formatter_class=HelpFormatter, allow_abbrev=False)
 
     def group(self, title):
         """-> flag(name, default, help, **what else argparse takes), which adds a flag to this new group."""
@@ -336,8 +337,12 @@ def model_defaults(model, script):
 def parse_args(parser, script):
     """parser.parse_args(), twice, as the folder of --model may bring defaults of its own for this script. It needs no
     torch, so that a slip is answered at once; find_devices does the rest."""
-    tiny = model_defaults("tiny", script)
-    parser.epilog = f"With --model tiny these defaults apply: {tiny}"
+    flags = []
+    for name, value in model_defaults("tiny", script).items():
+        values = [value] if not isinstance(value, list) else value
+        flags += [f"--{name}", *["=".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]]
+    flags = " ".join(flags).replace(str(TINY_DATA.parent), "tiny")
+    parser.epilog = textwrap.fill(f"With --model tiny these defaults apply: {flags}", 100, break_on_hyphens=False)
     args = parser.parse_args()
     if own := model_defaults(args.model, script):
         parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})

@@ -43,7 +43,8 @@ from common import (JOB_TYPES, LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, SAMPLING, Inp
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
-    parser = common.Parser(__doc__)
+    parser = common.Parser(__doc__, "--model MODEL --lora LORA --image PICTURE --prompt TEXT [--out FILE] [--seed N] "
+                           "[--num_inference_steps N] [--true_cfg_scale X] [--quantize int8] [--offload N]")
     common.add_model_flags(parser)
     flag = parser.group("what to generate")
     flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=Path)

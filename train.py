@@ -47,7 +47,8 @@ from common import (LORA_FILE, InputError, checkpoints, file_hash, first_words, 
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
-parser = common.Parser(__doc__)
+parser = common.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--plan] [--max_steps N] [--sample_every N] "
+                       "[--target_pixels AREA] [--quantize int8] [--offload N] [--resume]")
 common.add_model_flags(parser)
 common.add_data_flags(parser)
 flag = parser.group("LoRA")
