@@ -25,7 +25,6 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
@@ -95,7 +94,7 @@ def first_words(e):
 EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that extras/FLAG.py serves
 
 def load_extra(name, needed_by=None):
-    """The module extras/NAME.py, which the flag --NAME needs, or the picture `needed_by`. InputError if it, or one that
+    """The module extras/NAME.py, which the flag --NAME needs, or `needed_by`. InputError if it, or one that
     it imports, is not here."""
     try:
         return importlib.import_module(f"extras.{name}")
@@ -103,8 +102,8 @@ def load_extra(name, needed_by=None):
         package, _, missing = e.name.partition(".")
         if package != "extras":
             raise
-        raise InputError(f"{needed_by or '--' + name}: needs extras/{missing or name}.py; "
-                         f"copy it here, or leave the {'picture' if needed_by else 'flag'} out")
+        raise InputError(f"{needed_by or '--' + name}: needs extras/{missing or name}.py; copy it here, or leave that "
+                         "out")
 
 def extras_of(args):
     """Yields (flag, its value, name in extras/) of the flags in use that a file in extras/ serves."""
@@ -337,12 +336,8 @@ def model_defaults(model, script):
 def parse_args(parser, script):
     """parser.parse_args(), twice, as the folder of --model may bring defaults of its own for this script. It needs no
     torch, so that a slip is answered at once; find_devices does the rest."""
-    flags = []
-    for name, value in model_defaults("tiny", script).items():
-        values = [value] if not isinstance(value, list) else value
-        flags += [f"--{name}", *["=".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]]
-    flags = " ".join(flags).replace(str(TINY_DATA.parent), "tiny")
-    parser.epilog = textwrap.fill(f"With --model tiny these defaults apply: {flags}", 100, break_on_hyphens=False)
+    if hints := find_extra("hints"):
+        parser.epilog = hints.list_defaults(model_defaults("tiny", script))
     args = parser.parse_args()
     if own := model_defaults(args.model, script):
         parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
@@ -352,7 +347,7 @@ def parse_args(parser, script):
         with contextlib.suppress(ModuleNotFoundError): # there is no extras/ at all
             found = find_spec(f"extras.{name}") # looked for, not imported: it may want torch
         if not found:
-            raise InputError(f"--{flag}: needs extras/{name}.py; copy it here, or leave the flag out")
+            load_extra(name, f"--{flag}")
     return args
 
 def parse_data_args(parser, script):

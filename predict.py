@@ -461,11 +461,6 @@ def generate_samples(transformer, vae, scheduler_config, wanted, max_tokens, dev
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def psnr(image, reference):
-    """Peak signal-to-noise ratio in dB between two pictures of one size; equal ones have 99."""
-    error = np.mean((np.asarray(image, float) - np.asarray(reference, float)) ** 2)
-    return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
-
 def save_png(image, path, key=""):
     """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it."""
     # made in memory, so that write_file can write it whole or not at all

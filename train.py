@@ -316,7 +316,7 @@ def predict_velocity(model, items):
         latents.append(torch.cat([noisy.to(dtype), i.controls])) # the model sees the controls as they are
     prompts = [i.prompt for i in items]
     timesteps = torch.stack([i.s for i in items])
-    run = run_packed if args.batching == "packed" else load_extra("padded").run_padded
+    run = run_packed if args.batching == "packed" else load_extra("padded", "--batching padded").run_padded
     preds = run(model, latents, prompts, timesteps, [i.img_shapes for i in items])
     return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # what it predicts for controls is dropped
 

@@ -19,6 +19,12 @@ import predict
 from common import InputError
 
 
+def psnr(image, reference):
+    """Peak signal-to-noise ratio in dB between two pictures of one size; equal ones have 99."""
+    error = np.mean((np.asarray(image, float) - np.asarray(reference, float)) ** 2)
+    return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
+
+
 class Drawer: # a class because the base's pictures stay from one validation to the next
     """Draws with the transformer, as it is when draw() is called, on all processes together.
 
@@ -98,7 +104,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         target, *controls = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
         # compared at the size that was generated
         target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
-        psnrs = [predict.psnr(image, target) for image in (control, base, picture, by_vae(0))]
+        psnrs = [psnr(image, target) for image in (control, base, picture, by_vae(0))]
         # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
         shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}

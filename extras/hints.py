@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import common
@@ -98,6 +99,16 @@ def describe(samples, val_samples):
                      f"trained, for instance {shared[0]}: they do not tell what the LoRA makes of others; move such "
                      "pairs, do not copy them")
     return "\n".join(lines)
+
+
+def list_defaults(defaults):
+    """What -h says of {flag: value} for --model tiny, as flags."""
+    words = []
+    for name, value in defaults.items():
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *["=".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]]
+    flags = " ".join(words).replace(str(common.TINY_DATA.parent), "tiny")
+    return textwrap.fill(f"With --model tiny these defaults apply: {flags}", 100, break_on_hyphens=False)
 
 
 def next_commands(args, out_dir, default, sampling_flags):

@@ -9,6 +9,7 @@ from PIL import Image
 import cache
 import common
 import predict
+from extras import draw
 from tests.harness import HERE, TINY, add_item, encoder_flags, is_one_line, paint_picture, run_script, save
 
 drift = runpy.run_path(str(HERE / "tools/measure.py"))["drift"]
@@ -51,7 +52,7 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
         save(image, tmp_path / f"data/target/{name}.png")
         generated = predict.decode(pipe.vae, cache.encode_image(pipe, image), [(1, 4, 6)])
         save(generated, tmp_path / "out" / (name.replace("/", "-") + ".png"))
-        want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(predict.psnr(generated, image))
+        want.setdefault("/".join(["data", *name.split("/")[:-1]]), []).append(draw.psnr(generated, image))
         moved.append(drift(generated, image, keep)["shift"])
     flags = [tmp_path / "out", tmp_path / "data", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
@@ -102,7 +103,7 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
                 save(noisy, tmp_path / f"out/{name.replace('/', '-')}-s{seed}-x{scale}.png")
                 folder = "data/deep" if "/" in name else "data"
                 psnrs.setdefault(f"{folder} x{scale}", []).append(
-                    predict.psnr(noisy, target.resize(noisy.size, Image.LANCZOS)))
+                    draw.psnr(noisy, target.resize(noisy.size, Image.LANCZOS)))
     flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
     assert result.status == 0, result.err

@@ -24,6 +24,7 @@ import cache
 import common
 import predict
 import rope_patch
+from extras import draw
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
                            damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
                            losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks, train,
@@ -593,7 +594,7 @@ def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, m
     base, target, control, drawn = [read(d, cat["file"]) for d in ("base", "target", "control", "step_000002")]
     assert base.size == target.size == control.size == drawn.size == (64, 96)
     assert read("control_1", cat["file"]).width == 64 and drawn != read("step_000001", cat["file"])
-    got = [predict.psnr(image, target) for image in (control, base, drawn)]
+    got = [draw.psnr(image, target) for image in (control, base, drawn)]
     assert cat["psnr"][:3] == pytest.approx(got, abs=0.01)
     assert last["psnr"]["data/deep"]["lora"] == pytest.approx(got[2])
     for n in range(30):
@@ -721,7 +722,7 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     psnr = validations_of(tmp_path / "run-0")[0]["psnr"]
     assert list(psnr) == ["data", "data/deep"]
     got, want = [Image.open(data / kind / "deep/cat.png") for kind in ("control", "target")]
-    assert psnr["data/deep"]["input"] == pytest.approx(predict.psnr(got.resize(want.size, Image.LANCZOS), want))
+    assert psnr["data/deep"]["input"] == pytest.approx(draw.psnr(got.resize(want.size, Image.LANCZOS), want))
     deep = psnr["data/deep"]
     assert deep["lora"] == deep["base"] == deep["vae"] > deep["input"]
 

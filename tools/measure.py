@@ -38,9 +38,10 @@ from tqdm import tqdm
 import cache
 import common
 from common import InputError
-from predict import decode, picture_stem, psnr
+from predict import decode, picture_stem
 
 try:
+    from extras.draw import psnr
     from extras.mask import auto_mask
 except ModuleNotFoundError as e:
     raise InputError(f"tools/measure.py: needs {e.name}, which is missing; copy extras/ beside tools/")
