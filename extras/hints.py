@@ -155,9 +155,8 @@ def fold(lines):
     for line in lines:
         file, _, rest = line.removeprefix("error: ").partition(": ")
         path = Path(file)
-        # the rest may name the caption or control that is wanted; a name stands behind a slash, or before a suffix
-        stem = re.escape(path.stem)
-        reason = re.sub(rf"(?<=[/\\]){stem}(?!\w)|(?<!\w){stem}(?=\.\w)", "*", rest)
+        # the rest may name the caption or control that is wanted; its name stands before a suffix
+        reason = re.sub(rf"(?<!\w){re.escape(path.stem)}(?=\.\w)", "*", rest)
         groups.setdefault(reason, []).append((line, path.name))
     for first, *others in groups.values():
         if len(others) < FEW:

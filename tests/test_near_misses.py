@@ -3,13 +3,16 @@ Near misses: what is nearly right is answered at once with what is probably mean
 
 $ python -m pytest -q tests/test_near_misses.py    # 10 seconds
 """
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 import common
 from extras import hints
-from tests.harness import add_item, is_one_line, paint_picture, run_script, save
+from tests.harness import HERE, add_item, is_one_line, paint_picture, run_script, save
 
 def answer(script, *flags, status):
     """The one line that this command ends with."""
@@ -85,7 +88,7 @@ def test_a_model_that_is_here_needs_no_user(tmp_path, monkeypatch):
     """Nor does a hub's, or one file of a transformer."""
     (tmp_path / "Qwen-Image-Edit").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("Qwen-Image-Edit", "tiny", "Qwen/Qwen-Image-Edit", "qwen_image_edit_2511.safetensors", "gpt2"):
+    for name in ("Qwen-Image-Edit", "tiny", "Qwen/Qwen-Image-Edit", "qwen-image-edit-2511.gguf", "gpt2"):
         assert hints.near_model(name) is None, name
 
 def test_predict_without_flags_prints_how_it_is_used():
@@ -157,3 +160,25 @@ def test_few_lines_and_other_reasons_stay_apart():
     assert len(hints.fold([f"error: m.jsonl:{n}: no field 'target'; want it" for n in range(9)])) == 1
     long, = hints.fold([f"error: {n:0200}.png: no; do" for n in range(9)])
     assert len(long) < 700
+
+# ---- at once ---------------------------------------------------------------------------------------------------------
+
+SLOW = """import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as e:
+    print(bool(e.code), *{"torch", "diffusers", "transformers", "peft", "huggingface_hub"} & set(sys.modules))
+"""
+
+@pytest.mark.parametrize("command", [
+    "predict.py", "predict.py --input x", "train.py --data photo", "cache.py --model Qwen-Image-Edit",
+    "train.py --target_pixels 512", "tools/doctor.py photo"])
+def test_a_near_miss_imports_nothing_slow(two, command):
+    """Also where a run of tiny is there, whose LoRA predict.py would take."""
+    save(paint_picture(), two / "out/tiny-a-001" / common.LORA_FILE, format="PNG")
+    script, *flags = command.split()
+    env = os.environ | dict(PYTHONPATH=str(HERE))
+    result = subprocess.run([sys.executable, "-c", SLOW, HERE / script, *flags], cwd=two, capture_output=True, text=True,
+                            env=env)
+    assert result.stdout == "True\n", (result.stdout, result.stderr)
