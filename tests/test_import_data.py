@@ -853,7 +853,8 @@ def test_simpletuners_list_of_folders_is_read(tmp_path):
     for name in ("a", "b"):
         save(PICTURES[2].point(lambda v: 255 * (v > 99)), tmp_path / f"masks/{name}.png", format="PNG")
         (tmp_path / f"edits/{name}.txt").write_text("make it so\n\nmore so\n")
-    usual = dict(type="local", probability=1.0, start_epoch=1, resolution=1024, resolution_type="pixel_area", cache_dir_vae="x", repeats=0)
+    usual = dict(type="local", probability=1.0, start_epoch=1,
+                 resolution=1024, resolution_type="pixel_area", cache_dir_vae="x", repeats=0)
     table = backend(tmp_path,
         dict(id="second", dataset_type="conditioning", source_dataset_id="edits", instance_data_dir="second"),
         dict(id="edits", conditioning_data=["refs", "masks"], instance_data_dir="edits", caption_strategy="textfile",

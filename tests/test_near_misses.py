@@ -179,6 +179,6 @@ def test_a_near_miss_imports_nothing_slow(two, command):
     save(paint_picture(), two / "out/tiny-a-001" / common.LORA_FILE, format="PNG")
     script, *flags = command.split()
     env = os.environ | dict(PYTHONPATH=str(HERE))
-    result = subprocess.run([sys.executable, "-c", SLOW, HERE / script, *flags], cwd=two, capture_output=True, text=True,
-                            env=env)
+    command = [sys.executable, "-c", SLOW, HERE / script, *flags]
+    result = subprocess.run(command, cwd=two, env=env, capture_output=True, text=True)
     assert result.stdout == "True\n", (result.stdout, result.stderr)

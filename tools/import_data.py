@@ -451,7 +451,8 @@ HARMLESS = """cache_latents cache_latents_to_disk cache_text_embeddings cache_cl
               resolution_type cache_dir_vae metadata_backend metadata_update_interval hash_filenames text_embeds
               image_embeds skip_file_discovery preserve_data_backend_cache vae_cache_clear_each_epoch""".split()
 USUAL = dict(num_repeats=1, num_frames=1, type="image", scale=1, loss_multiplier=1, network_weight=1,
-             random_triggers_max=1, probability=1, start_epoch=1, control_transparent_color=[255, 255, 255]) # what means nothing, beside 0 and such
+             random_triggers_max=1, probability=1, start_epoch=1,
+             control_transparent_color=[255, 255, 255]) # what means nothing, beside 0 and such
 AS_THEY_ARE = "; pictures are trained as they are"
 REMEDIES = dict( # what to do instead, or what happens
     num_repeats="; use train.py --repeats", default_caption="; give it as --prompt",
