@@ -82,7 +82,8 @@ def noted(problems):
         problems.append(str(e))
 
 def print_problems(lines):
-    for line in lines:
+    hints = find_extra("hints")
+    for line in hints.fold(lines) if hints else lines:
         print(line, file=sys.stderr)
 
 def first_words(e):
@@ -126,7 +127,7 @@ def pixels(text):
         area = math.prod(map(int, re.split("[*x]", text)))
     elif text.isdigit() and int(text) > 4096: # a smaller number is a side, as other trainers give it
         area = int(text)
-    if text != "native" and area < 32 * 32:
+    if text != "native" and not 32 * 32 <= area <= MAX_PIXELS:
         raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1024x1024, 1048576 or native")
     return area or text
 
@@ -220,7 +221,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         if hints := find_extra("hints"):
-            hints.refuse_empty(self)
+            hints.refuse_slips(self)
         return super().parse_args()
 
 def from_hub(name, fetch):
@@ -727,8 +728,6 @@ def read_dataset(root, job_types=None):
     """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
     InputError if there is no dataset at all. job_types: as for read_manifest."""
     root = Path(root)
-    if not root.exists():
-        raise InputError(f"{root}: does not exist; check the name")
     folders = find_folders(root) if root.is_dir() else {}
     manifest = root if root.is_file() else root / "metadata.jsonl"
     if folders and os.path.lexists(folders["target"]): # (a file of that name cannot be read as a folder)
@@ -736,9 +735,8 @@ def read_dataset(root, job_types=None):
     elif manifest.is_file() and manifest.suffix == ".jsonl":
         samples, problems = read_manifest(manifest, job_types)
     else:
-        names, hints = sorted(path.name for path in root.glob("*")), find_extra("hints")
-        remedy = hints and hints.explain_folder(names, FOLDERS) or LAYOUT
-        raise InputError(f"{root}: is no dataset; it holds {', '.join(names[:5]) or 'nothing'}; {remedy}")
+        hints = find_extra("hints")
+        raise InputError(hints.no_dataset(root) if hints else f"{root}: no dataset is here; {LAYOUT}")
     if not samples and not problems:
         raise InputError(f"{root}: nothing in it; {LAYOUT}")
     return samples, problems

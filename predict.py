@@ -5,7 +5,7 @@ in one batch.
 The first half is a library, which train.py uses too: the transformer, LoRA files, the sampler (`denoise`). The second
 half is the command line.
 
-$ python predict.py                                    # tiny/: its validation pictures, with its newest LoRA
+$ python predict.py --lora out/tiny-data-001            # without --image: the validation pictures of tiny/
 $ python predict.py --model Qwen/Qwen-Image-Edit-2509 --image cat.jpg --prompt "make it snow" --lora out/RUN
 $ python predict.py --model ... --image person.png coat.png --prompt "the person wears the coat of picture 2"
 $ python predict.py --model ... --image photos --prompt "make it snow" --out_dir edited # every picture of a folder
@@ -78,9 +78,9 @@ def read_flags():
     flag("--max_tokens", 20_000, "tokens per forward pass; lower it if memory runs out", type=positive)
     flag("--transformer_device", None, "default: --device")
     given = set(parser.given())
-    # without flags: the demo's validation pictures, with the newest LoRA of tiny
+    # without --model: tiny, with its newest LoRA, and without --image its validation pictures
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
-    if runs and not given & {"--model", "--lora"}:
+    if given and runs and not given & {"--model", "--lora"}:
         sys.argv += ["--lora", str(runs[-1])] # each PNG tells this command
     args = common.parse_args(parser, "predict.py")
     if common.is_tiny(args.model) and not given & {"--image", "--jobs"}:

@@ -4,6 +4,7 @@ folder. What a person should know of the data before a training, and what may su
 """
 import contextlib
 import difflib
+import math
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     num_inference_steps="steps", true_cfg_scale="cfg cfg_scale guidance_scale",
     target_pixels="resolution image_size max_pixels multi_resolutions", vae_device="vae_encoder_device",
     lora="adapter lora_path load_lora",
-    image="control_image_path prompt_image",
+    image="control_image_path prompt_image input input_image",
     pretrained_lora="network_weights init_lora lora_path lora_checkpoint load_lora pretrained_weight",
     batch_size="gradient_accumulation_steps train_batch_size",
     lora_scale="lora_weight lora_multiplier",
@@ -35,7 +36,9 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     val_data="validation_prompts sample_prompts", sample_every="validation_step_interval sample_every_n_steps",
     lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
     timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift", shift="discrete_flow_shift")
+NO_CONFIG = "there are no config files, only flags; tools/import_data.py reads the datasets of yours"
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
+    config=NO_CONFIG, config_file=NO_CONFIG,
     enable_bucket="no buckets are needed: any sizes share a batch", bucket_no_upscale="give --no-upscale",
     loss_norm="each sample's loss is the mean over its own tokens; flow_loss in train.py is the place for another",
     betas="--optimizer_args betas=[0.9,0.99]", init_lora_weights="--lora_args init_lora_weights=...",
@@ -53,6 +56,8 @@ VALUES = [ # argparse's message, and what it means
     ("--gradient_checkpointing: invalid int value", "0 is off; leave it out, and what does not fit is recomputed"),
     ("--offload: invalid number_of_blocks value", "give a number of blocks, or all"),
     ("--max_grad_norm: ", "inf turns it off")]
+MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Edit-2511".split()
+FEW = 3 # so many lines that are alike are printed one by one
 
 
 def explain(message, known):
@@ -61,6 +66,7 @@ def explain(message, known):
     begin = "unrecognized arguments: "
     if m := re.match(r"--optimizer: found no '(\w+)'", message):
         message = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}" if m[1].lower() in OPTIMIZERS else message
+    message = explain_area(message) or explain_missing(message) or message
     for start, remedy in VALUES:
         message += f"; {remedy}" if message.startswith(start) else ""
     if not message.startswith(begin):
@@ -68,6 +74,97 @@ def explain(message, known):
     words = message.removeprefix(begin).split()
     flags = [word for word in words if word.startswith("--")] or words[:1] or ["''"] # a blank one, of --flag "$EMPTY"
     return "; ".join(explain_word(word, known) for word in flags)
+
+
+def explain_area(message):
+    """What is wrong with a number of pixels that common.pixels refuses."""
+    if m := re.match(r"(--\w+): '(\d+)([*x]\d+)?' is no area", message):
+        flag, first, other = m.groups()
+        area = math.prod(map(int, re.findall(r"\d+", f"{first}{other or ''}")))
+        if not other and 32 <= area <= 4096: # as other trainers give it
+            return f"{flag}: {first} is a side; give {first}x{first}"
+        fault = "small" if area < common.MAX_PIXELS else "large"
+        return f"{flag}: {first}{other or ''} is too {fault}; give 1024x1024"
+
+
+def explain_missing(message):
+    """Which one of predict.py's flags is missing that belong together."""
+    given = {word.split("=")[0] for word in sys.argv[1:]}
+    if message.startswith("--image: give --image with --prompt") and "--jobs" not in given:
+        if "--prompt" not in given:
+            return "--image: no instruction; give --prompt"
+        if "--image" not in given:
+            return "--prompt: nothing to edit; give --image"
+
+
+def refuse_slips(parser):
+    """Ends the script if its words, each of which argparse would take, cannot be meant."""
+    if parser.prog == "predict.py" and not sys.argv[1:]:
+        examples = [line for line in parser.description.splitlines() if line.startswith("$")]
+        lines = ["usage: predict.py FLAGS; predict.py -h lists them. For instance:", *examples[:4], ""]
+        parser.exit(2, "\n".join(lines))
+    refuse_empty(parser)
+    words = []
+    for word in sys.argv[1:]:
+        words += word.split("=", 1) if word.startswith("--") else [word]
+    for flag, name in zip(words, words[1:]):
+        if flag in ("--model", "--transformer") and (meant := near_model(name)):
+            parser.error(f"argument {flag}: {name} is no folder; give {meant}")
+
+
+def near_model(name):
+    """-> the model that is meant by a name that is no folder, and lacks the user of a hub's id; or None."""
+    if "/" in name or os.path.exists(name) or common.is_one_file(name) or name == "tiny":
+        return None
+    model, at, revision = name.partition("@")
+    short = {known.split("/")[-1].lower(): known for known in MODELS}
+    near = difflib.get_close_matches(model.lower(), short, 1, 0.8)
+    return f"{short[near[0]]}{at}{revision}" if near else None
+
+
+def near_path(path):
+    """What to do about a path where nothing is: "give photos" for photo, if photos is there."""
+    path = Path(path)
+    names = [other.name for other in path.parent.glob("[!.]*") if other.suffix == path.suffix]
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f"give {path.with_name(near[0])}" if near else "check the name"
+
+
+def no_dataset(root):
+    """-> why there is no dataset at `root`, and what may be meant."""
+    if not root.exists():
+        return f"{root}: does not exist; {near_path(root)}"
+    what = "is a picture" if common.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
+    for folder in (root, *root.parents):
+        if folder.name in sum(common.FOLDERS.values(), ()) and is_dataset(folder.parent):
+            return f"{root}: {what}; give {folder.parent}"
+    names = sorted(path.name for path in root.glob("*"))
+    holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
+    return f"{root}: {what}{holds}; {explain_folder(names, common.FOLDERS) or common.LAYOUT}"
+
+
+def is_dataset(folder):
+    """Whether it has a folder of targets with a picture in it."""
+    return any(common.KINDS.get(path.suffix.lower()) == "picture" for name in common.FOLDERS["target"]
+               for path in (folder / name).glob("**/*"))
+
+
+def fold(lines):
+    """Lines that differ only in the file that they begin with become one, which names the others. A few stay."""
+    groups, folded = {}, []
+    for line in lines:
+        file, _, rest = line.removeprefix("error: ").partition(": ")
+        path = Path(file)
+        # the rest may name the caption or control that is wanted; its name stands before a suffix
+        reason = re.sub(rf"(?<!\w){re.escape(path.stem)}(?=\.\w)", "*", rest)
+        groups.setdefault(reason, []).append((line, path.name))
+    for first, *others in groups.values():
+        if len(others) < FEW:
+            folded += [line for line, _ in [first, *others]]
+        else:
+            names = textwrap.shorten(", ".join(name for _, name in others), 300, placeholder=" ...")
+            folded.append(f"{first[0]}; and {len(others)} others likewise: {names}")
+    return folded
 
 
 def refuse_empty(parser):
@@ -253,7 +350,7 @@ def bend_of(samples):
     for sample in samples:
         width, height = sample.sizes[0]
         own = {"height", "width"} & {key for key, value in sample.settings.items() if value}
-        for encoding in sample.encodings if len(own) < 2 else ():
+        for encoding in sample.encodings:
             _, h, w = encoding["img_shapes"][0]
             bend = abs(w / h * height / width - 1)
             if bend > worst[0]:
@@ -261,8 +358,30 @@ def bend_of(samples):
                 if own:
                     why, remedy = f"{min(own)} alone changes", "give --height and --width"
                 worst = bend, f"{sample.name}: {why} its aspect by {bend:.1%}; {remedy}"
+                if len(own) > 1:
+                    worst = bend, f"{sample.name}: {other_shape(sample, w / h)}"
     if worst[1]:
         yield worst[1]
+
+
+def other_shape(sample, aspect):
+    """What --width and --height do to a picture, which gets this aspect."""
+    (width, height), wide = sample.sizes[0], sample.settings["width"]
+    return (f"--width and --height change its shape from {width / height:.2f} to {aspect:.2f}; give --width {wide} "
+            f"--height {round(wide * height / width)}, or leave one out")
+
+
+def smaller(samples, tokens):
+    """The flags that make those pictures small that have more tokens than this."""
+    flags = []
+    for sample in samples:
+        for (_, h, w), *controls in [encoding["img_shapes"] for encoding in sample.encodings]:
+            both = sample.settings.get("width") and sample.settings.get("height") # one alone keeps the area
+            if h * w > tokens:
+                flags.append("a smaller --width and --height" if both else "--target_pixels 160x160")
+            if any(h * w > tokens for _, h, w in controls):
+                flags.append("--control_pixels 160x160")
+    return " ".join(sorted(set(flags), reverse=True))
 
 
 def size_for_tiny(samples, model):
@@ -274,7 +393,7 @@ def size_for_tiny(samples, model):
     tokens, width, height, name = max(sizes)
     if tokens > 400:
         yield (f"{name}: {width}x{height} is slow with the model tiny, which knows small pictures; give "
-               "--target_pixels 160x160 --control_pixels 160x160")
+               f"{smaller(samples, 400)}")
 
 
 def longest_of(samples, max_tokens):

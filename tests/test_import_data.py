@@ -353,8 +353,9 @@ def test_datasets_of_one_configuration_keep_apart_and_what_is_not_taken_over_is_
     assert got.samples == {"0/x": (["go"], [0, 1], None), "1/x": (["go"], [2, 3], None),
                            "2/000000-x": (["row"], [0, 1], None)}
     assert "num_repeats is not converted; use train.py --repeats" in got.out
-    config = write_rows(tmp_path / "elsewhere/dataset.toml", text)
+    config = write_rows(tmp_path / "elsewhere/and/deeper/dataset.toml", text)
     assert len(import_data(config, tmp_path / "none", status=1).errors) == 1
+    config = write_rows(tmp_path / "elsewhere/dataset.toml", text)
     (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere/rows.jsonl") # its own paths are not beside it any more
     write_rows(config, text.replace("rows.jsonl", "elsewhere/rows.jsonl"))
     command = [sys.executable, str(HERE / "tools/import_data.py"), str(config), "second"]
@@ -483,17 +484,6 @@ def test_endings_of_all_names_are_left_out_and_names_that_differ_are_shown(tmp_p
         assert len(got.samples) == len(targets.split())
     else:
         assert all(any(is_one_line(error, named) for error in got.errors) for named in want), got.errors
-
-def test_simpletuners_list_of_folders_is_answered_with_the_flags_that_read_them(tmp_path):
-    put(tmp_path, "sources/a.png edits/a.png", ["edits/a.txt"])
-    rows = [dict(id="refs", type="local", dataset_type="conditioning", instance_data_dir=str(tmp_path / "sources")),
-            dict(id="edits", type="local", conditioning_data=["refs"], instance_data_dir=str(tmp_path / "edits")),
-            dict(id="text", dataset_type="text_embeds", default=True)]
-    table = write_rows(tmp_path / "multidatabackend.json", json.dumps(rows))
-    [error] = import_data(table, tmp_path / "out", status=1).errors
-    flags = error.partition("OUT ")[2].split()
-    assert "SimpleTuner" in error and flags[:3:2] == ["--target", "--control"], error
-    assert import_data(None, tmp_path / "out", *flags).samples == {"a": (["go"], [1, 0], None)}
 
 def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
     """Or, as in ai-toolkit, stands before a caption that has none."""
@@ -849,3 +839,85 @@ def test_no_pickle_is_ever_opened(tmp_path, write):
     assert ["save_file" in e for e in errors] == [True] * 5 + [False] and not (tmp_path / "marker").exists()
     pickle.loads(pickle.dumps(Bomb()))
     assert (tmp_path / "marker").exists() # so it would have gone off
+
+# ---- SimpleTuner -----------------------------------------------------------------------------------------------------
+
+def backend(folder, *rows):
+    """SimpleTuner's multidatabackend.json."""
+    return write_rows(folder / "config/multidatabackend.json", json.dumps(rows))
+
+def test_simpletuners_list_of_folders_is_read(tmp_path):
+    """A conditioning dataset holds controls, or masks, of the datasets that name it, or that it names. Its caches are
+    nothing to read; what else is set is printed."""
+    put(tmp_path, "edits/a.png edits/b.png refs/a.png refs/b.png second/a.png second/b.png")
+    for name in ("a", "b"):
+        save(PICTURES[2].point(lambda v: 255 * (v > 99)), tmp_path / f"masks/{name}.png", format="PNG")
+        (tmp_path / f"edits/{name}.txt").write_text("make it so\n\nmore so\n")
+    usual = dict(type="local", probability=1.0, start_epoch=1,
+                 resolution=1024, resolution_type="pixel_area", cache_dir_vae="x", repeats=0)
+    table = backend(tmp_path,
+        dict(id="second", dataset_type="conditioning", source_dataset_id="edits", instance_data_dir="second"),
+        dict(id="edits", conditioning_data=["refs", "masks"], instance_data_dir="edits", caption_strategy="textfile",
+             crop=True, repeats=3, crop_style="center", **{k: v for k, v in usual.items() if k != "repeats"}),
+        dict(id="refs", dataset_type="conditioning", conditioning_type="reference_strict", instance_data_dir="refs"),
+        dict(id="masks", dataset_type="conditioning", conditioning_type="mask", instance_data_dir="masks"),
+        dict(id="off", instance_data_dir="nowhere", disabled=True), dict(id="films", dataset_type="video"),
+        dict(id="texts", dataset_type="text_embeds", default=True, cache_dir="x", type="aws"))
+    got = import_data(table, tmp_path / "out")
+    assert got.samples.keys() == {"a", "b"}
+    assert got.samples["a"][:2] == (["make it so", "more so"], [0, 2, 4]) and (tmp_path / "out/mask/b.png").exists()
+    for words in ("crop is not converted; pictures are trained as they are", "films: dataset_type video is not",
+                  "resolution is not converted; use train.py --target_pixels", "a control of each of 2 datasets",
+                  "repeats is not converted; use train.py --repeats with a number that is"):
+        assert got.out.count(words) == 1, got.out
+    assert len(got.out.splitlines()) == 6, got.out # and what was written
+
+@pytest.mark.parametrize("settings, prompts", [
+    (dict(caption_strategy="textfile"), ["in\nsnow"]), (dict(caption_strategy="filename"), ["cat on mat"]),
+    (dict(), ["in\nsnow"]), (dict(caption_strategy="textfile", disable_multiline_split=True), ["in snow"]),
+    (dict(caption_strategy="instanceprompt", instance_prompt="a cat"), ["a cat"]),
+    (dict(caption_strategy="instanceprompt", instance_prompt=["a cat", "one cat"]), ["a cat\none cat"]),
+    (dict(caption_strategy="textfile", instance_prompt="a cat", only_instance_prompt=True), ["a cat"]),
+    (dict(caption_strategy="textfile", instance_prompt="a cat"), ["in\nsnow"]),
+    (dict(caption_strategy="filename", instance_prompt="tabby", prepend_instance_prompt=True), ["tabby cat on mat"]),
+    (dict(caption_strategy="textfile", instance_prompt="snow", prepend_instance_prompt=True), ["snow in\nsnow"])])
+def test_simpletuners_strategies_give_its_captions(tmp_path, settings, prompts):
+    put(tmp_path, "edits/cat_on_mat.png refs/cat_on_mat.png", ["edits/cat_on_mat.txt"])
+    (tmp_path / "edits/cat_on_mat.txt").write_text("in\nsnow")
+    edits = dict(id="e", conditioning_data="r", instance_data_dir=str(tmp_path / "edits"), **settings)
+    table = backend(tmp_path, edits,
+                    dict(id="r", dataset_type="conditioning", instance_data_dir=str(tmp_path / "refs")))
+    got = import_data(table, tmp_path / "out", *["--prompt", "other"])
+    assert got.samples == {"cat_on_mat": (prompts[0].split("\n"), [0, 1], None)}
+
+@pytest.mark.parametrize("target, condition, words", [
+    (dict(type="aws"), {}, "edits: its type is aws"), (dict(type="huggingface"), {}, "its type is huggingface"),
+    (dict(conditioning_data=[]), {}, "refs: no dataset has it as conditioning_data"),
+    (dict(caption_strategy="parquet"), {}, "caption_strategy parquet"),
+    (dict(caption_strategy="instanceprompt"), {}, "no 'instance_prompt'"),
+    (dict(prepend_instance_prompt=True), {}, "no 'instance_prompt'"),
+    ({}, dict(instance_data_dir=None), "refs"), ({}, dict(instance_data_dir="gone"), "gone"),
+    (dict(conditioning_data=["refs", "refs2"]), dict(conditioning_type="mask"), "two datasets of masks"),
+    (dict(instance_prompt=3, caption_strategy="instanceprompt"), {}, "multidatabackend.json")])
+def test_what_simpletuner_has_elsewhere_is_refused(tmp_path, target, condition, words):
+    put(tmp_path, "edits/a.png refs/a.png", ["edits/a.txt"])
+    rows = [dict(id="edits", conditioning_data=["refs"], instance_data_dir=str(tmp_path / "edits")) | target]
+    for name in rows[0]["conditioning_data"] or ["refs"]:
+        rows.append(dict(id=name, dataset_type="conditioning", instance_data_dir=str(tmp_path / "refs")) | condition)
+    [error] = import_data(backend(tmp_path, *rows), tmp_path / "out", status=1).errors
+    assert words in error, error
+
+# ---- where the paths of a configuration begin ------------------------------------------------------------------------
+
+@pytest.mark.parametrize("place", ["ai-toolkit/config", "ai-toolkit/config/examples"])
+def test_a_relative_folder_is_found_where_the_trainer_is_started(tmp_path, place):
+    """Which is above its configurations, but not two more folders up. Nothing is noted of what did not work."""
+    config = """config: {process: [{datasets: [{folder_path: data/after, control_path: data/before, flip_x: true}]}]}"""
+    path = write_rows(tmp_path / place / "a.yaml", config)
+    put(tmp_path / "data", "after/a.png before/a.png", ["after/a.txt"]) # too far up for the second place
+    if place.endswith("examples"):
+        failed = import_data(path, tmp_path / "out", status=1)
+        assert is_one_line(failed.errors[0], tmp_path / place / "data/after") and not failed.out
+        (tmp_path / "data").rename(tmp_path / "ai-toolkit/data")
+    got = import_data(path, tmp_path / "out")
+    assert got.samples == {"a": (["go"], [0, 1], None)} and "flip_x is not converted" in got.out

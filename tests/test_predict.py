@@ -458,9 +458,11 @@ def test_ctrl_c_keeps_what_is_drawn_and_ends_in_one_line(tmp_path, photos, start
     assert 0 < drawn < 3 and result.status == 0 and f"{drawn} of 3 pictures are there" in result.out
 
 def test_a_shape_that_is_bent_is_a_warning(tmp_path, photos):
-    """By rounding to 32, or by a height without a width; both together are meant."""
+    """By rounding to 32, or by flags for its sides, one or both."""
     for flags, named in (([], None), (["--target_pixels", 4900], "sides rounded"),
-                         (["--height", 96], "height alone changes"), (["--height", 96, "--width", 32], None)):
+                         (["--height", 96], "height alone changes"),
+                         (["--height", 96, "--width", 32], "--width and --height change its shape"),
+                         (["--height", 96, "--width", 48], None)):
         result = run_script("predict.py", "--image", photos[1], "--prompt", "x", "--num_inference_steps", 2, "--out",
                             tmp_path / "a.png", "--cache_dir", tmp_path / "cache", *map(str, flags))
         lines = [line for line in result.err.splitlines() if "warning" in line]

@@ -530,12 +530,12 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
 
 def main():
     args = read_flags()
+    samples, problems = read_samples(args.data) # before the imports, as a wrong name is answered at once
     import cache
     import predict
     out = args.out or Path("out", common.run_name("doctor", args.data))
     parts = ["tokenizer", "processor", "scheduler"]
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
-    samples, problems = read_samples(args.data)
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
         raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
     common.prepare_folder(out)

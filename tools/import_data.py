@@ -7,7 +7,8 @@ $ python tools/import_data.py SOURCE OUT             # next: python tools/doctor
                      in it, its train/ or its data/; or parquet files of the Hugging Face hub in it or its data/; or
                      NAME-condlabel.png beside NAME.png, as OneTrainer has it
     a table          .jsonl, .json, .csv (commas, semicolons or tabs) or .parquet, whose columns have names in COLUMNS
-    a configuration  .toml of musubi-tuner or .yaml of ai-toolkit: its folders, its tables and its suffix of captions
+    a configuration  .toml of musubi-tuner, .yaml of ai-toolkit or multidatabackend.json of SimpleTuner: its folders,
+                     its tables and its captions
     a 1.0 cache      a folder of .safetensors dictionaries, one for each sample, with img_shapes, or height and width;
                      without height_control and width_control the control has the target's size
 $ python tools/import_data.py OUT --target DIR --control DIR [DIR ...] [--mask DIR] [--prompt TEXT] # file names match
@@ -23,9 +24,11 @@ MagicBrush's pictures with a hole, is written as such a one (common.read_mask li
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
 too. A table or configuration that you give may refer to any file. A table that is found in a folder, which may come
 from strangers, may refer only to files below its own folder. A cache becomes a cache; give its index to train.py as
---data. Every error is printed in a line, and then nothing is written, unless --skip_bad leaves the faulty samples out.
+--data. Every error is printed, equal ones in one line, and then nothing is written, unless --skip_bad leaves the faulty
+samples out.
 """
 import argparse
+import contextlib
 import csv
 import functools
 import hashlib
@@ -33,6 +36,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -145,18 +149,26 @@ def meanings(role, stem, kind, targets):
             readings += [(stem.removesuffix(end), what) for end, what in BESIDE.items() if stem.endswith(end)]
     return [(name, what) for name, what in readings if name in targets]
 
-def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None):
+def near(path):
+    """What to do about a path where nothing is."""
+    hints = common.find_extra("hints")
+    return hints.near_path(path) if hints else "check the name"
+
+def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None, wordings=False):
     """Reads folders in which file names match -> (samples, problems). controls: list of folders; suffix: of the caption
-    files; prompt: for targets that have no caption; trigger: the word that [trigger] stands for in captions,
-    and that comes before those without it."""
+    files, or None: they are not read; prompt: one or several for targets that have no caption; trigger: the word that
+    [trigger] stands for in captions, and that comes before those without it; wordings: each line of a caption is a
+    prompt of its own."""
     folders = {"target": target, **dict(enumerate(controls))}
     if mask:
         folders["mask"] = mask
     for folder in folders.values():
         if not folder.is_dir():
-            raise InputError(f"{folder}: no folder has this name; correct it, or {ASK}")
-    if prompt and not trigger:
-        common.check_text("--prompt", prompt)
+            raise InputError(f"{folder}: no folder has this name; {near(folder)}, or {ASK}")
+    prompts = [prompt] if isinstance(prompt, str) else prompt or []
+    if not trigger:
+        for prompt in prompts:
+            common.check_text("--prompt", prompt)
     if target in controls:
         raise InputError(f"{target}: given as both targets and controls; give the folder of the controls")
     if alone and controls:
@@ -184,8 +196,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         try:
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
-            path, caption = read_caption(own, own_controls, suffix, prompt, trigger)
-            samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, [caption],
+            path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings)
+            samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, captions,
                                               *own.get("mask", [])))
         except InputError as e:
             problems.append(str(e))
@@ -217,29 +229,35 @@ def fill(text, word):
     """A caption with this word in ai-toolkit's placeholders."""
     return text.replace("[trigger]", word).replace("[name]", word)
 
-def read_caption(files, controls, suffix, prompt, trigger):
-    """-> (file of a target's caption, its text). files: the target's {what: paths}; prompt, trigger: as for
-    read_folders."""
+def read_captions(files, controls, suffix, prompts, trigger, wordings):
+    """-> (file of a target's caption, its prompts). files: the target's {what: paths}; prompts: for a target without a
+    file; suffix, trigger, wordings: as for read_folders."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
-    if suffix != ".txt":
+    if suffix is None:
+        captions = []
+    elif suffix != ".txt":
         captions = [path.with_suffix(suffix) for path in (target, *controls) if path.with_suffix(suffix).exists()]
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
         file, text = captions[0], common.read_text(captions[0]).strip()
-    elif prompt:
-        file, text = target, prompt
+        lines = [line for line in re.split("[\r\n]+", text) if line.strip()]
+        prompts = lines if wordings else [text]
+    elif prompts:
+        file = target
+    elif suffix is None: # as SimpleTuner does
+        file, prompts = target, [target.stem.replace("_", " ")]
     else:
         raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all targets "
                          "without one")
-    if text != fill(text, "") and not trigger:
+    if not trigger and any(text != fill(text, "") for text in prompts):
         raise InputError(f"{file}: contains [trigger] or [name]; write the word itself, or give the .yaml with its "
                          "trigger_word as SOURCE")
     if trigger: # as ai-toolkit does
-        text = fill(text, trigger)
-        text = text if trigger in text else f"{trigger} {text}"
-    return file, text
+        filled = [fill(text, trigger) for text in prompts]
+        prompts = [text if trigger in text else f"{trigger} {text}" for text in filled]
+    return file, prompts
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -260,7 +278,6 @@ def read_rows(table):
                 raise TypeError(f"it is {text.strip():.40}")
         except Exception as e: # a foreign file can fail in any way
             raise InputError(f"{table}: no JSON list ({e}); it must list an object for each sample")
-        refuse_simpletuner(table, rows)
         return [(f"{table}:{n}", row) for n, row in enumerate(rows, 1)]
     csv.field_size_limit(2**31 - 1) # cache.py reports prompts that are too long
     separator = max(",;\t", key=re.split("[\r\n]", text)[0].count)
@@ -276,18 +293,6 @@ def read_rows(table):
     except csv.Error as e: # e.g. a quote that is never closed, and would swallow the rest of the file
         raise InputError(f"{table}:{line}: a broken cell after this line ({e}); close its quote")
     return rows
-
-def refuse_simpletuner(table, rows):
-    """InputError, with the flags that do it, if this is SimpleTuner's multidatabackend.json, a list of folders."""
-    folders = {row.get("id"): row for row in rows if isinstance(row, dict) and row.get("instance_data_dir")}
-    if not folders:
-        return
-    controls = [row for row in folders.values() if row.get("dataset_type") == "conditioning"]
-    targets = [row for row in folders.values() if row not in controls]
-    words = [flag + "".join(f" {row['instance_data_dir']}" for row in rows) for flag, rows in (
-        ("--target", targets[:1]), ("--control", controls)) if rows]
-    raise InputError(f"{table}: SimpleTuner's list of folders, no table of samples; give the folders: OUT "
-                     f"{' '.join(words)}")
 
 def read_parquet(table):
     """Yields (where, row). It reads a few rows at a time, as they may contain pictures."""
@@ -430,29 +435,36 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
-# Settings of a dataset, as ai-toolkit's toolkit/config_modules.py and musubi-tuner's docs/dataset_config.md name them:
-# those that are read, and those that only decide about speed, memory, buckets or videos. Any other one that is set is
-# printed, as it may change what the pictures mean.
+# Settings of a dataset, as ai-toolkit's toolkit/config_modules.py, musubi-tuner's docs/dataset_config.md and
+# SimpleTuner's documentation/DATALOADER.md name them: those that are read, and those that only decide about speed,
+# memory, buckets or videos. Any other one that is set is printed, as it may change what the pictures mean.
 CONTROLS = ["control_path", *[f"control_path{middle}{n}" for middle in ("", "_") for n in range(10)]]
 AITOOLKIT = "folder_path caption_ext caption_type trigger_word mask_path invert_mask alpha_mask".split() + CONTROLS
 MUSUBI = "image_directory control_directory image_jsonl_file caption_extension multiple_target".split()
+SIMPLETUNER = """id type dataset_type disabled disable instance_data_dir instance_data_root conditioning_data
+                 conditioning_type source_dataset_id caption_strategy instance_prompt only_instance_prompt
+                 prepend_instance_prompt disable_multiline_split""".split()
 HARMLESS = """cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk cache_tensors_to_disk
               cache_latents_num_workers load_image_when_caching_latents num_workers prefetch_factor persistent_workers
               gpu_prefetch_batches fast_image_size debug buckets bucket_tolerance enable_ar_bucket
               shrink_video_to_frames auto_frame_count fps do_i2v do_audio full_size_control_images replay_transforms
-              batch_size enable_bucket cache_directory debug_dataset""".split()
+              batch_size enable_bucket cache_directory debug_dataset crop_style crop_aspect crop_aspect_buckets
+              resolution_type cache_dir_vae metadata_backend metadata_update_interval hash_filenames text_embeds
+              image_embeds skip_file_discovery preserve_data_backend_cache vae_cache_clear_each_epoch""".split()
 USUAL = dict(num_repeats=1, num_frames=1, type="image", scale=1, loss_multiplier=1, network_weight=1,
-             random_triggers_max=1, control_transparent_color=[255, 255, 255]) # what means nothing, beside 0 and such
+             random_triggers_max=1, probability=1, start_epoch=1,
+             control_transparent_color=[255, 255, 255]) # what means nothing, beside 0 and such
 AS_THEY_ARE = "; pictures are trained as they are"
 REMEDIES = dict( # what to do instead, or what happens
     num_repeats="; use train.py --repeats", default_caption="; give it as --prompt",
+    repeats="; use train.py --repeats with a number that is higher by 1", probability="; use train.py --repeats",
     resolution="; use train.py --target_pixels", control_resolution="; use train.py --control_pixels",
     no_resize_control="; use train.py --control_pixels native", bucket_no_upscale="; use train.py --no-upscale",
     caption_dropout_rate="; use train.py --caption_dropout_rate",
     caption_dropout="; use train.py --caption_dropout_rate",
     mask_min_value="; use train.py --mask_background_weight",
     control_transparent_color="; what is transparent becomes white", **dict.fromkeys(
-        "flip_x flip_y random_crop random_scale square_crop scale augments augmentations".split(), AS_THEY_ARE))
+        "flip_x flip_y random_crop random_scale crop square_crop scale augments augmentations".split(), AS_THEY_ARE))
 
 class Loader(yaml.SafeLoader): # a class, as yaml calls its method
     def compose_mapping_node(self, anchor):
@@ -472,6 +484,10 @@ def read_config(path):
             config = tomllib.loads(text)
             datasets = [config.get("general", {}) | dataset for dataset in config["datasets"]]
             parts, read = [musubi_part(path, dataset) for dataset in datasets], MUSUBI
+        elif path.suffix == ".json":
+            targets, others = simpletuner_rows(path, common.read_json(text))
+            parts, read = [simpletuner_part(path, row, others) for row in targets], SIMPLETUNER
+            datasets = targets + others
         else:
             pairs = [(process, dataset) for process in yaml.load(text, Loader)["config"]["process"]
                      for dataset in process["datasets"]]
@@ -488,7 +504,7 @@ def read_config(path):
         if key not in read and any(is_lost(key, dataset.get(key)) for dataset in datasets):
             print(f"{path}: {key} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
-        print(f"{path}: captions without {trigger!r}, the trigger_word, will begin with it")
+        print(f"{path}: captions without {trigger!r}, the trigger word, will begin with it")
     return parts
 
 def is_lost(key, value):
@@ -496,9 +512,11 @@ def is_lost(key, value):
     return key not in HARMLESS and value not in (None, False, 0, "", [], {}, USUAL.get(key))
 
 def locate(config, name):
-    """-> a path of a configuration: relative to the working folder, as for its trainer, if something exists there, or
-    else relative to the configuration."""
-    return Path(name) if os.path.exists(name) else config.parent / name
+    """-> a path of a configuration. A relative one begins at the working folder, as for its trainer, at the
+    configuration, or at one of the two folders above it, as the trainer is started there: where something exists."""
+    folder = config.resolve().parent
+    places = [Path(name), config.parent / name, *[above / name for above in folder.parents[:2]]]
+    return next((path for path in places if path.exists()), config.parent / name)
 
 def caption_suffix(extension):
     """txt or .txt -> .txt. ValueError if no file name can end in it."""
@@ -535,6 +553,65 @@ def aitoolkit_part(config, dataset):
                 mask=locate(config, mask) if mask and not alpha else None, alpha=alpha,
                 invert=bool(dataset.get("invert_mask")), suffix=caption_suffix(suffix),
                 trigger=None if trigger is None else str(trigger).strip())
+
+def is_simpletuners(source):
+    """Whether a file is SimpleTuner's list of folders, and no table."""
+    return source.suffix == ".json" and bool(re.search('"(instance_data_(dir|root)|dataset_type)"\\s*:',
+                                                       common.read_text(source)))
+
+def simpletuner_rows(config, rows):
+    """SimpleTuner's list of datasets -> (those of targets, those of conditions). Others are printed, but for its caches
+    of texts and latents. ValueError for pictures that lie in no folder, and for conditions of no target."""
+    targets, others = [], []
+    for row in rows:
+        kind = row.get("dataset_type", "image")
+        if row.get("disabled") or row.get("disable") or kind in ("text_embeds", "image_embeds"):
+            continue
+        if kind not in ("image", "conditioning"):
+            print(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
+            continue
+        if row.get("type", "local") != "local":
+            raise ValueError(f"{row['id']}: its type is {row['type']}, and only local folders are read")
+        (targets if kind == "image" else others).append(row)
+    used = [row["id"] for target in targets for row in conditions_of(target, others)]
+    for row in others:
+        if row["id"] not in used:
+            raise ValueError(f"{row['id']}: no dataset has it as conditioning_data")
+    return targets, others
+
+def conditions_of(target, others):
+    """-> those of these datasets of conditions that belong to this one of targets, which each of the two may say."""
+    named = common.as_list(target.get("conditioning_data") or [])
+    own = {row["id"]: row for row in others if row["id"] in named or row.get("source_dataset_id") == target["id"]}
+    return [own[name] for name in dict.fromkeys([*named, *own]) if name in own] # in the order in which they are named
+
+def simpletuner_part(config, row, others):
+    """SimpleTuner's settings of a dataset, and those of all conditions -> arguments of read_folders."""
+    def folder(row):
+        name = row.get("instance_data_dir") or row.get("instance_data_root") # its older name
+        if not name:
+            raise ValueError(f"{row['id']}: no instance_data_dir")
+        return locate(config, name)
+    own = conditions_of(row, others)
+    masks = [folder(other) for other in own if other.get("conditioning_type") == "mask"]
+    controls = [folder(other) for other in own if other.get("conditioning_type") != "mask"]
+    if masks[1:]:
+        raise ValueError(f"{row['id']}: two datasets of masks, and a sample has one")
+    if controls[1:]: # there --conditioning_multidataset_sampling says whether a sample gets all or one of them
+        print(f"{config}: {row['id']}: each sample gets a control of each of {len(controls)} datasets")
+    strategy, words = row.get("caption_strategy") or "textfile", row.get("instance_prompt")
+    if strategy not in ("textfile", "filename", "instanceprompt"):
+        raise ValueError(f"caption_strategy {strategy}: only textfile, filename and instanceprompt are read")
+    part = dict(target=folder(row), controls=controls, mask=masks[0] if masks else None)
+    if strategy == "instanceprompt" or row.get("only_instance_prompt"):
+        if not words:
+            raise KeyError("instance_prompt")
+        return part | dict(suffix=None, prompt=list(map(common.only_text, common.as_list(words))))
+    if strategy == "filename":
+        part.update(suffix=None, prompt=None)
+    if row.get("prepend_instance_prompt"):
+        part["trigger"] = common.only_text(row["instance_prompt"])
+    return part | dict(wordings=not row.get("disable_multiline_split"))
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
@@ -625,7 +702,9 @@ def column(text):
 
 def find_parts(source, columns, alone):
     """SOURCE, which is not a cache -> a list of arguments of read_folders or read_tables."""
-    if source.suffix in CONFIGS:
+    if not source.exists():
+        raise InputError(f"{source}: does not exist; {near(source)}")
+    if source.suffix in CONFIGS or source.is_file() and is_simpletuners(source):
         return read_config(source)
     if source.is_file():
         return [dict(tables=[source], anywhere=True)]
@@ -643,8 +722,6 @@ def find_parts(source, columns, alone):
     if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
         return [dict(target=target, controls=controls, mask=folders.get("mask"))]
-    if not source.exists():
-        raise InputError(f"{source}: does not exist; check the name")
     names = ", ".join([path.name for path in sorted(source.glob("*"))][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
@@ -674,7 +751,7 @@ def convert(args, columns, tmp):
         if "tables" in part:
             new, faults = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
-            new, faults = read_folders(**part, alone=args.alone, prompt=args.prompt)
+            new, faults = read_folders(**dict(prompt=args.prompt) | part, alone=args.alone)
         new, more = fit_masks(new, tmp / f"masks{n}", **changes)
         faults += more
         for sample in new:
@@ -697,8 +774,8 @@ def main():
     names = [f"  {role}: {', '.join(names)}" for known in (FOLDERS, COLUMNS) for role, names in known.items()]
     parser.epilog = "Names in FOLDERS, then in COLUMNS:\n" + "\n".join(names)
     by_flags = set(parser.given()) & {"--target", "--control", "--mask"}
-    if not by_flags:
-        parser.add_argument("source", type=Path, help="a folder, a table or a configuration, as above")
+    parser.add_argument("source", type=Path, nargs="?" if by_flags else None,
+                        help="a folder, a table or a configuration, as above; none beside --target")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist yet")
     parser.add_argument("--target", type=Path, metavar="DIR", help="the folder of the targets, in place of SOURCE")
     parser.add_argument("--control", type=Path, nargs="+", action="extend", default=[], metavar="DIR",
@@ -720,6 +797,10 @@ def main():
     if args.prompt is not None:
         # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
         common.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
+    if by_flags and args.source:
+        controls = f" --control {shlex.join(map(str, args.control))}" if args.control else ""
+        parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give import_data.py "
+                     f"{args.out} --target {args.target or args.source}{controls}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
     common.refuse_to_replace(args.out)
@@ -732,13 +813,15 @@ def main():
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
-            samples, problems = convert(args, columns, Path(tmp))
-            print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
+            with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
+                samples, problems = convert(args, columns, Path(tmp))
+            common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):
                 sys.exit("nothing was written; correct these errors, or leave the samples out: --skip_bad")
             if args.hold_out:
                 os.replace(Path(tmp, "held_out"), val)
             os.replace(Path(tmp, "out"), args.out)
+            print(notes.getvalue(), end="")
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
     held_out = len(samples) // args.hold_out if args.hold_out else 0
