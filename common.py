@@ -234,7 +234,7 @@ def from_hub(name, fetch):
 
 def is_tiny(model):
     """Whether this is tiny/ or a model of its size: a copy, a merged one."""
-    config = Path(model, "transformer", "config.json")
+    config = Path(model, "transformer/config.json")
     return model == "tiny" or (config.is_file() and TINY_WIDTH in config.read_text(errors="replace"))
 
 def add_data_flags(parser):

@@ -42,8 +42,8 @@ from pydoc import locate
 from tqdm import tqdm
 
 import common
-from common import (LORA_FILE, InputError, checkpoints, file_hash, first_words, key_value, load_extra, natural,
-                    not_negative, number, number_of, positive, write_file)
+from common import (LORA_FILE, InputError, checkpoints, file_hash, find_extra, first_words, key_value, load_extra,
+                    natural, not_negative, number, number_of, positive, write_file)
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -155,7 +155,7 @@ if not callable(optimizer_class):
     common.flag_error(f"--optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
-for path in [*sample_lora_files, *filter(None, [pretrained_file])]: # now, as a model may be downloaded next
+for path in filter(None, [*sample_lora_files, pretrained_file]): # now, as a model may be downloaded next
     predict.read_lora(path)
 sampling = common.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
 
@@ -607,8 +607,8 @@ out_dir = common.gather_objects(out_dir)[0]
 
 # The checkpoint to continue from, behind the lock: a run that is just ending may still write one. We look at it before
 # anything slow begins, so that a forbidden change or a finished run is reported within seconds.
-resume, checkpoint, step = common.find_extra("resume"), None, 0
-best = common.find_extra("best") # which validation is the best so far
+resume, checkpoint, step = find_extra("resume"), None, 0
+best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
 if args.resume:
@@ -619,6 +619,10 @@ if checkpoint:
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
+
+# --plan works without a network, too.
+if args.plan:
+    load_extra("plan").stand_in(args)
 
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
 # memory together with the transformer. pipe is None if all was encoded before (--data INDEX.json).
@@ -642,7 +646,7 @@ scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder 
 transformer, lora = make_model(transformer_folder, transformer_file)
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers
-    load_extra("plan").print_plan(args, transformer, lora, model_folder, epoch, plan_step, Pick, Item, flow_loss, say)
+    load_extra("plan").print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss, say)
     sys.exit(0)
 
 # Onto the device, block by block: quantized, sharded or offloaded as the flags say.
@@ -655,7 +659,7 @@ if args.compile:
 # checkpointing). Without dropout, the only randomness in a block, the random state need not be kept: a copy less.
 dropout = transformer.peft_config["default"].lora_dropout > 0
 recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
-fit = common.find_extra("fit") if args.gradient_checkpointing is None else None
+fit = find_extra("fit") if args.gradient_checkpointing is None else None
 if fit and fit.has_own_memory(args.device): # some passes over the largest pack that can come measure what fits
     recomputed = fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item,
                                     flow_loss, recompute, args, say)
@@ -665,7 +669,7 @@ if recomputed:
     say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
-if probe := common.find_extra("probe"): # or a checkpoint that lacks a part of its state would be noticed too late
+if probe := find_extra("probe"): # or a checkpoint that lacks a part of its state would be noticed too late
     probe.check(args, lora, make_optimizer, averaged_weights, use_trained_weights)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
@@ -705,7 +709,7 @@ if rank == 0:
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 # Validations also draw pictures.
 drawer = None
-if val_samples and (extra := common.find_extra("draw")):
+if val_samples and (extra := find_extra("draw")):
     drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sampling, args)
 elif val_samples:
     say("extras/draw.py is missing: validations draw no pictures")
@@ -826,7 +830,7 @@ else:
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
-    if hints := common.find_extra("hints"):
+    if hints := find_extra("hints"):
         say(hints.next_commands(args, out_dir, parser.get_default, SAMPLING_FLAGS))
 signals.close()
 if dist.is_initialized():

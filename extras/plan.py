@@ -23,13 +23,21 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 import rope_patch
 from common import find_extra
 from extras import fit
+from extras.published import stand_in # noqa: F401 (train.py calls it as plan's)
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
 # {card: (GB; TFLOP/s in bf16 of its data sheet, of matrix products, of attention forward and backward (FA2); TB/s of
-# its memory; GB/s from the host)}. These rates are assumed: others have reported them for such kernels
+# its memory; GB/s from the host)}. These rates are assumed: others have reported them for such kernels. NVIDIA's data
+# sheets say 312 TFLOP/s and 2.04 TB/s of an A100 with 80 GB, and 209.5 and 1.79 of an RTX 5090; FlashAttention-2
+# reaches up to 73 % of the A100's in its forward pass, 63 % in its backward pass (Dao 2023)
 RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
+         "A100": (80, 312, 230, 220, 180, 1.6, 25), "RTX 5090": (32, 210, 180, 175, 140, 1.5, 50),
          "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
+# Others report steps of this model that take 1.2 to 3.3 times as long as step_seconds says of as many tokens: on A100,
+# H200 and RTX 5090 users of musubi-tuner (its issues 408, 694, 700, 722), on A100 and RTX 4090 qwen-image-finetune's
+# README. (A forward pass alone takes sglang and vllm-omni 0.8 to 0.9 times as long.)
+SLOWEST = 3
 # milliseconds of the host for a block in a training pass: kept, computed again, that without its attention. Assumed: a
 # shared, busy core took 2 to 4 times as long, and the host of such a card is faster
 HOST = dict(kept=1.3, recomputed=3.5, selective=6.5)
@@ -162,9 +170,9 @@ def step_seconds(transformer, lengths, card, recomputed, selective, copied, pass
     seconds = max(seconds, copied / (host * 1e9), orders)
     return seconds, useful / seconds / peak
 
-def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, flow_loss, say):
-    """args: train.py's flags; transformer, with its LoRA's parameters `lora`, on the meta device; folder: the model's;
-    epoch: its samples; plan_step(n) -> step n's Picks and this process's packs of them; then train.py's own."""
+def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_loss, say):
+    """args: train.py's flags; transformer, with its LoRA, on the meta device; folder: the model's; epoch: its samples;
+    plan_step(n) -> step n's Picks and this process's packs of them; then train.py's own."""
     processes, blocks = int(os.environ.get("WORLD_SIZE", 1)), len(transformer.transformer_blocks)
     lengths, passes, padded = [], 0, 0
     steps = min(args.max_steps, 50) # these are enough for an average
@@ -175,7 +183,7 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
         passes += len(packs)
         padded += sum(tokens[i - i % 4] for i in range(len(tokens))) # fours of neighbours in length
     largest = fit.largest_pack(fit.lengths_of(epoch, Pick), args, processes)
-    lora_bytes, ordered = 4 * sum(p.numel() for p in lora.values()), sorted(lengths)
+    lora_bytes, ordered = 4 * sum(p.numel() for p in transformer.parameters() if p.requires_grad), sorted(lengths)
     say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding fours of "
         f"neighbours in length would compute {padded / sum(lengths):.2f} times as many tokens")
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / len(epoch):.1f} "
@@ -232,7 +240,8 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
     say(f"{args.device} has {free_bytes(args.device) / GIB:.1f} GiB free")
 
     if transformer.dtype == torch.bfloat16:
-        say("\nexpected time with the flags as given, counted and not measured (step_seconds in extras/plan.py)")
+        say("\nexpected time with the flags as given, counted and not measured (step_seconds in extras/plan.py). "
+            f"the lower end is a card that reaches the rates assumed there; others report up to {SLOWEST} times that")
         base, host = weights(args.quantize, args.offload)
         inputs = fit.input_bytes(transformer, largest)
         for card, (gb, *_) in RATES.items():
@@ -256,5 +265,6 @@ def print_plan(args, transformer, lora, folder, epoch, plan_step, Pick, Item, fl
             seconds /= steps * processes
             hours = seconds * args.max_steps / 3600
             words = ", but not their attention" if selective else ""
-            say(f"{card:>9}: {seconds:6.1f} s a step ({mfu:.0%} of its data sheet), {hours:.1f} h in all; "
-                f"{blocks - kept} of {blocks} blocks computed again{words}")
+            say(f"{card:>9}: {seconds:6.1f} to {SLOWEST * seconds:.1f} s a step (at best {mfu:.0%} of its data sheet), "
+                f"{hours:.1f} to {SLOWEST * hours:.1f} h in all; {blocks - kept} of {blocks} blocks computed again"
+                f"{words}")

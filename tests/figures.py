@@ -37,8 +37,8 @@ OUTPUT, GRADIENT = r"\d, from stock: #", "lora.*, from stock: #"
 PLANNED = r"^(?: +[\d.]+){3} +# +" # the total; then comes the host's memory
 LEAST, INT8, NF4 = [rf"{PLANNED}.*checkpointing 60 --quantize {kind} --offload 0" for kind in ("none", "int8", "nf4")]
 OFFLOADED = PLANNED + "#.*60 --quantize int8 --offload 20" # and the host's memory
-SECONDS = r" .as given[\s\S]*?{}: +# s"
-TIME = SECONDS + ".*?# h"
+SECONDS = r" .as given[\s\S]*?{}: +# to "
+TIME = SECONDS + r"# s.*?# to # h"
 PADDED_SORTED_SINGLE = r"\npadded .*? # \[.*\nsorted .*? # \[.*\nsingle .*? # \[" # relative to ours
 BOTH = r"\b{0}, outputs: # .*\s+.*\b{0}, LoRA gradients: # " # errors of a base in few bits
 
@@ -91,7 +91,7 @@ FIGURES = {
     "bench_mild": ("python tools/bench.py --preset mild", [
         ("first three take #, # and #", PADDED_SORTED_SINGLE, "last", "10 %")]),
     "plan": (f"{REAL} python {PLAN} && python {PLAN} --quantize int8 --offload 20 "
-             f"--quantize_text_encoder nf4 && python {PLAN} --quantize nf4", [
+             f"&& python {PLAN} --quantize int8 && python {PLAN} --quantize nf4 --quantize_text_encoder nf4", [
         ("| all blocks recomputed | #", LEAST, "last", "3 %"),
         ("| `--gradient_checkpointing 0` | #", PLANNED + ".*checkpointing 0", "last", "3 %"),
         ("| `--quantize int8` or `fp8` | #", INT8, "last", "3 %"),
@@ -100,11 +100,15 @@ FIGURES = {
         ("| `--offload all` | # | # |", PLANNED + "#.*60 --quantize none --offload 60", "last", "3 %"),
         ("# GiB for the text encoder in bf16, # with", r"text #; one[\s\S]*?text #; one", "last", "3 %"),
         ("| `--quantize int8 --offload 20` | # | # |", OFFLOADED, "last", "3 %"),
-        ("| 24 GB (4090) | ... | # GiB | # s | # h |", PLANNED + ".*--offload 20" + TIME.format("4090"), "last", "5 %"),
+        ("| 24 GB (4090) | ... | # GiB | #-# s | #-# h |", PLANNED + ".*--offload 20" + TIME.format("4090"), "last",
+         "5 %"),
         ("# s a step, and `nf4` # s", SECONDS.format("4090") + r"[\s\S]*?nf4 --offload 0" + SECONDS.format("4090"),
          "last", "5 %"),
-        ("| 32 or 48 GB | `--quantize int8` | # GiB |", INT8, "last", "5 %"),
-        ("| 80 GB (H100) | none | # GiB | # s | # h |", LEAST + TIME.format("H100"), "last", "5 %")]),
+        ("| 32 GB (5090) | ... | # GiB | #-# s | #-# h |", INT8 + TIME.format("5090"), "last", "5 %"),
+        ("| 80 GB (A100) | none | # GiB | #-# s | #-# h |", LEAST + TIME.format("A100"), "last", "5 %"),
+        ("| 80 GB (H100) | none | # GiB | #-# s | #-# h |", LEAST + TIME.format("H100"), "last", "5 %")]),
+    "two": (f"{REAL} python {PLAN} --quantize nf4 --max_tokens 17000", [
+        ("two such samples in one pass take #", NF4, "last", "3 %")]),
     "fsdp": (REAL + "torchrun --nproc_per_node=8 " + PLAN + "--fsdp", [
         ("--fsdp` | #", PLANNED + ".*as given", "last", "3 %")]),
     "card": ("pytest -s tests/test_fake_card.py --full -k plan", [("counts the same within # %", "", "", "")]),

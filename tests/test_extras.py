@@ -342,8 +342,9 @@ def test_the_plan_s_memory_is_what_the_training_takes(tmp_path, start, checkpoin
     show("planned / measured memory", float(row) / took, 1.15)
     assert float(row) == pytest.approx(took, rel=0.15)
 
-def test_the_plan_of_the_real_model_needs_no_weights(tmp_path):
+def test_the_plan_of_the_real_model_needs_no_weights(tmp_path, monkeypatch):
     """Only config files. 10 of its 60 blocks have 3.5 billion parameters; every way to save memory saves some."""
+    monkeypatch.setattr(plan, "RATES", {"Slow": (80, 10, 6, 4, 3, 0.03, 50)})
     folder = copy_model(tmp_path / "real", "*.safetensors")
     (folder / "defaults.json").unlink() # which are tiny's
     file = folder / "transformer" / "config.json"
@@ -364,6 +365,10 @@ def test_the_plan_of_the_real_model_needs_no_weights(tmp_path):
     # as they are: extras/cuda.py keeps torch from rounding each pinned tensor up to a power of two
     assert (half[4], away[4], int8_away[4]) == (near(5 * block), near(10 * block), near(5 * block))
     assert unchecked[2] > 3 * given[2]
+    # from our formula to three times that
+    [ranges] = re.findall(r"Slow: +([\d.]+) to ([\d.]+) s a step .* ([\d.]+) to ([\d.]+) h in all", result.out)
+    seconds, most_seconds, hours, most_hours = map(float, ranges)
+    assert seconds > 2 and most_seconds == near(3 * seconds, abs=0.2) and most_hours == near(3 * hours, abs=0.2)
     # what it has looked at, and nothing encoded
     assert {p.name for p in tmp_path.glob("c/*")} <= {"pictures.txt", "masks.txt", "models.txt"}
 

@@ -312,6 +312,8 @@ def test_the_counted_time_is_that_of_its_parts():
     assert seconds("H200", 0, False, 0) == pytest.approx(4 * (0.36 + 0.56 + 0.16), rel=0.01)
     assert seconds("H200", 1, True, 0) == pytest.approx(4 * (0.54 + 0.56 + 0.23), rel=0.01)
     assert seconds("RTX 4090", 1, False, 0) == pytest.approx(4 * 5.2, rel=0.02)
+    assert seconds("RTX 5090", 1, False, 0) == pytest.approx(4 * (1.91 + 1.54 + 0.55), rel=0.01)
+    assert seconds("A100", 1, False, 0) == pytest.approx(4 * (1.50 + 1.21 + 0.51), rel=0.01)
     assert seconds("RTX 4090", 1, False, 10**12) == 40 # copied at 25 GB/s
     # a pass of few tokens waits for the host, and longest where attention alone is kept
     waits = [plan.step_seconds(real_transformer(60), [500], "H200", *args, 0, 1)[0] * 1000 / 60
@@ -322,6 +324,7 @@ def test_the_counted_time_is_that_of_its_parts():
 def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     """Of 8 blocks of the real width, on two cards: a large one, which copies slowly, and one of 3 GB."""
     folder = copy_model(tmp_path / "real", "*.safetensors")
+    (folder / "defaults.json").unlink() # which are tiny's
     file = folder / "transformer/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(
         num_layers=8, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,
@@ -330,14 +333,17 @@ def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "RATES", {"Large": (10**4, *rates), "Small": (3, *rates)})
 
     def planned(*more):
-        """-> seconds, hours, recomputed blocks, the output."""
+        """-> seconds and hours of the lower end, recomputed blocks, the output."""
         result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--dtype", "bfloat16",
                             "--target_pixels", "512*512", "--control_pixels", "512*512", "--device", "cpu",
                             "--val_data", "--cache_dir", tmp_path / "c", "--batch_size", 1, "--lora_targets", "to_q",
                             "to_k", "to_v", "to_out.0", *more)
         assert result.status == 0, result.err
-        [row] = re.findall(r"Large: +([\d.]+) s a step .*, ([\d.]+) h in all; (\d+) of 8", result.out)
-        return *map(float, row), result.out
+        [row] = re.findall(
+            r"Large: +([\d.]+) to ([\d.]+) s a step .*, ([\d.]+) to ([\d.]+) h in all; (\d+) of 8", result.out)
+        seconds, most_seconds, hours, most_hours, again = map(float, row)
+        assert [most_seconds, most_hours] == pytest.approx([3 * seconds, 3 * hours], abs=0.2)
+        return seconds, hours, again, result.out
 
     def column(n, out):
         return [float(x) for x in re.findall(r"^" + r" +[\d.]+" * n + r" +([\d.]+)", out, re.M)]

@@ -4,19 +4,23 @@ model in two revisions, a LoRA, a repository that is private and one that is gat
 """
 import hashlib
 import http.server
+import inspect
 import json
 import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
 import safetensors.torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
 import cache
 import common
 import predict
+from extras import plan, published
 from tests.harness import EXACT, NATIVE, TINY, add_item, lora_tensors, refused, run_script
 
 MAIN, OLD = "a" * 40, "b" * 40 # commits
@@ -161,6 +165,45 @@ def test_a_model_of_the_hub_at_a_revision_in_parts(hub, tmp_path):
         pictures.append(common.read_image(tmp_path / name).tobytes())
         hub.stop()
     assert pictures[0] == pictures[1]
+
+def plan_of(model, tmp_path, *flags):
+    return run_script("train.py", "--plan", "--model", model, "--data", TINY / "val", "--val_data", "--device", "cpu",
+                      "--dtype", "float32", "--cache_dir", tmp_path / "c", "--max_steps", 1, *flags)
+
+@pytest.mark.parametrize("name, tokens", [
+    ("Qwen/Qwen-Image-Edit", "9,473 to 9,572"), ("Qwen/Qwen-Image-Edit-2511", "8,315 to 8,404")])
+def test_a_published_model_is_planned_without_a_hub(hub, tmp_path, monkeypatch, name, tokens):
+    """Parameters and the encoders' bytes are those of the files that people download."""
+    hub.stop()
+    monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0) # which takes seconds
+    result = plan_of(name, tmp_path, "--transformer", name)
+    assert result.status == 0 and result.out.count(f"{name}: neither here nor from the hub") == 2, result.err
+    assert "parameters: 20,477,390,400, of which 46,989,312 in the LoRA" in result.out
+    assert "VAE 0.5, text 28.9;" in result.out and f"tokens a sample: {tokens}," in result.out
+
+@pytest.mark.parametrize("name, plus, zero_cond_t", [("", False, False), ("-2509", True, False), ("-2511", True, True)])
+def test_what_is_written_of_a_published_model_is_that_model_s(name, plus, zero_cond_t):
+    folder = Path(published.write_configs(f"Qwen/Qwen-Image-Edit{name}"))
+    pipe = cache.load_pipeline(folder)
+    assert cache.is_plus(pipe) == plus and predict.find_mu(8192, pipe.scheduler.config) == pytest.approx(0.9)
+    assert predict.load_transformer(folder, "bfloat16", weights=False).config.zero_cond_t == zero_cond_t
+
+def test_a_plan_takes_the_hub_s_configs_where_they_are(hub, tmp_path, monkeypatch):
+    """And those of the cache when the hub is away."""
+    monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0)
+    hub.repos["Qwen/Qwen-Image-Edit-2511"] = {MAIN: hub.repos["someone/tiny"][OLD]}
+    for _ in range(2):
+        result = plan_of("Qwen/Qwen-Image-Edit-2511", tmp_path)
+        assert result.status == 0 and "published.py" not in result.out and "parameters: 3,041,792," in result.out
+        hub.stop()
+    refusal = plan_of("someone/another", tmp_path)
+    assert refusal.status == 1 and "--model someone/another" in refusal.errors[0]
+
+def test_the_published_configs_are_the_defaults_of_diffusers_classes():
+    for part, cls in (("transformer", QwenImageTransformer2DModel), ("vae", AutoencoderKLQwenImage)):
+        config = {name: value for name, value in published.CONFIGS[f"{part}/config.json"].items() if name[0] != "_"}
+        defaults = {name: inspect.signature(cls).parameters[name].default for name in config}
+        assert json.dumps(config) == json.dumps(defaults) # tuples are lists there
 
 def test_with_a_transformer_in_one_file_only_the_other_parts_are_fetched(hub, tmp_path):
     """And config.json; of the real model 17 GB instead of 58. A file of another kind ends the script before that."""
