@@ -38,7 +38,7 @@ def flags(tmp_path_factory):
 
 def losses(project, flags, *more):
     folder, *others = flags
-    result = run(folder, project / "train.py", "--data", folder / "photos", *more, *others, "--out_dir", project / "run")
+    result = run(folder, project / "train.py", "--data", "photos", *more, *others, "--out_dir", project / "run")
     assert result.returncode == 0, result.stderr
     return [record["loss"] for record in log_of(project / "run")]
 
