@@ -105,7 +105,7 @@ def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
         assert result.status == 1 and is_one_line(result.errors[0], flag, f"extras/{name}.py"), result.err
         assert not (folder / "cache").exists() # before anything slow
 
-def test_without_extras_a_device_that_is_none_and_the_tools_are_one_line(monkeypatch):
+def test_without_extras_a_device_that_is_none_and_the_tools_are_one_line(monkeypatch, tmp_path):
     for module in [m for m in sys.modules if m.split(".")[0] in ("extras", "tools")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "extras", None)
@@ -115,8 +115,8 @@ def test_without_extras_a_device_that_is_none_and_the_tools_are_one_line(monkeyp
             result = run_script(script, "--device", device)
             assert result.status == 2 and is_one_line(result.errors[0], "--device", device), result.err
             assert len(result.err.splitlines()) == 1
-    for tool in ("doctor", "measure", "bench", "gpu_check"):
-        result = run_script(f"tools/{tool}.py", "-h")
+    for tool, flags in dict(doctor=["-h"], measure=["a", "b"], bench=[], gpu_check=["--out", tmp_path / "a"]).items():
+        result = run_script(f"tools/{tool}.py", *flags)
         assert result.status == 1 and len(result.err.splitlines()) == 1, result.err
         assert is_one_line(result.errors[0], tool, "extras"), result.err
 
@@ -182,7 +182,8 @@ def test_the_names_in_the_guides_table_are_answered_with_ours():
                 answered += 1
     assert answered > 20
 
-@pytest.mark.parametrize("tool", ["convert_lora", "doctor", "import_data", "lean_train", "page", "prune"])
+@pytest.mark.parametrize("tool", [
+    "bench", "convert_lora", "doctor", "gpu_check", "import_data", "lean_train", "measure", "page", "prune"])
 def test_help_and_typos_import_nothing_slow(tool):
     """torch, diffusers and transformers take five seconds."""
     code = ("import runpy, sys\nsys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"

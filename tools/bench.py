@@ -24,20 +24,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-import transformers
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
-from PIL import Image
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import cache
 import common
-import predict
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed
-from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
-                                run_with_pads, seconds, share, with_lora, with_pads)
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PRESETS = dict(
@@ -54,7 +42,8 @@ PRESETS = dict(
     single_1024=[([(64, 64), (64, 64)], 500)])
 
 parser = common.Parser(__doc__)
-parser.add_argument("--size", choices=MODELS, default="small", help="full: the real shape, with 41 GB of weights")
+parser.add_argument("--size", choices=["small", "full"], default="small",
+                    help="full: the real shape, with 41 GB of weights")
 parser.add_argument("--preset", nargs="+", choices=PRESETS,
                     help="which samples (default: mixed mild uniform; with --size full four others)")
 parser.add_argument("--rounds", type=common.number(int, 1), default=9,
@@ -73,6 +62,21 @@ parser.add_argument("--cost", action="store_true",
                     help="measure how the time grows with the tokens, and with the number of samples")
 parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
 args = parser.parse_args()
+
+# What follows takes seconds to import, so it comes behind the flags.
+import numpy as np
+import torch
+import transformers
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
+from PIL import Image
+from tqdm import tqdm
+
+import cache
+import predict
+from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed
+from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
+                                run_with_pads, seconds, share, with_lora, with_pads)
+
 dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
 torch.set_num_threads(args.threads)
 device_name, cuda = open_device(args.device, dtype), args.device.startswith("cuda")

@@ -34,25 +34,8 @@ from types import SimpleNamespace
 BEGUN = time.monotonic() # here, so that the imports below count too
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBLAS's sums may differ between calls
 
-import diffusers
-import peft
-import torch
-import transformers
-from accelerate import init_empty_weights
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-import predict
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
-from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
-                                peak_gib, recompute, run_on, start, started, timed, used_gib, with_lora)
-
-try:
-    from extras import fit, plan
-    from extras.compile import compile_blocks
-    from tools import gpu_numbers
-except ImportError as e:
-    raise common.InputError(f"tools/gpu_check.py: needs all of extras/ ({e}); copy it beside tools/")
 
 # per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
 PACKS = dict(
@@ -82,6 +65,26 @@ parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="th
 args = parser.parse_args()
 common.refuse_to_replace(args.out, rb'\A\{\n "about": \{\n  "command": "python ')
 common.prepare_folder(args.out.absolute().parent)
+
+# What follows takes seconds to import, so it comes behind the flags.
+import diffusers
+import peft
+import torch
+import transformers
+from accelerate import init_empty_weights
+
+import predict
+from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
+from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
+                                peak_gib, recompute, run_on, start, started, timed, used_gib, with_lora)
+
+try:
+    from extras import fit, plan
+    from extras.compile import compile_blocks
+    from tools import gpu_numbers
+except ImportError as e:
+    raise common.InputError(f"tools/gpu_check.py: needs all of extras/ ({e}); copy it beside tools/")
+
 on_card = args.device.startswith("cuda")
 size, dtype = ("full", torch.bfloat16) if on_card else ("small", torch.float32)
 device_name = open_device(args.device, dtype)

@@ -29,6 +29,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common
+from common import InputError
+
+def read_flags():
+    """-> args. A slip ends the script here."""
+    parser = common.Parser(__doc__)
+    parser.add_argument("results", type=Path, help="folder of the generated PNGs: predict.py's --out_dir")
+    parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
+    parser.add_argument("--model", default="tiny",
+                        help="hub id or folder of the model that generated them, for its VAE; none: use no VAE")
+    parser.add_argument("--device", choices=["cpu", "cuda"],
+                        help="where the VAE runs (default: cuda if there is one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file (default: none)")
+    args = parser.parse_args()
+    if args.json: # it begins like this
+        common.refuse_to_replace(args.json, rb'\A\{\n "[^"]*": \{\n  "pictures": \d+')
+    return args
+
+if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
+    args = read_flags()
+
 import diffusers
 import numpy as np
 import torch
@@ -36,8 +57,6 @@ from PIL import Image, ImageFilter
 from tqdm import tqdm
 
 import cache
-import common
-from common import InputError
 from predict import decode, picture_stem
 
 try:
@@ -141,18 +160,10 @@ def average(records):
             means[key] = float(mean(values))
     return means
 
-def main():
-    devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    parser = common.Parser(__doc__)
-    parser.add_argument("results", type=Path, help="folder of the generated PNGs: predict.py's --out_dir")
-    parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
-    parser.add_argument("--model", default="tiny",
-                        help="hub id or folder of the model that generated them, for its VAE; none: use no VAE")
-    parser.add_argument("--device", choices=devices, default=devices[-1], help="where the VAE runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file (default: none)")
-    args = parser.parse_args()
-    if args.json: # it begins like this
-        common.refuse_to_replace(args.json, rb'\A\{\n "[^"]*": \{\n  "pictures": \d+')
+def main(args):
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        common.flag_error("--device: cuda cannot be used; give cpu")
     samples, problems = common.read_dataset(args.dataset)
     diffusers.utils.logging.disable_progress_bar()
     stems = {picture_stem(sample): sample for sample in samples}
@@ -193,4 +204,4 @@ def main():
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":
-    main()
+    main(args)
