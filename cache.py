@@ -416,7 +416,7 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     fingerprints = encoder_fingerprints(Path(pipe.name_or_path), args.cache_dir)
     look, look_mask = common.looks(samples, args.cache_dir)
     masks = [sample.mask for sample in samples]
-    for sample in tqdm(samples, desc="planning", unit=" samples", disable=common.quiet(), leave=False):
+    for sample in common.progress("planning", samples, unit="sample"):
         with common.noted(problems):
             plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look, look_mask)
             good.append(sample)
@@ -479,7 +479,7 @@ def encode_samples(pipe, samples, args, verify=False):
     return {file: line for failed, _ in shares for file, line in failed.items()}
 
 def remove_damaged(files):
-    for file in tqdm(list(files), desc="verifying", unit=" files", disable=common.quiet()):
+    for file in common.progress("verifying", list(files), unit="file"):
         # reading compares the digest that the file carries with its content
         try:
             read_tensors(file, key=file.stem)
@@ -497,7 +497,7 @@ def encode_files(pipe, jobs, args):
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
-        for file in tqdm(order, desc="encoding", unit=" files", disable=common.quiet()):
+        for file in common.progress("encoding", order, unit="file"):
             if signals_seen:
                 return
             pictures = next(reads)

@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from PIL import Image
+from tqdm import tqdm
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
 # print their -h, or find a typo, without.
@@ -383,6 +384,10 @@ def world():
 def quiet():
     """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
     return True if rank() else None
+
+def progress(what, items=None, **options):
+    """A bar of tqdm, which goes when it is done."""
+    return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
 
 def flag_error(line):
     """As Parser.error, for what shows only when torch is there: status 2."""

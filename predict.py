@@ -168,14 +168,17 @@ def find_transformer(args, weights=True):
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
     by block, so that the device never holds more than one block in full precision."""
+    blocks = transformer.transformer_blocks
+    bar = common.progress("loading", total=len(blocks), unit="block")
+
     def quantize_block(block):
+        bar.update()
         if hasattr(transformer, "fill_from_file"): # one file's weights are unpacked block by block
             transformer.fill_from_file(block, quantize)
         if quantize == "none":
             return block
         return load_extra("quantize").quantize_linears(block, quantize, device, multiply=True)
 
-    blocks = transformer.transformer_blocks
     # evenly spread, so that the blocks between two offloaded ones hide the next copy
     offload = min(offload, len(blocks))
     offloaded_blocks = [i * len(blocks) // offload for i in range(offload)]
@@ -617,8 +620,8 @@ def generate(args, folder, transformer_folder, transformer_file, scheduler_confi
     vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype).to(args.vae_device)
     t0 = monotonic()
     # the bar counts steps, as a picture of the real model takes half a minute
-    bar = tqdm(total=sum(p.sample.settings["num_inference_steps"] for p in pictures), desc=f"{len(pictures)} pictures",
-               unit="step", disable=common.quiet())
+    bar = common.progress(f"{len(pictures)} pictures", unit="step",
+                          total=sum(p.sample.settings["num_inference_steps"] for p in pictures))
     for scale in args.scales: # two strengths of a LoRA cannot share a forward pass
         chosen = [p for p in pictures if p.scale == scale]
         if args.lora:

@@ -558,7 +558,8 @@ def validation_loss():
             picks.append(Pick(sample, sample.encodings[0], sample.prompts[0], with_controls=True, preserve=False,
                               s=torch.tensor(s), noise_generator=noise))
     total = torch.zeros((), device=args.device)
-    for pack in deal_packs([p.tokens for p in picks])[rank]:
+    packs = deal_packs([p.tokens for p in picks])[rank]
+    for pack in common.progress("validation loss", packs, unit="pass"):
         total += sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack)))))
     if world_size > 1:
         dist.all_reduce(total)
@@ -726,7 +727,7 @@ signals_seen = signals.enter_context(common.signals_noted())
 jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_steps)) for pack in packs)
 loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
 
-bar = tqdm(total=args.max_steps, initial=step, desc="training", unit=" steps", disable=common.quiet(), leave=False)
+bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
 begun, first_step, saving = time.monotonic(), step, True
 said = begun # when a step was last printed
 while step < args.max_steps and not stop:

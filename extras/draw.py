@@ -76,10 +76,13 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         jobs = [(self.samples[place], self.settings, self.args.seed) for place in places]
         # with peft's adapters of these names: the trained one's is default
         self.transformer.set_adapter([name for name in self.transformer.peft_config if trained or name != "default"])
-        images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, jobs, self.args.max_tokens,
-                                          self.args.device, self.encoders, share)
-        images = tqdm(images, desc="validation pictures", disable=common.quiet(), leave=False)
-        return {places[n]: image for n, image in images}
+        steps = len(jobs) * self.settings["num_inference_steps"]
+        if not self.args.fsdp: # about this process's share
+            steps //= common.world()
+        with common.progress("validation pictures", total=steps, unit="step") as bar:
+            images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, jobs,
+                                              self.args.max_tokens, self.args.device, self.encoders, share, bar)
+            return {places[n]: image for n, image in images}
 
     def compare(self, place, base, picture, step):
         """Compares one sample's pictures, without and with the LoRA, with its target, and saves all in samples/ -> (its
