@@ -435,7 +435,7 @@ def files_of(sample):
     return files
 
 def data_hash(epoch):
-    """A hash of what is trained: the samples' names, and their encoded files, which are named by their content."""
+    """A hash of planned samples: their names, and their encoded files, which are named by all that they depend on."""
     contents = []
     for sample in epoch:
         contents.append([sample.name, [file.stem for file in files_of(sample)]])

@@ -497,6 +497,8 @@ def signals_noted():
             if not os.isatty(stream): # closed: the next line written there would end the run before its checkpoint
                 with open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), stream)
+        if terminals: # (print may be at work already)
+            os.write(terminals[-1], b"\nends as soon as it can; please wait\n")
     with contextlib.ExitStack() as stack: # which puts the old handlers back
         for name in "SIGTERM SIGINT SIGUSR1 SIGHUP".split(): # the last is a terminal that is closed
             number = getattr(signal, name, None) # Windows lacks some
@@ -577,7 +579,7 @@ def prepare_folder(path):
         raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
 
 def remove_unused(folder):
-    """Removes a folder in which a lock is all there is. (Not in train.py, whose names hold on to that lock.)"""
+    """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""
     with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
         if os.listdir(folder) == [".lock"]:
             os.unlink(folder / ".lock")
@@ -719,7 +721,7 @@ def find_lora(path):
 # ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------
 
 PICTURES = ".png .jpg .jpeg .webp .bmp .tif .tiff .avif .heic .heif .hif".split()
-NOT_READ = ".gif .jxl".split() # reported
+NOT_READ = ".gif .jxl .cr2 .cr3 .nef .arw .dng .raf .orf .rw2".split() # reported; most are raw files
 KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
 LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
@@ -998,7 +1000,7 @@ def look_over(args):
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-MAX_PIXELS = 100_000_000 # a larger picture is refused before it is decoded
+MAX_PIXELS = 160_000_000 # a larger picture is refused before it is decoded
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
 def open_image(path, content=None):

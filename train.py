@@ -79,7 +79,7 @@ flag("--timestep_sampling", "qwen_shift", "qwen_shift: logit-normal, shifted by 
      choices=["uniform", "logit_normal", "qwen_shift"])
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
-# These change memory and speed; of them only --quantize changes the result.
+# These change memory and speed. Only --quantize and --transformer change the result.
 flag = common.add_transformer_flags(parser)
 flag("--gradient_checkpointing", None, "number of blocks that the backward pass recomputes: more take less memory and "
      "more time (default: on a GPU as many as its memory requires, else all)", type=natural)
@@ -250,8 +250,8 @@ def pick(position):
     """-> Pick of this position in the stream of samples, which goes through one shuffled epoch after the other."""
     n, place = divmod(position, len(epoch))
     sample = epoch[shuffled(n)[place]]
-    # Every random number is drawn, even if it is not needed, and from a generator that no other flag uses: turning a
-    # flag on changes no other decision. (The names are parts of the seeds.)
+    # Every random number is drawn, even if it is not needed: turning a flag on changes no other decision. (The names
+    # are parts of the seeds. --timestep_sampling also changes the noise, which comes from the same generator as s.)
     g = generator("draw", position)
     encoding = choose(g, sample.encodings)
     drop_caption = chance(g) < args.caption_dropout_rate
@@ -357,9 +357,10 @@ def learning_rate(n):
     shape = dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))
     return args.lr * shape[args.lr_scheduler]
 
-# ==== HELPERS, in the order in which THE RUN needs them ===============================================================
-# Besides the names from the flags they read rank, world_size and out_dir, with which THE RUN begins; deal_packs also
-# reads transformer. If you have one GPU, skip what they say about ranks, processes and --fsdp.
+# ==== HELPERS, by subject =============================================================================================
+# Besides the names from the flags they read rank, world_size and out_dir, with which THE RUN begins. save_checkpoint
+# also reads resume and best, deal_packs transformer, validations transformer, val_samples, drawer and best. If you
+# have one GPU, skip what they say about ranks, processes and --fsdp.
 
 def say(line):
     if rank == 0:
@@ -387,7 +388,7 @@ def write_log(record, sync=False):
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
 def save_checkpoint(step, transformer, lora, optimizer, meta):
-    """Writes a checkpoint, which appears whole or not at all. Of the older ones the newest --keep and the best stay."""
+    """Writes a checkpoint, which appears whole or not at all. The newest --keep, with this one, and the best stay."""
     tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
     shutil.rmtree(tmp, ignore_errors=True)
     with averaged_weights(optimizer):
@@ -498,6 +499,8 @@ def load_pack(picks, pack):
     item = load_item(min(picks, key=lambda p: p.tokens))
     return [replace(item, weight=None)]
 
+# ---- a step: sums over the processes, its line, its errors -----------------------------------------------------------
+
 def sum_over_processes(parameters, numbers):
     """Adds up the gradients of these parameters, in place, and a tensor of other numbers, in one all-reduce -> the sums
     of the numbers, as a list. Why not DDP: it requires the same number of backward passes from every process."""
@@ -540,7 +543,6 @@ def unusable(step, picks, what, remedy):
     return InputError(f"{out_dir}: {what} at step {step + 1} ({names}); {remedy}")
 
 # ---- validation: the loss of samples that are not trained; extras/draw.py draws them ---------------------------------
-# These functions also read what THE RUN has made: transformer, val_samples, drawer.
 
 def validation_due(step):
     """Whether a validation follows this step. (After the last step there is one in any case.)"""
@@ -606,9 +608,10 @@ if rank == 0 and not args.plan:
     out_dir, lock = common.lock_folder(args, out_dir, run_name)
 out_dir = common.gather_objects(out_dir)[0]
 
-# The checkpoint to continue from, behind the lock: a run that is just ending may still write one. We look at it before
-# anything slow begins, so that a forbidden change or a finished run is reported within seconds.
-resume, checkpoint, step = find_extra("resume"), None, 0
+# The checkpoint to continue from. We look for it only after taking the lock, as a run that is just ending may still
+# write one, and before anything slow begins, so that a forbidden change or a finished run is reported within seconds.
+resume = find_extra("resume") # the module; None if it was deleted
+checkpoint, step = None, 0
 best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
@@ -626,7 +629,7 @@ if args.plan:
     load_extra("plan").stand_in(args)
 
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
-# memory together with the transformer. pipe is None if all was encoded before (--data INDEX.json).
+# memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
@@ -657,7 +660,7 @@ if args.compile:
     load_extra("compile").compile_blocks(transformer.transformer_blocks)
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
-# checkpointing). Without dropout, the only randomness in a block, the random state need not be kept: a copy less.
+# checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
 dropout = transformer.peft_config["default"].lora_dropout > 0
 recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
 fit = find_extra("fit") if args.gradient_checkpointing is None else None
@@ -670,7 +673,7 @@ if recomputed:
     say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
-if probe := find_extra("probe"): # or a checkpoint that lacks a part of its state would be noticed too late
+if probe := find_extra("probe"): # else an optimizer that cannot be saved would show only at the first checkpoint
     probe.check(args, lora, make_optimizer, averaged_weights, use_trained_weights)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
@@ -691,7 +694,7 @@ if args.transformer:
 common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
-# learning rate follow from the step alone.
+# learning rate follow from --seed and the step.
 if checkpoint:
     resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser)
     resume.load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer)
@@ -728,7 +731,7 @@ jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_st
 loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
 
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
-begun, first_step, saving = time.monotonic(), step, True
+begun, first_step, saved = time.monotonic(), step, True # saved: the present weights are in a checkpoint, or new
 said = begun # when a step was last printed
 while step < args.max_steps and not stop:
     # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
@@ -750,7 +753,7 @@ while step < args.max_steps and not stop:
         except InputError as e: # a file is damaged or has changed
             if step == first_step: # nothing is lost
                 raise
-            failure = e # the items stay those of the pack before: with --fsdp all processes run the same passes
+            failure = e # the pack before is computed again: with --fsdp all must run as many passes
         try:
             items = ask_base(transformer, items)
             losses = flow_loss(transformer, items)
@@ -766,7 +769,7 @@ while step < args.max_steps and not stop:
     *sample_losses, stop, failed = sum_over_processes(lora.values(), torch.cat([sample_losses, *seen_here]))
     loss = sum(sample_losses) / len(sample_losses)
     if failed: # this step is given up; what the run has learned until now is saved
-        if rank == 0 and not saving:
+        if rank == 0 and not saved:
             save_checkpoint(step, transformer, lora, optimizer, meta)
             say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")
         raise failure or SystemExit(1)
@@ -793,26 +796,26 @@ while step < args.max_steps and not stop:
 
     # Log and save; nothing below changes the training. A checkpoint precedes a validation, which may take minutes. The
     # estimate of the time left includes the validations so far.
-    saving = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
+    saved = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
     if rank == 0:
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
         record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
         record["timesteps"] = [round(p.s.item(), 4) for p in picks]
         record["losses"] = [round(x, 5) for x in sample_losses]
-        write_log(record, sync=saving)
+        write_log(record, sync=saved)
         if track:
             track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
         bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
         bar.update()
         now = time.monotonic()
         # a terminal, where the bar tells how far it is, gets a line in ten steps or in a minute, a file each step
-        if bar.disable or saving or step % 10 == 0 or step == first_step + 1 or loss > 10 or now - said > 60:
+        if bar.disable or saved or step % 10 == 0 or step == first_step + 1 or loss > 10 or now - said > 60:
             said = now
             say(step_line(record, (now - begun) / (step - first_step) * (args.max_steps - step)))
         if step == first_step + 1:
             say(f"the curves, in a browser: python tools/page.py {shlex.quote(str(out_dir))} --watch")
-        if saving:
+        if saved:
             save_checkpoint(step, transformer, lora, optimizer, meta)
 bar.close()
 

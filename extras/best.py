@@ -33,7 +33,7 @@ def describe(out_dir):
 
 
 def better_checkpoints(out_dir):
-    """-> {checkpoint's folder: the measures by which its step is better than the last}, as far as it is still there."""
+    """-> {checkpoint's folder: the measures by which it is better than the newest one}, as far as it is still there."""
     saved = {number_of(path): path for path in checkpoints(out_dir)[:-1]}
     better = {}
     for name, (step, _) in best_steps(out_dir).items():

@@ -1,7 +1,7 @@
 """
 Padded rows, as other trainers give them to the patched model: the pads are dropped, what is left runs packed, and the
-answers go back to their places. rope_patch.py's forward() comes here when samples have pads, when they differ in size,
-and when the caller has made the positions. Shape letters as there; N tokens.
+answers go back to their places. rope_patch.py's model_forward() comes here when samples have image pads, when they
+differ in size, and when the caller has made the positions. Shape letters as there; N tokens.
 """
 from math import prod
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from common import InputError
 
-PAGE_KIND, BITS, WHITE_IS_ZERO, DNG = 254, 258, 262, 50706 # tags of TIFF
+PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, DNG = 254, 258, 262, 284, 50706 # tags of TIFF
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
 CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
 
@@ -55,6 +55,8 @@ def why_not(path, formats):
     # HEIC begins with the length of its first box, "ftyp", and heic, heix, hevc, mif1, ...
     if head[4:8] == b"ftyp" and head[8:10] in (b"he", b"mi", b"ms") and "HEIF" not in formats:
         return "HEIC needs a package; pip install pillow-heif"
+    if head[:4] in (b"II*\0", b"MM\0*"): # also of most raw files
+        return "a TIFF or raw file of a kind that is not read; export it as a JPEG, or as a TIFF of 8 or 16 bits"
     return "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture; replace it"
 
 def check_tiff(path, image):
@@ -67,6 +69,8 @@ def check_tiff(path, image):
     if image.mode in ("I", "F") or (image.mode.startswith("I;16") and not is_16_bit_gray):
         raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, or with white as 0); "
                          "save it with 8 or 16 bits")
+    if tags.get(PLANES) == 2 and bits[0] == 16: # PIL takes them for another order
+        raise InputError(f"{path}: 16 bits with each colour apart (planar), which is not read; save it interleaved")
 
 def check_numbers(path):
     """InputError for an AVIF or HEIC whose colours are told by numbers of ITU-T H.273, as those of an ICC profile would

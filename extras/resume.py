@@ -29,7 +29,7 @@ LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_ar
 class Checkpoint:
     lora: dict # {diffusers' name: tensor}
     tensors: dict # the optimizer's: {"exp_avg.PARAMETER": tensor}
-    info: dict # step, config, and `optimizer`: all else of its state, as state_of has it
+    info: dict # step, config, and `optimizer`: all else of its state, as save_optimizer writes it
 
 
 def read_checkpoint(path):
@@ -69,9 +69,9 @@ def refuse_changes(out_dir, old, config, parser):
         if before != value:
             changes.append(f"{name}: {before} -> {value}")
     if changes and all(change.startswith("max_steps: ") for change in changes):
-        raise InputError(f"--resume: {out_dir}: the learning rate of --lr_scheduler {config['lr_scheduler']} ends at "
-                         f"step {old['max_steps']}, so this run cannot go on; start a new one from its LoRA: "
-                         f"{from_its_lora(out_dir)}")
+        raise InputError(f"--resume: {out_dir} was begun with --max_steps {old['max_steps']}, where the learning rate "
+                         f"of --lr_scheduler {config['lr_scheduler']} ends; give that to go on until there; to train "
+                         f"beyond, start a new run from its LoRA: {from_its_lora(out_dir)}")
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
                          "ones, or start a new run")

@@ -63,7 +63,7 @@ def test_a_run_whose_learning_rate_has_ended_says_why_it_cannot_go_on(tmp_path, 
     flags = [*small.flags, "--lr_scheduler", "cosine"]
     assert run_script("train.py", *flags, "--max_steps", 2, "--out_dir", tmp_path / "a").status == 0
     result = run_script("train.py", *flags, "--max_steps", 3, "--out_dir", tmp_path / "a", "--resume")
-    assert result.status == 1 and is_one_line(result.errors[0], "--lr_scheduler cosine", "step 2"), result.err
+    assert result.status == 1 and is_one_line(result.errors[0], "--lr_scheduler cosine", "--max_steps 2"), result.err
     command = re.search(r"python \S*train.py (.*)", result.errors[0])[1].split()
     assert "--resume" not in command and "--lora_rank" not in command and command[-2:] == ["--pretrained_lora",
                                                                                            str(tmp_path / "a")]

@@ -78,7 +78,7 @@ BAD_ITEMS = { # what is done to cat, and what the one line about it must name
     "animated PNG": (instead("target/cat.png", animation), "target/cat.png", "animated"),
     "animated WebP": (instead("target/cat.png", lambda p: animation(p, format="WEBP")), "target/cat.png", "animated"),
     "3600 megapixels": (instead("control/cat.png", claim_size(60000, 60000)), "control/cat.png", "pixels"),
-    "121 megapixels": (instead("mask/cat.png", claim_size(11000, 11000)), "mask/cat.png", "megapixels"),
+    "169 megapixels": (instead("mask/cat.png", claim_size(13000, 13000)), "mask/cat.png", "megapixels"),
     "FIFO as target": (instead("target/cat.png", os.mkfifo), "target/cat.png"),
     "FIFO as control": (instead("control/cat.png", os.mkfifo), "control/cat.png"),
     "FIFO as caption": (instead("target/cat.txt", os.mkfifo), "target/cat.txt"),

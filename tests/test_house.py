@@ -195,7 +195,8 @@ def test_help_and_typos_import_nothing_slow(tool):
 def test_the_lines_for_own_photographs_make_both_datasets(tmp_path):
     """As GUIDE prints them, with photographs of any suffix and what a Mac leaves behind."""
     [code] = re.findall(r'^python -c "\n(from pathlib.*?)"$', (HERE / "GUIDE.md").read_text(), re.M | re.S)
-    for folder, names in (("duo", ("a.JPG", "b.png", "c.jpeg")), ("duo_val", ("d.jpg",))):
+    shutil.copy(HERE / "common.py", tmp_path), shutil.copytree(HERE / "extras", tmp_path / "extras")
+    for folder, names in (("duo", ("a.JPG", "b.png", "c.tif")), ("duo_val", ("d.jpg",))):
         for n, name in enumerate(names):
             save(paint_picture((64, 48), n), tmp_path / folder / "control" / name)
         (tmp_path / folder / "control/.DS_Store").write_text("x")

@@ -340,7 +340,7 @@ def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypa
     """S1's predict.devices. The text encoder alone, the VAE alone, the transformer alone on another device."""
     assert predict_photo(photo, tmp_path).status == 0 # the encodings
     seen, real, empty = [], predict.decode, torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: # common.parse_args asks whether a device can be used
+    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: # common.find_devices asks whether a device can be used
                         empty(0) if size == (0,) else empty(*size, **kwargs))
     def decode(vae, latents, shapes):
         seen.append((devices_of(vae), latents.device.type))

@@ -286,6 +286,8 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
     if not cards:
         return None
     count = f", {len(entries)}" if kind in KINDS else ""
+    if kind == "overview" and len(entries) < len(samples):
+        count = f", {len(entries)} of {len(samples)}"
     if len(entries) > 24:
         count = f", the first 24 of {len(entries)}"
     meaning = [node("p", KINDS[kind], class_="detail")] if kind in KINDS else []

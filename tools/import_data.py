@@ -17,8 +17,8 @@ $ python tools/import_data.py faces.csv OUT --alone                             
 $ python tools/import_data.py SOURCE OUT --hold_out 10                # every tenth sample to OUT_val, for --val_data
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
-NAME_mask or NAME-masklabel. Where no two names agree, an ending that all pictures of a folder have is left out, such
-as -Edit, _after or -Bearbeitet. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
+NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or -Bearbeitet is
+left out. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
 become one prompt (in OUT each line is a prompt of its own). A mask that is not gray with a white region, such as
 MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
@@ -105,21 +105,18 @@ def list_files(folders):
                 files[role, stem, kind] = paths
     return files
 
-def agree(files):
-    """Whether a control has the name of a target, or this name with a number behind it."""
+def count_agreeing(files):
+    """-> the number of controls that have the name of a target, or this name with a number behind it."""
     names = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
     controls = [(role, stem, kind) for role, stem, kind in files if isinstance(role, int)]
-    return any(meanings(*key, names) for key in controls if key[2] == "picture")
+    return sum(bool(meanings(*key, names)) for key in controls if key[2] == "picture")
 
 def cut_endings(files):
-    """list_files's files, with stems without the ending of ENDINGS that all pictures of their folder have."""
-    endings = {} # of each role
-    for role in {role for role, *_ in files}:
-        names = [stem.split("/")[-1].lower() for r, stem, kind in files if (r, kind) == (role, "picture")]
-        endings[role] = [end for end in ENDINGS if all(name.endswith(end) and name != end for name in names)]
+    """list_files's files, with stems without their ending of ENDINGS."""
     cut = {}
     for (role, stem, kind), paths in files.items():
-        end = next((end for end in endings[role] if stem.lower().endswith(end)), "")
+        name = stem.split("/")[-1].lower()
+        end = next((end for end in ENDINGS if name.endswith(end) and name != end), "")
         cut.setdefault((role, stem[:len(stem) - len(end)], kind), []).extend(paths)
     return cut
 
@@ -175,8 +172,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         raise InputError(f"{controls[0]}: a folder of controls, which --alone excludes; leave --alone out, or give "
                          "OUT --target DIR --alone")
     files = list_files(folders)
-    if controls and not agree(files) and agree(cut_endings(files)):
-        files = cut_endings(files)
+    if controls and count_agreeing(cut := cut_endings(files)) > count_agreeing(files):
+        files = cut
     images = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
     beside -= {stem for role, stem, kind in files if (role, kind) == ("target", "caption")} # only targets have captions

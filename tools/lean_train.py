@@ -1,16 +1,16 @@
 """
 The whole training on one page, to be read first: before/after pictures of any sizes -> a LoRA for Qwen-Image-Edit.
-Ten minutes; train.py is this and what a long run needs.
+train.py is this and what a long run needs.
 
 $ python tools/lean_train.py                                                    # the photographs and model in tiny/
 $ python tools/lean_train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --out_dir out/snow
-$ torchrun --nproc_per_node=8 tools/lean_train.py --model ...                   # eight GPUs share each step
+$ torchrun --nproc_per_node=8 tools/lean_train.py --batch_size 8 --model ...   # eight GPUs share each step
 $ python tools/lean_train.py --model ... --resume                               # the same, after Ctrl-C or a kill
 
-With the same flags train.py computes the same, on a CPU bit for bit. This lacks: validations, --plan, --no-use_cache,
---fsdp, --compile, --tracker, --pretrained_lora, --preserve, dropped controls, other kinds of LoRA, timestep and batch,
-optimizers that are schedule-free or keep more than tensors and numbers, older checkpoints, numbered and locked folders,
-recomputing only what memory demands, words for lack of memory, and checks for much that may go wrong in a long run.
+In one process on a CPU train.py computes the same with the same flags, bit for bit. This lacks: validations, --plan,
+--no-use_cache, --fsdp, --compile, --tracker, --pretrained_lora, --preserve, --lora_alpha, --lora_dropout, --lora_args,
+--weight_decay, --timestep_sampling, dropped controls, optimizers that are schedule-free or keep more than tensors and
+numbers, older checkpoints, locked folders, recomputing by need, and most checks.
 """
 import hashlib
 import io
@@ -69,9 +69,10 @@ import predict
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 # ---- the recipe: which sample, at which noise, with which loss -------------------------------------------------------
-# A sample is a target (the picture wanted), its controls (the pictures given) and prompts, all encoded before the first
-# step: pictures as latents, whose tokens are 16x16 pixels, prompts as embeddings. Everything random is a function of
-# (seed, position in the stream of samples): resuming needs one number, and every process knows what the others do.
+# A sample (common.Sample) is a target (the picture wanted), its controls (those given) and prompts, all encoded before
+# the first step: pictures as latents, whose tokens are 16x16 pixels, prompts as embeddings. All that is random depends
+# on seed and position in the stream of samples: resuming needs one number, and each process knows what the others do.
+# The functions also read epoch, scheduler_config, transformer, dtype, rank and world_size, which the run makes below.
 
 def generator(*what):
     seed = int(hashlib.sha256(repr((args.seed, *what)).encode()).hexdigest()[:8], 16)
@@ -92,7 +93,7 @@ def load(position):
     """Reads what pick chooses, and adds noise -> what flow_loss wants. I: target tokens, K: tokens of all controls."""
     sample, encoding, prompt, _ = pick(position)
     latents, g = cache.load_latents(sample, encoding), generator("noise", position)
-    embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, 3584); True: it has seen the controls
+    embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, J); True: it has seen the controls
     # The noise level s is also the model's timestep: 0 is data, 1 is noise. Larger pictures get more, as in inference.
     shift = math.exp(predict.find_mu(math.prod(encoding["img_shapes"][0]), scheduler_config))
     s = shift / (shift + 1 / torch.randn((), generator=g).sigmoid() - 1)
@@ -156,13 +157,13 @@ try:
 except Exception as e: # a foreign class can fail in any way
     raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its --optimizer_args")
 
-# Continue. Data, and all flags but those of folders and memory, must be what they were.
+# Continue. Data, and all flags but these, must be what they were.
 may_change = "out_dir cache_dir save_every resume flash_attention max_tokens gradient_checkpointing offload".split()
 config = {k: str(v) for k, v in vars(args).items() if k not in may_change and not k.endswith("device")}
 config["samples"] = common.content_key(files=[file.stem for sample in epoch for file in cache.files_of(sample)])
 state_file, log = args.out_dir / "state.safetensors", args.out_dir / "log.jsonl"
 step, lines = 0, [json.dumps(dict(command=sys.argv, flags=vars(args)), default=str)]
-if args.resume:
+if args.resume and (state_file.exists() or not log.exists()): # else it was ended before its first save
     tensors, state = common.read_tensors(state_file)
     if changed := [name for name in config if state["config"].get(name) != config[name]]:
         raise InputError(f"--resume: {args.out_dir} was begun with other {', '.join(changed)}; give the old ones")
@@ -200,10 +201,10 @@ with common.signals_noted() as signals:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        # Log and save. The LoRA is written before the state, which may say that the run is finished.
+        # Log and save. The LoRA comes first: after the last state there would be no step left to write it.
         if rank == 0:
             record = dict(step=step, loss=loss, lr=group["lr"], grad_norm=grad_norm, seconds=time.perf_counter() - t0)
-            print(" | ".join(f"{name} {value:.4g}" for name, value in record.items()))
+            print(f"step {step}  loss {loss:.4f}  gradient {grad_norm:.3g}  {record['seconds']:.3g} s")
             with open(log, "a") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
