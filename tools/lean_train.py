@@ -1,6 +1,5 @@
 """
-The whole training on one page, to be read first: before/after pictures of any sizes -> a LoRA for Qwen-Image-Edit.
-train.py is this and what a long run needs.
+The whole training on one page, to be read before train.py: before/after pictures -> a LoRA for Qwen-Image-Edit.
 
 $ python tools/lean_train.py                                                    # the photographs and model in tiny/
 $ python tools/lean_train.py --model Qwen/Qwen-Image-Edit-2509 --data photos --out_dir out/snow
