@@ -38,7 +38,7 @@ from time import monotonic
 from types import SimpleNamespace
 
 import common
-from common import (JOB_TYPES, LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, SAMPLING, InputError, file_hash, find_lora,
+from common import (JOB_TYPES, LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
                     is_one_file, load_extra, make_sample, noise_level, number, pixels, png_name, positive)
 
 def read_flags():

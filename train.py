@@ -618,7 +618,7 @@ if not resume:
 if args.resume:
     checkpoint = resume.find_checkpoint(out_dir, say)
 if checkpoint:
-    resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser)
+    resume.refuse_changes(out_dir, checkpoint.info["config"], config | resume.sizes(args), parser)
     step = checkpoint.info["step"]
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")

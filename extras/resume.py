@@ -19,7 +19,7 @@ from pydoc import locate
 import torch
 
 import predict
-from common import LORA_FILE, InputError, checkpoints, number_of, read_tensors, write_tensors
+from common import LORA_FILE, InputError, checkpoints, is_index, number_of, read_tensors, write_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_args --pretrained_lora".split()
@@ -75,6 +75,14 @@ def refuse_changes(out_dir, old, config, parser):
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
                          "ones, or start a new run")
+
+
+def sizes(args):
+    """What the flags say of the config's sizes, before anything is encoded. {} of an index, which has its own."""
+    if any(map(is_index, args.data)):
+        return {}
+    return dict(geometry=dict(target_pixels=args.target_pixels[0], control_pixels=args.control_pixels,
+                              upscale=args.upscale))
 
 
 def from_its_lora(out_dir):

@@ -493,7 +493,7 @@ def cached_files(cache_dir):
 def job_of(pipe, images, tmp_path, area=64 * 64, seed=3, prompt="add a red border", **settings):
     """It returns what predict.py makes of its flags: a sample, encoded, and read from the cache for denoise()."""
     sample = common.make_sample("--prompt", images[0], "a", None, images, [prompt])
-    sample.settings = dict(predict.SAMPLING, num_inference_steps=3) | settings
+    sample.settings = dict(common.SAMPLING, num_inference_steps=3) | settings
     texts = [(prompt, True), (sample.settings["negative_prompt"], True)]
     cache.plan_sample(pipe, sample, texts, dict(target_pixels=[area], control_pixels=area, upscale=True),
                       cache.encoder_fingerprints(Path(pipe.name_or_path), tmp_path / "c"),

@@ -265,7 +265,7 @@ def bench_predict():
             file = f"{flags.cache_dir}/{i}.png"
             Image.fromarray(np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)).save(file)
             jobs.append(common.make_sample("--predict", file, i, None, [file], ["add a red border"]))
-            jobs[-1].settings = predict.SAMPLING | dict(num_inference_steps=4, width=width, height=height)
+            jobs[-1].settings = common.SAMPLING | dict(num_inference_steps=4, width=width, height=height)
 
         def batch():
             encoded = []
