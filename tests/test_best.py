@@ -38,17 +38,33 @@ def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(t
     for name, (step, _) in best.best_steps(tmp_path).items():
         assert shown[f"Best by {name}"][0] == f"step {step}"
 
-def test_its_checkpoint_is_not_deleted_and_the_end_names_it(tmp_path, flags, monkeypatch):
-    """As if the validation after step 2 had been the best; as it is, the last one would be."""
-    real = best.best_steps
+def test_only_checkpoints_before_the_last_one_are_better_than_it(tmp_path):
+    write_log(tmp_path, [validation(20, 0.5, 25), validation(30, 0.25, 24), validation(40, 0.3, 1)])
+    folders = {step: tmp_path / f"checkpoint-{step:06d}" for step in (20, 30, 40)}
+    for folder in folders.values():
+        folder.mkdir()
+    assert best.better_checkpoints(tmp_path) == {folders[30]: ["validation loss"], folders[20]: ["mean PSNR"]}
+    folders[40].rmdir()
+    assert best.better_checkpoints(tmp_path) == {folders[20]: ["mean PSNR"]}
+
+@pytest.mark.parametrize("psnr_step", [2, 3])
+def test_its_checkpoint_is_not_deleted_and_the_end_names_it(tmp_path, flags, monkeypatch, psnr_step):
+    """As if the validation after step 2 had had the least loss, and this one the greatest PSNR; as it is, the last one
+    would be the best. A checkpoint that is the best by all measures is recommended."""
+    real, last = best.best_steps, {"validation loss": 2, "mean PSNR": psnr_step}
     monkeypatch.setattr(best, "best_steps", lambda out_dir: {
-        name: (min(step, 2), value) for name, (step, value) in real(out_dir).items()})
+        name: (min(step, last[name]), value) for name, (step, value) in real(out_dir).items()})
     result = run_script("train.py", *flags, "--max_steps", 4, "--out_dir", tmp_path / "a")
     assert result.status == 0, result.err
     names = [path.name for path in common.checkpoints(tmp_path / "a")]
-    assert names == ["checkpoint-000002", "checkpoint-000004"]
-    assert "checkpoint-000002 is better than the last one by validation loss and mean PSNR" in result.out
-    assert f"--lora {tmp_path / 'a/checkpoint-000002'} " in result.out
+    assert names == [f"checkpoint-{step:06d}" for step in sorted({2, psnr_step, 4})]
+    if psnr_step == 2:
+        assert "checkpoint-000002 is better than the last one by validation loss and mean PSNR" in result.out
+        assert f"--lora {tmp_path / 'a/checkpoint-000002'} " in result.out
+    else:
+        assert "checkpoint-000002 is better than the last one by validation loss;" in result.out
+        assert "checkpoint-000003 is better than the last one by mean PSNR;" in result.out
+        assert f"--lora {tmp_path / 'a'} " in result.out
 
 def test_without_the_extra_the_newest_stay(tmp_path, flags, monkeypatch):
     real = common.find_extra
@@ -60,13 +76,13 @@ def test_without_the_extra_the_newest_stay(tmp_path, flags, monkeypatch):
 
 def test_a_run_whose_learning_rate_has_ended_says_why_it_cannot_go_on(tmp_path, small):
     """And the command that it prints works."""
-    flags = [*small.flags, "--lr_scheduler", "cosine"]
+    flags = [*small.flags, "--lr_scheduler", "cosine", "--lora_rank=4"]
     assert run_script("train.py", *flags, "--max_steps", 2, "--out_dir", tmp_path / "a").status == 0
     result = run_script("train.py", *flags, "--max_steps", 3, "--out_dir", tmp_path / "a", "--resume")
     assert result.status == 1 and is_one_line(result.errors[0], "--lr_scheduler cosine", "--max_steps 2"), result.err
     command = re.search(r"python \S*train.py (.*)", result.errors[0])[1].split()
-    assert "--resume" not in command and "--lora_rank" not in command and command[-2:] == ["--pretrained_lora",
-                                                                                           str(tmp_path / "a")]
+    assert "--resume" not in command and command[-2:] == ["--pretrained_lora", str(tmp_path / "a")]
+    assert not [word for word in command if word.startswith("--lora_")], command # it has these itself
     assert run_script("train.py", *command, "--out_dir", tmp_path / "b").status == 0
 
 @pytest.mark.parametrize("terminal", [False, True])

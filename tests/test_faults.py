@@ -25,6 +25,7 @@ import cache
 import common
 import predict
 import rope_patch
+from extras import resume
 from tests.harness import (ADAMW, HERE, assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip,
                            is_one_line, kill, log_of, losses_of, refused, run_script, start_ranks, steps_of, until)
 
@@ -291,6 +292,13 @@ def test_a_damaged_checkpoint_displaces_no_whole_one(tmp_path, small, start, unb
     assert names[2:] == ["checkpoint-000013"] and (out_dir / names[1] / "optimizer.safetensors").exists()
     begun = [(run / "log.jsonl").read_text().splitlines()[0] for run in (out_dir, unbroken.out_dir)]
     assert begun[0] == begun[1] # how the run was begun, not how it was resumed
+
+def test_a_finished_run_that_goes_on_is_no_longer_finished(tmp_path, unbroken):
+    """Until it ends again its newest checkpoint is its LoRA, and a kill leaves no DONE."""
+    out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    assert resume.clean_folder(out_dir, 12) == (unbroken.out_dir / "log.jsonl").read_text().splitlines()
+    assert not (out_dir / "DONE").exists()
+    assert common.find_lora(out_dir).parent == out_dir / "checkpoint-000012"
 
 def test_a_run_without_a_whole_checkpoint(tmp_path, small, start, unbroken):
     """All damaged: an error, for a person to decide. None written yet, as after an early kill: from the start."""

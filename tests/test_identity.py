@@ -15,7 +15,7 @@ import safetensors.torch
 import cache
 import common
 import predict
-from extras import known
+from extras import known, resume
 from tests.harness import (NATIVE, ON_DEVICE, TINY, add_item, assert_same_run, cached_files,
                            change_weight, copy_model, free_port, index_of, is_one_line, log_of, lora_file, lora_tensors,
                            make_cache, paint_picture, run_script, save, start_ranks, steps_of, train, validations_of)
@@ -307,12 +307,35 @@ def sees_another_model():
     cache.hash_parts = lambda parts, cache_dir: real(parts, cache_dir) | {
         part: "another" for part in parts if part == "model"}
 
-@pytest.mark.parametrize("view, named", [(sees_one_sample_less, "data_hash"), (sees_another_model, "model_hash")])
+def sees_one_validation_sample_less():
+    """Likewise of --val_data."""
+    make = cache.make_cache
+
+    def make_cache(*args, **kwargs):
+        samples, val_samples, geometry = make(*args, **kwargs)
+        return samples, val_samples[1:], geometry
+    cache.make_cache = make_cache
+
+@pytest.mark.parametrize("view, named", [(sees_one_sample_less, "data_hash"), (sees_another_model, "model_hash"),
+                                         (sees_one_validation_sample_less, "val_data")])
 def test_processes_with_different_views_are_refused(tmp_path, small, start, view, named):
-    ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", preludes=[None, view])
+    flags = [*small.flags, "--val_data", small.folder / "data", "--cache_dir", small.cache, "--max_steps", 2]
+    ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "run", preludes=[None, view])
     assert [r.wait() for r in ranks] == [1, 1]
     assert is_one_line(ranks[0].output().strip().splitlines()[-1], "process 1", named), ranks[0].output()
     assert not list(tmp_path.glob("run/checkpoint-*"))
+
+def sees_the_checkpoint_before():
+    """For a child process: its view of the run folder lacks the newest checkpoint."""
+    resume.checkpoints = lambda run: common.checkpoints(run)[:-1]
+
+def test_processes_that_would_continue_from_different_steps_are_refused(tmp_path, small, start, unbroken):
+    shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    (tmp_path / "run/DONE").unlink()
+    ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", "--resume",
+                        preludes=[None, sees_the_checkpoint_before])
+    assert [r.wait() for r in ranks] == [1, 1], ranks[0].output()
+    assert is_one_line(ranks[0].output().strip().splitlines()[-1], "process 1 has step 10, the first one 12")
 
 def test_processes_with_different_flags_are_refused(tmp_path, small, start):
     env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))

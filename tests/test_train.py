@@ -101,7 +101,8 @@ def test_timestep_distribution(tmp_path, sampling):
     assert torch.quantile(s, torch.tensor([0.25, 0.5, 0.75])).tolist() == pytest.approx(want, abs=0.03)
 
 def test_repeats_and_several_roots_make_the_epoch(tmp_path):
-    """An epoch has each sample as often as --repeats says; a resumed run cannot change that; an index knows it."""
+    """An epoch has each sample as often as --repeats says, in the order of --data; a resumed run cannot change either;
+    an index knows it."""
     for root, names in (("a", "xy"), ("b", "x")):
         for name in names:
             add_item(tmp_path / root, name, caption=f"{root} {name}")
@@ -114,8 +115,10 @@ def test_repeats_and_several_roots_make_the_epoch(tmp_path):
     assert sorted(epoch) == ["a/x", "a/y", "b/x", "b/x", "b/x"] and run.globals["run_name"] == "tiny-a+b"
     again = run_script("train.py", "--data", tmp_path / "c/tiny-a+b.json", "--out_dir", tmp_path / "n", *flags)
     assert again.status == 0 and names(again.globals) == epoch and again.globals["run_name"] == "tiny-a+b", again.err
-    other = run_script("train.py", "--data", *roots, "--resume", "--out_dir", tmp_path / "r", *flags, "--max_steps", 2)
-    assert other.status == 1 and is_one_line(other.errors[0], "data")
+    for other in ([*roots], [*roots[::-1], "--repeats", 3, 1]): # the order of the datasets is the samples' order
+        result = run_script("train.py", "--data", *other, "--resume", "--out_dir", tmp_path / "r", *flags,
+                            "--max_steps", 2)
+        assert result.status == 1 and is_one_line(result.errors[0], "data_hash: "), result.err
     wrong = run_script("train.py", "--data", *roots, "--repeats", 3, "--out_dir", tmp_path / "w", *flags)
     assert wrong.status == 2 and "--repeats" in wrong.err
 
@@ -330,17 +333,19 @@ def test_a_damaged_file_ends_the_run_in_the_step_that_needs_it(small, tmp_path):
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--max_steps", 3, "--resume").status == 0
     assert curve(log_of(tmp_path / "run")) == curve(log)
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_recomputed_blocks_draw_the_same_dropout(small, tmp_path, monkeypatch, dropout):
-    """The state of the generators is kept for that, and for nothing else."""
-    kept, real = [], torch.utils.checkpoint.checkpoint
+@pytest.mark.parametrize("flags, dropout", [("--lora_dropout 0", False), ("--lora_dropout 0.5", True),
+                                            ("--lora_args lora_dropout=0.5", True)])
+def test_recomputed_blocks_draw_the_same_dropout(small, tmp_path, monkeypatch, flags, dropout):
+    """The state of the generators is kept for that, and for nothing else. Each step has a seed of its own."""
+    kept, real, seeds, seed = [], torch.utils.checkpoint.checkpoint, [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda n: seeds.append(n) or seed(n))
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *args, **kwargs: (
         kept.append(kwargs["preserve_rng_state"]) or real(*args, **kwargs)))
     for blocks in (0, 9):
         result = run_script("train.py", *small.flags, "--out_dir", tmp_path / f"{blocks}", "--max_steps", 3,
-                            "--lora_dropout", dropout, "--gradient_checkpointing", blocks)
-        assert result.status == 0, result.err
-    assert curve(log_of(tmp_path / "0")) == curve(log_of(tmp_path / "9")) and set(kept) == {dropout > 0}
+                            *flags.split(), "--gradient_checkpointing", blocks)
+        assert result.status == 0 and len(set(seeds[-3:])) == 3, result.err
+    assert curve(log_of(tmp_path / "0")) == curve(log_of(tmp_path / "9")) and set(kept) == {dropout}
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
@@ -376,6 +381,7 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
     (["--lr", "1e39"], 2, "--lr"), (["--lr", "inf"], 2, "1e+30"), (["--weight_decay", "1e39"], 2, "--weight_decay"),
     (["--max_grad_norm", "0"], 2, "inf turns it off"), (["--mask_background_weight", "1e39"], 2, "1e+30"),
     (["--lora_targets", "to_q", "to_kk"], 1, "to_k "), # peft would go on
+    (["--lora_targets", "to_q", "k"], 1, "--lora_targets k:"), # to_k ends in it, but only whole words count
     (["--fsdp"], 2, "torchrun"),
     (["--dtype", "float16"], 2, "bfloat16"),
     *[(line.split(), 2, line.split()[0].rstrip("=")) for line in (
@@ -433,8 +439,9 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_encoded(tmp_path, da
 # ---- runs and their folders ------------------------------------------------------------------------------------------
 
 def test_a_run_that_fails_before_its_log_leaves_no_folder_and_no_file_of_others_goes(tmp_path, data):
-    """A damaged picture is found behind the lock of the folder."""
-    (data / "control/cat.png").write_text("no picture")
+    """Damaged pixels are found behind the lock of the folder; a damaged header would be before."""
+    picture = data / "control/cat.png"
+    picture.write_bytes(picture.read_bytes()[:-2000])
     (tmp_path / "kept").mkdir()
     for folder in ("new", "kept"):
         result = run_script("train.py", "--data", data, "--val_data", "--out_dir", tmp_path / folder)
@@ -446,7 +453,7 @@ def test_a_run_that_fails_before_its_log_leaves_no_folder_and_no_file_of_others_
     gc.collect()
     assert result.status == 0 and (tmp_path / "new/log.jsonl").exists(), result.err
     steps = [line for line in result.out.splitlines() if line.startswith("step ")]
-    assert [bool(re.search(r"\| \d:\d\d:\d\d left$", line)) for line in steps] == [False, True, True]
+    assert [bool(re.search(r"  \d:\d\d:\d\d left$", line)) for line in steps] == [False, True, True]
 
 
 def old_info(part):
@@ -526,6 +533,10 @@ def test_runs_are_numbered_and_resume_takes_the_newest(tmp_path, small, start):
         run("--max_steps", n)
     names = sorted(p.name for p in (tmp_path / "out").iterdir() if (p / "DONE").exists())
     assert len(names) == 2 and f"{names[1]}: continues after step 2" in run("--max_steps", 3, "--resume")
+    with filelock.FileLock(tmp_path / "out" / names[1] / ".lock"): # it is at work still: no other takes its place
+        again = start("train.py", *small.flags, "--resume", prelude=functools.partial(os.chdir, tmp_path))
+        assert again.wait() == 1 and is_one_line(error_of(again), names[1], "another run is at work"), again.output()
+    assert len(list((tmp_path / "out").iterdir())) == 3
 
 def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
     """One that was told its folder does not look for another; with two processes both go to the same one."""
@@ -539,7 +550,7 @@ def test_runs_that_start_together_take_two_numbers(tmp_path, small, start):
         ranks = start_ranks(start, *small.flags, "--max_steps", 10, preludes=(here, here))
         assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
     assert (folders[1] / "DONE").exists() and len(list((tmp_path / "out").iterdir())) == 2
-    assert re.findall(r"^step (\d+)/10 .* \| 0:00:\d\d left$", ranks[0].output(), re.M) == [*map(str, range(2, 11))]
+    assert re.findall(r"^step (\d+)/10  .*  0:00:\d\d left$", ranks[0].output(), re.M) == [*map(str, range(2, 11))]
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 
@@ -575,7 +586,7 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
         (cut / "DONE").unlink(missing_ok=True)
         assert train(data, tmp_path, *flags, "--out_dir", cut, "--resume").status == 0
         # the one that was interrupted has been taken again; one that was not may stand twice
-        logs = [{r["step"]: r for r in validations_of(run)} for run in (cut, whole)]
+        logs = [{r["step"]: r | dict(seconds=0) for r in validations_of(run)} for run in (cut, whole)]
         assert logs[0] == logs[1]
         assert [r["step"] for r in validations_of(whole)] == [2, 4]
         assert curve(log_of(cut)) == curve(log_of(whole))
