@@ -12,10 +12,11 @@ def best_steps(out_dir):
     """-> {measure: (step, value)} by the run's log, of equal ones the first: the step of the least validation loss, and
     that of the LoRA's greatest mean PSNR over all pictures, as tools/page.py has them. {} before the first."""
     best = dict.fromkeys(["validation loss", "mean PSNR"])
-    for line in (out_dir / "log.jsonl").read_text().splitlines()[1:]:
+    log = out_dir / "log.jsonl" # only the first process has one
+    for line in log.read_text().splitlines()[1:] if log.exists() else ():
         record = json.loads(line)
         values = {"validation loss": record.get("val_loss", math.nan)}
-        if psnrs := [picture["psnr"][2] for picture in record.get("pictures", [])]: # of input, base, LoRA, VAE
+        if psnrs := [picture["psnr"][2] for picture in record.get("pictures") or ()]: # of input, base, LoRA, VAE
             values["mean PSNR"] = sum(psnrs) / len(psnrs)
         for name, value in values.items():
             sign = -1 if name == "mean PSNR" else 1

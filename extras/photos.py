@@ -8,6 +8,7 @@ another gamma hold other numbers for the same colours, so they are converted.
 import functools
 import io
 import sys
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageCms
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from common import InputError
 
-PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, DNG = 254, 258, 262, 284, 50706 # tags of TIFF
+PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 258, 262, 284, 339, 50706 # tags of TIFF
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
 CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
 
@@ -33,7 +34,9 @@ def open_photo(path, source):
     except ImportError: # most people have no HEIC
         pass
     try:
-        image = Image.open(source, formats=formats)
+        # from its bytes: by its path PIL maps a TIFF, and scrambles one that has to be turned
+        data = source if isinstance(source, io.BytesIO) else io.BytesIO(Path(source).read_bytes())
+        image = Image.open(data, formats=formats)
         if image.format == "TIFF":
             check_tiff(path, image)
         elif "icc_profile" not in image.info:
@@ -66,7 +69,7 @@ def check_tiff(path, image):
         raise InputError(f"{path}: a raw file, of which only the preview could be read; develop it, and export a JPEG")
     bits = tags.get(BITS, (1,))
     is_16_bit_gray = bits == (16,) and tags[WHITE_IS_ZERO] == 1
-    if image.mode in ("I", "F") or (image.mode.startswith("I;16") and not is_16_bit_gray):
+    if image.mode in ("I", "F") or 2 in tags.get(SIGNED, ()) or (image.mode.startswith("I;16") and not is_16_bit_gray):
         raise InputError(f"{path}: {bits[0]} bits of a kind that is not read (floats, signed, or with white as 0); "
                          "save it with 8 or 16 bits")
     if tags.get(PLANES) == 2 and bits[0] == 16: # PIL takes them for another order

@@ -54,8 +54,9 @@ def stand_in(args):
     place, with those that are here."""
     for flag in ("model", "transformer"):
         name = getattr(args, flag)
-        if name in MODELS and not at_hand(name):
-            setattr(args, flag, write_configs(name))
+        model = str(name).partition("@")[0] # without its revision
+        if model in MODELS and not at_hand(name):
+            setattr(args, flag, write_configs(model))
 
 
 def at_hand(model):

@@ -176,8 +176,10 @@ def test_a_published_model_is_planned_without_a_hub(hub, tmp_path, monkeypatch, 
     """Parameters and the encoders' bytes are those of the files that people download."""
     hub.stop()
     monkeypatch.setattr(plan, "step_bytes", lambda *_, **__: 0) # which takes seconds
-    result = plan_of(name, tmp_path, "--transformer", name)
-    assert result.status == 0 and result.out.count(f"{name}: neither here nor from the hub") == 2, result.err
+    result = plan_of(name, tmp_path, "--transformer", f"{name}@main")
+    assert result.status == 0, result.err
+    for said in (name, f"{name}@main"):
+        assert f"{said}: neither here nor from the hub" in result.out
     assert "parameters: 20,477,390,400, of which 46,989,312 in the LoRA" in result.out
     assert "VAE 0.5, text 28.9;" in result.out and f"tokens a sample: {tokens}," in result.out
 

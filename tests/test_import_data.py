@@ -465,7 +465,7 @@ NAMES = { # targets; controls; the caption; the sample's name, or what is named
     "Lightroom": ("IMG_1-Edit.jpg IMG_2-Edit.jpg", "IMG_1.JPG IMG_2.JPG", "IMG_1-Edit", "IMG_1"),
     "German": ("x/a-Bearbeitet.jpg", "x/a.jpg", "x/a", "x/a"), "both": ("a_after.png", "a_before.png", "a_after", "a"),
     "two controls": ("a_edited.png", "a_0.png a_1.png", "a_edited", "a"),
-    "only some": ("a_after.png b.png", "a.png b.png", "b", "b"),
+    "only some": ("a_after.png b.png", "a.png b.png", "b", "a"),
     "two of one name": ("a_after.png a.png c-Edit.png d-Edit.png", "a.png c.png d.png", "a",
                         ["a_after.png has the same"]),
     "not in all": ("a_after.png c.png", "a.png d.png", "c", ["c.png: no control", "d.png: not used"]),
@@ -863,7 +863,10 @@ def test_simpletuners_list_of_folders_is_read(tmp_path):
              crop=True, repeats=3, crop_style="center", **{k: v for k, v in usual.items() if k != "repeats"}),
         dict(id="refs", dataset_type="conditioning", conditioning_type="reference_strict", instance_data_dir="refs"),
         dict(id="masks", dataset_type="conditioning", conditioning_type="mask", instance_data_dir="masks"),
-        dict(id="off", instance_data_dir="nowhere", disabled=True), dict(id="films", dataset_type="video"),
+        dict(id="off", instance_data_dir="nowhere", disabled=True, conditioning_data="off-refs"),
+        dict(id="off-refs", dataset_type="conditioning", instance_data_dir="nowhere"),
+        dict(id="off-masks", dataset_type="conditioning", source_dataset_id="off", instance_data_dir="nowhere"),
+        dict(id="films", dataset_type="video"),
         dict(id="texts", dataset_type="text_embeds", default=True, cache_dir="x", type="aws"))
     got = import_data(table, tmp_path / "out")
     assert got.samples.keys() == {"a", "b"}

@@ -72,7 +72,7 @@ def test_a_part_of_a_dataset_is_answered_with_the_dataset(two):
     ("train.py", "--target_pixels 10x10", "10x10 is too small; give 1024x1024"),
     ("train.py", "--target_pixels 31", "31 is too small; give 1024x1024"),
     ("train.py", "--target_pixels 1000000x1000000", "1000000x1000000 is too large; give 1024x1024"),
-    ("predict.py", "--target_pixels 100000001", "100000001 is too large; give 1024x1024"),
+    ("predict.py", "--target_pixels 160000001", "160000001 is too large; give 1024x1024"),
     ("predict.py", "--target_pixels 1k", "'1k' is no area; give 1024x1024, 1048576 or native"),
     ("predict.py", "--image x.jpg", "--image: no instruction; give --prompt"),
     ("predict.py", "--prompt x", "--prompt: nothing to edit; give --image"),

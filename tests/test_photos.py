@@ -341,6 +341,8 @@ NOT_PLAIN = { # what the line says
     "signed": (lambda: np.zeros((64, 64), np.int16), dict(sample_format=2), "8 or 16 bits"),
     "12 bits": (lambda: np.zeros((64, 96), np.uint8), dict(bits=12, t256=64), "8 or 16 bits"),
     "white is 0": (lambda: np.zeros((64, 64), np.uint16), dict(photometric=0), "8 or 16 bits"),
+    "planar": (lambda: np.zeros((64, 64, 3), np.uint16), dict(photometric=2, t284=2), "planar"),
+    "signed 8 bits": (lambda: np.zeros((64, 64), np.uint8), dict(sample_format=2), "8 or 16 bits"),
     "a preview": (lambda: np.zeros((64, 64, 3), np.uint8), dict(photometric=2, t254=1), "a raw file"),
     "DNG": (lambda: np.zeros((64, 64, 3), np.uint8), dict(photometric=2, t50706=1), "a raw file")}
 
@@ -380,6 +382,21 @@ def test_pictures_are_turned_once(tmp_path, monkeypatch, suffix, orientation, wi
     assert got.size == common.image_size(path) and furthest(got, want) <= 1.5 + 3 * loss
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decodes the pixels"))
     assert common.look_at(path)[0] == got.size
+
+@pytest.mark.parametrize("mode", ["L", "I;16", "P", "RGBA", "CMYK", "RGB", "1"])
+@pytest.mark.parametrize("orientation", [3, 6, 7])
+def test_a_turned_tiff_is_read_by_its_path_as_from_its_bytes(tmp_path, mode, orientation):
+    """PIL maps an uncompressed file into memory by the size after the turn."""
+    image = Image.fromarray(patches()[:64]).convert("L" if mode == "I;16" else mode)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = save(image, tmp_path / "a.tif", exif=exif)
+    plain = common.read_image(save(image, tmp_path / "b.tif"))
+    want = TURNS[orientation](np.asarray(plain))
+    assert np.array_equal(np.asarray(common.read_image(path)), want)
+    assert np.array_equal(np.asarray(common.read_image(path, common.file_hash(path))), want)
 
 XMP = b"""<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
 <rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""

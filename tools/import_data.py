@@ -559,10 +559,11 @@ def is_simpletuners(source):
 def simpletuner_rows(config, rows):
     """SimpleTuner's list of datasets -> (those of targets, those of conditions). Others are printed, but for its caches
     of texts and latents. ValueError for pictures that lie in no folder, and for conditions of no target."""
-    targets, others = [], []
+    targets, others, idle = [], [], set() # idle: what may belong to a disabled dataset
     for row in rows:
         kind = row.get("dataset_type", "image")
         if row.get("disabled") or row.get("disable") or kind in ("text_embeds", "image_embeds"):
+            idle |= {row.get("id"), *common.as_list(row.get("conditioning_data") or [])}
             continue
         if kind not in ("image", "conditioning"):
             print(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
@@ -572,7 +573,7 @@ def simpletuner_rows(config, rows):
         (targets if kind == "image" else others).append(row)
     used = [row["id"] for target in targets for row in conditions_of(target, others)]
     for row in others:
-        if row["id"] not in used:
+        if row["id"] not in used and idle.isdisjoint([row["id"], row.get("source_dataset_id")]):
             raise ValueError(f"{row['id']}: no dataset has it as conditioning_data")
     return targets, others
 

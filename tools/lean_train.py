@@ -7,9 +7,8 @@ $ torchrun --nproc_per_node=8 tools/lean_train.py --batch_size 8 --model ...   #
 $ python tools/lean_train.py --model ... --resume                               # the same, after Ctrl-C or a kill
 
 In one process on a CPU train.py computes the same with the same flags, bit for bit. This lacks: validations, --plan,
---no-use_cache, --fsdp, --compile, --tracker, --pretrained_lora, --preserve, --lora_alpha, --lora_dropout, --lora_args,
---weight_decay, --timestep_sampling, dropped controls, optimizers that are schedule-free or keep more than tensors and
-numbers, older checkpoints, locked folders, recomputing by need, and most checks.
+--no-use_cache, --fsdp, --compile, --tracker, --pretrained_lora, --preserve, other kinds of LoRA and timesteps, dropped
+controls, schedule-free optimizers, older checkpoints, locked folders, recomputing by need, and most checks.
 """
 import hashlib
 import io
@@ -56,8 +55,9 @@ if "--optimizer" in parser.given() and "--optimizer_args" not in parser.given():
     args.optimizer_args = [] # those of tiny are for Muon
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which is not here; use bfloat16")
-if not args.resume and any(args.out_dir.glob("[!.]*")):
-    parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another, or continue its run with --resume")
+if args.resume != any(args.out_dir.glob("state.safetensors" if args.resume else "[!.]*")):
+    what = "has no state.safetensors, which the first save writes" if args.resume else "is not empty; or give --resume"
+    parser.error(f"argument --out_dir: {args.out_dir} {what}; give another folder")
 common.look_over(args)
 
 import torch # from here on imports take ten seconds; what is above needs one
@@ -162,7 +162,7 @@ config = {k: str(v) for k, v in vars(args).items() if k not in may_change and no
 config["samples"] = common.content_key(files=[file.stem for sample in epoch for file in cache.files_of(sample)])
 state_file, log = args.out_dir / "state.safetensors", args.out_dir / "log.jsonl"
 step, lines = 0, [json.dumps(dict(command=sys.argv, flags=vars(args)), default=str)]
-if args.resume and (state_file.exists() or not log.exists()): # else it was ended before its first save
+if args.resume:
     tensors, state = common.read_tensors(state_file)
     if changed := [name for name in config if state["config"].get(name) != config[name]]:
         raise InputError(f"--resume: {args.out_dir} was begun with other {', '.join(changed)}; give the old ones")
