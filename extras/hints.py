@@ -20,22 +20,25 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     lora_dropout="dropout network_dropout",
     max_steps="steps max_train_steps", offload="blocks_to_swap layer_offloading enable_model_cpu_offload "
     "musubi_blocks_to_swap low_vram",
-    num_inference_steps="steps", true_cfg_scale="cfg cfg_scale guidance_scale",
+    num_inference_steps="steps infer_steps sample_steps", true_cfg_scale="cfg cfg_scale guidance_scale",
     target_pixels="resolution image_size max_pixels multi_resolutions", vae_device="vae_encoder_device",
-    lora="adapter lora_path load_lora",
-    image="control_image_path prompt_image input input_image",
+    lora="adapter lora_path load_lora lora_weight", negative_prompt="neg",
+    image="control_image_path prompt_image input input_image image_path ctrl_img_1",
     pretrained_lora="network_weights init_lora lora_path lora_checkpoint load_lora pretrained_weight",
-    batch_size="gradient_accumulation_steps train_batch_size",
-    lora_scale="lora_weight lora_multiplier",
+    batch_size="gradient_accumulation_steps gradient_accumulation train_batch_size",
+    lora_scale="lora_multiplier network_multiplier",
     data="dataset_config dataset_path train_data_dir dataset_base_path folder_path image_dir reg_data",
-    model="pretrained_model_name_or_path", transformer="dit", out="output output_path save_path",
-    save_every="checkpointing_steps save_every_n_steps", keep="checkpoints_total_limit",
+    model="pretrained_model_name_or_path name_or_path", transformer="dit", out="output output_path save_path",
+    save_every="checkpointing_steps save_every_n_steps", keep="checkpoints_total_limit max_step_saves_to_keep",
+    preserve="diff_output_preservation",
     dtype="mixed_precision", tracker="report_to log_with", warmup_steps="lr_warmup_steps",
-    quantize="fp8_base fp8_scaled quant_options base_model_precision", out_dir="save_dir output_name",
+    quantize="fp8_base fp8_scaled quant_options base_model_precision qtype",
+    quantize_text_encoder="quantize_te qtype_te fp8_vl", out_dir="save_dir output_name training_folder",
     jobs="from_file", resume="resume_from_checkpoint", repeats="dataset_repeat num_repeats",
     val_data="validation_prompts sample_prompts", sample_every="validation_step_interval sample_every_n_steps",
     lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
-    timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift", shift="discrete_flow_shift")
+    timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme",
+    shift="discrete_flow_shift flow_shift")
 NO_CONFIG = "there are no config files, only flags; tools/import_data.py reads the datasets of yours"
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     config=NO_CONFIG, config_file=NO_CONFIG,
@@ -45,13 +48,19 @@ NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     vae="it is --model's, in vae/; --vae_device says where it runs",
     text_encoder="it is --model's, in text_encoder/; --text_encoder_device says where it runs",
     trigger_word="write it into the captions",
-    **dict.fromkeys("edit_plus model_version network_module".split(), "not needed: --model's files say what it is"),
+    **dict.fromkeys("edit_plus model_version network_module arch".split(),
+                    "not needed: --model's files say what it is"),
+    **dict.fromkeys("sdpa xformers split_attn flash_attn".split(),
+                    "not needed: attention takes the fastest kernel here"),
+    **dict.fromkeys("cache_latents cache_latents_to_disk cache_text_embeddings".split(), "not needed: always done"),
+    save_state="not needed: a checkpoint always holds it", flip_x="README's mirror.py makes a mirrored dataset",
     logging="--out_dir says where the log is, --tracker where else",
     save_lora="a run's LoRA is OUT_DIR/pytorch_lora_weights.safetensors, and --save_every writes checkpoints",
     **dict.fromkeys("merge_lora base_lora base_weights assistant_lora_path preset_lora_path".split(),
                     "python tools/convert_lora.py LORA --to model --model MODEL --out DIR, then --transformer DIR"))
 OPTIMIZERS = dict(adamw="torch.optim.AdamW", adam="torch.optim.Adam", adamw8bit="bitsandbytes.optim.AdamW8bit",
-                  prodigy="prodigyopt.Prodigy", lion8bit="bitsandbytes.optim.Lion8bit")
+                  prodigy="prodigyopt.Prodigy", adafactor="torch.optim.Adafactor",
+                  lion8bit="bitsandbytes.optim.Lion8bit")
 VALUES = [ # argparse's message, and what it means
     ("--gradient_checkpointing: invalid int value", "0 is off; leave it out, and what does not fit is recomputed"),
     ("--offload: invalid number_of_blocks value", "give a number of blocks, or all"),

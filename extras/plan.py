@@ -192,6 +192,8 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
     # LoRAs of --sample_lora
     others = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" in name and not p.requires_grad)
     parameters = sum(p.numel() for p in transformer.parameters()) - others
+    if args.dtype == "float32":
+        say("for a model in float32, as trained without a GPU; add --dtype bfloat16 for what a GPU takes")
     say(f"parameters: {parameters:,}, of which {lora_bytes // 4:,} in the LoRA")
     encoders = encoder_bytes(folder, transformer.dtype, args.quantize_text_encoder)
     say(f"encoders, in GiB: VAE {encoders[0] / GIB:.1f}, text {encoders[1] / GIB:.1f}; "

@@ -66,6 +66,8 @@ def refuse_changes(out_dir, old, config, parser):
     changes = []
     for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
         before = old.get(name, parser.get_default(name))
+        if name == "max_steps" and name not in old: # the rate was constant, and then it is not compared
+            continue
         if before != value:
             changes.append(f"{name}: {before} -> {value}")
     if changes and all(change.startswith("max_steps: ") for change in changes):

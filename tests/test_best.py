@@ -96,6 +96,13 @@ def test_a_file_has_every_step_and_a_terminal_one_in_ten(tmp_path, small, termin
     lines = [line for line in result.out.splitlines() if line.startswith("step ")]
     assert max(map(len, lines)) <= 100 and f"tools/page.py {tmp_path / 'a'} --watch" in result.out
 
+def test_a_constant_rate_that_becomes_another_is_one_change(tmp_path, small):
+    """A run at a constant rate does not compare its --max_steps."""
+    run = ["train.py", *small.flags, "--out_dir", tmp_path / "a", "--max_steps", 2]
+    assert run_script(*run).status == 0
+    result = run_script(*[word if word != "constant" else "linear" for word in run], "--resume")
+    assert result.status == 1 and is_one_line(result.errors[0], "(lr_scheduler: constant -> linear)"), result.err
+
 def test_a_long_run_s_line_has_at_most_100_columns(tmp_path, small):
     result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "a")
     train = result.globals

@@ -232,7 +232,8 @@ def test_what_fit_chooses_fits_under_fsdp(run, left, kept):
     if not FULL:
         card["taken"] = 79.2 * 0.95 - 0.6 - 0.58 - left
     answer = run("--fsdp", samples=EIGHT, **rank(0) | dict(card=card))
-    recomputed = int(re.search(r"the backward pass computes (\d+) of", answer.out)[1])
+    said = re.search(r"the backward pass computes (\d+) of", answer.out) # no line if it is none
+    recomputed = int(said[1]) if said else 0
     peak = max(step.peak for step in answer.steps) / GIB
     room = 79.2 * 0.95 - 0.6 - card.get("taken", 0)
     print(f"{BLOCKS - recomputed} kept, {room - peak:.3f} GiB left; {answer.seconds:.1f} s")
@@ -263,7 +264,8 @@ def test_what_fit_chooses_fits(run, gib, quantize, leave, selective, kept):
         card["taken"] = gib - margin - 0.6 - {"none": 1.98, "nf4": 0.62}[quantize] - leave
     answer = run("--quantize", quantize, card=card, blocks=blocks, prelude=FASTER.format(selective))
     assert ("the attention of the other" in answer.out) == (selective and kept < blocks)
-    recomputed = int(re.search(r"the backward pass computes (\d+) of", answer.out)[1])
+    said = re.search(r"the backward pass computes (\d+) of", answer.out) # no line if it is none
+    recomputed = int(said[1]) if said else 0
     peak = max(step.peak for step in answer.steps) / GIB
     left = gib - margin - 0.6 - card.get("taken", 0) - peak
     print(f"{gib}: {blocks - recomputed} kept, {left:.3f} GiB left; {answer.seconds:.1f} s")
