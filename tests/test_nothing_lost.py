@@ -48,7 +48,7 @@ def flags_of(script, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
     if script.startswith("tiny"): # it imports its neighbour
         monkeypatch.syspath_prepend(TINY)
-    run_script(script)
+    run_script(script, "x") # (without any word predict.py prints its usage)
     return set(found)
 
 NAMES = "name", "name.png", "name.html", "name.json", "name.safetensors"
