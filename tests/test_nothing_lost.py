@@ -26,7 +26,7 @@ from tests.harness import (HERE, TINY, add_item, is_one_line, lora_file, lora_te
 OUTPUTS = """
 cache.py --cache_dir; predict.py --cache_dir --out --out_dir; train.py --cache_dir --out_dir
 tools/convert_lora.py --out; tools/doctor.py --align --out; tools/gpu_check.py --out; tools/import_data.py out
-tools/measure.py --json; tools/page.py --out run; tools/prune.py cache_dir
+tools/lean_train.py --cache_dir --out_dir; tools/measure.py --json; tools/page.py --out run; tools/prune.py cache_dir
 tiny/make_data.py --out; tiny/make_tiny.py --out
 """
 OTHERS = """
@@ -137,6 +137,11 @@ CASES = { # script and flag: (command line, with {} for a folder of the user's; 
         "index.html", "report.json", "sheet_overview_1.png", "pictures/overview-0-0.jpg", "pictures/notes.txt")],
     "tools/doctor.py --align": [("{made}/data --out {}/o --align {}", "x"),
                                 ("{made}/data --out {}/o --align {}/link", "link")],
+    "tools/lean_train.py --cache_dir": [("--data {made}/data --max_steps 1 --out_dir {}/new --cache_dir {}",
+                                         "tiny-data.json")],
+    "tools/lean_train.py --out_dir": [
+        ("--data {made}/data --cache_dir {made}/c --max_steps 1 --out_dir {} " + more, file)
+        for more, file in (("", "notes.txt"), ("--resume", "log.jsonl"), ("--resume", "state.safetensors"))],
     "tools/measure.py --json": [("{made}/data/target {made}/data --model none --json {}/" + file, file)
                                 for file in ("x.json", "link")],
     "tools/gpu_check.py --out": [("--device cpu --stages claims --minutes 0 --out {}/x.json", "x.json")],
