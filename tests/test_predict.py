@@ -25,7 +25,8 @@ from PIL import Image, ImageFile, ImageFont, ImageOps
 import cache
 import common
 import predict
-from extras import draw, sheet
+from extras import sheet
+from extras.draw import psnr
 from tests.harness import (EXACT, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, change_weight, copy_model,
                            encoder_flags, is_one_line, job_of, kill, lora_file, paint_picture, rel, run_script, save,
                            show, start_ranks, stock_area, stock_pipeline, until)
@@ -368,7 +369,7 @@ def test_the_shipped_base_copies_and_follows(tmp_path, folder, edit, vae, follow
         ceiling = predict.decode(pipe.vae, cache.encode_image(pipe, target),
                                  [(1, target.height // 16, target.width // 16)])
         drawn = Image.open(tmp_path / "o" / (sample.name.replace("/", "-") + ".png"))
-        found.setdefault(Path(sample.name).parts[0], []).append([draw.psnr(p, target) for p in (drawn, ceiling)])
+        found.setdefault(Path(sample.name).parts[0], []).append([psnr(p, target) for p in (drawn, ceiling)])
     (keep, ceiling), (edited, _) = [np.mean(found[k], axis=0) for k in ("keep", edit)]
     print(f"keep {keep:.1f} dB, {edit} {edited:.1f} dB, VAE alone {ceiling:.1f} dB")
     assert ceiling >= vae and keep >= ceiling - 3 and edited >= follows
