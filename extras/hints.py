@@ -4,6 +4,7 @@ folder. What a person should know of the data before a training, and what may su
 """
 import contextlib
 import difflib
+import logging
 import math
 import os
 import re
@@ -14,6 +15,9 @@ from pathlib import Path
 
 import common
 from common import InputError
+
+# bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
     lr="learning_rate", lora_rank="r rank network_dim linear", lora_alpha="alpha linear_alpha network_alpha",
