@@ -362,6 +362,16 @@ def test_datasets_of_one_configuration_keep_apart_and_what_is_not_taken_over_is_
     subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert len(list((tmp_path / "second/target").rglob("*.png"))) == 3
 
+def test_a_dataset_that_is_listed_for_each_of_its_sizes_is_read_once(tmp_path):
+    """As ai-toolkit's users do it. Twice, --hold_out would hold out pairs that are also trained."""
+    put(tmp_path, "a/x.png b/x.png a/y.png b/y.png", ["a/x.txt", "a/y.txt"])
+    same = f"folder_path: {tmp_path}/a, control_path: {tmp_path}/b"
+    each = ", ".join(f"{{{same}, resolution: [{n}]}}" for n in (512, 768))
+    config = write_rows(tmp_path / "x.yaml", f"config: {{process: [{{datasets: [{each}]}}]}}")
+    got = import_data(config, tmp_path / "out", "--hold_out", 2)
+    assert len(got.samples) == 1, got.samples # the other one is held out
+    assert "is there twice, and is read once" in got.out and "--target_pixels" in got.out
+
 BROKEN = { # file: its text, and what is named
     "config.toml": ("[general]", "(no 'datasets')"),
     "dataset.toml": ("[[datasets]]\nvideo_directory = 'x'", "image_directory"),

@@ -502,7 +502,19 @@ def read_config(path):
             print(f"{path}: {key} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
         print(f"{path}: captions without {trigger!r}, the trigger word, will begin with it")
-    return parts
+    return once(path, parts)
+
+def once(config, parts):
+    """-> parts of a configuration without those that are there already, as other programs have a dataset once for each
+    of its sizes. Twice, a pair could be trained and held out."""
+    different = []
+    for part in parts:
+        if part not in different:
+            different.append(part)
+        else:
+            print(f"{config}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
+                  "sizes are train.py --target_pixels, more weight is --repeats")
+    return different
 
 def is_lost(key, value):
     """Whether a setting that is not read could change what the pictures mean."""
