@@ -130,7 +130,9 @@ def test_the_claims_run_as_a_script_too(monkeypatch):
 def test_help_prints_commands_and_defaults(script):
     result = run_script(script, "-h")
     assert result.status == 0 and f"$ python {script}" in result.out and "(default: tiny)" in result.out
-    assert "--model tiny these defaults apply" in result.out and "\nmodel:\n" in result.out
+    assert result.out.startswith(f"usage: {script} --model MODEL ") and "[other flags: see below]" in result.out
+    end = result.out.split("With --model tiny these defaults apply: ")[1] # as flags
+    assert end.startswith("--") and not set("{}'") & set(end) and "\nmodel:\n" in result.out
 
 @pytest.mark.parametrize("script, flags, meant", [
     ("train.py", "--learning_rate 3", "here --lr"), ("train.py", "--lora-rank=3", "here --lora_rank"),
