@@ -96,8 +96,8 @@ def first_words(e):
 EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that extras/FLAG.py serves
 
 def load_extra(name, needed_by=None):
-    """The module extras/NAME.py, which the flag --NAME needs, or `needed_by`. InputError if it, or one that
-    it imports, is not here."""
+    """The module extras/NAME.py, which the flag --NAME needs, or `needed_by`. InputError if it, or one that it imports,
+    is not here."""
     try:
         return importlib.import_module(f"extras.{name}")
     except ModuleNotFoundError as e:

@@ -398,7 +398,7 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     # the rename is the moment at which the checkpoint exists; a kill before it leaves the older ones as they were
     os.replace(tmp, path)
     common.sync_folder(out_dir)
-    kept = [step for step, _ in best.best_steps(out_dir).values()] if best else []
+    kept = best.steps_to_keep(out_dir) if best else ()
     for old in checkpoints(out_dir)[:-args.keep]:
         if number_of(old) not in kept:
             shutil.rmtree(old)
@@ -588,7 +588,8 @@ def validate(step, track):
         more, sheets = drawn
         record |= more
     if rank == 0:
-        write_log(record | dict(seconds=round(clock() - begun, 4)))
+        record["seconds"] = round(clock() - begun, 4)
+        write_log(record)
         if best:
             say(best.describe(out_dir))
         if track:

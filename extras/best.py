@@ -13,9 +13,9 @@ def best_steps(out_dir):
     that of the LoRA's greatest mean PSNR over all pictures, as tools/page.py has them. {} before the first."""
     best = dict.fromkeys(["validation loss", "mean PSNR"])
     log = out_dir / "log.jsonl" # only the first process has one
-    for line in log.read_text().splitlines()[1:] if log.exists() else ():
-        record = json.loads(line)
-        values = {"validation loss": record.get("val_loss", math.nan)}
+    lines = log.read_text().splitlines() if log.exists() else []
+    for record in [json.loads(line) for line in lines if '"val_loss"' in line]: # few of a long log
+        values = {"validation loss": record["val_loss"]}
         if psnrs := [picture["psnr"][2] for picture in record.get("pictures") or ()]: # of input, base, LoRA, VAE
             values["mean PSNR"] = sum(psnrs) / len(psnrs)
         for name, value in values.items():
@@ -23,6 +23,11 @@ def best_steps(out_dir):
             if math.isfinite(value) and (not best[name] or sign * value < sign * best[name][1]):
                 best[name] = record["step"], value
     return {name: found for name, found in best.items() if found}
+
+
+def steps_to_keep(out_dir):
+    """-> the best steps, whose checkpoints --keep does not delete."""
+    return {step for step, _ in best_steps(out_dir).values()}
 
 
 def describe(out_dir):

@@ -102,11 +102,10 @@ def explain_area(message):
 
 def explain_missing(message):
     """Which one of predict.py's flags is missing that belong together."""
-    given = {word.split("=")[0] for word in sys.argv[1:]}
-    if message.startswith("--image: give --image with --prompt") and "--jobs" not in given:
-        if "--prompt" not in given:
+    if message.startswith("--image: give --image with --prompt") and not is_given("--jobs"):
+        if not is_given("--prompt"):
             return "--image: no instruction; give --prompt"
-        if "--image" not in given:
+        if not is_given("--image"):
             return "--prompt: nothing to edit; give --image"
 
 
@@ -193,11 +192,15 @@ def refuse_empty(parser):
             parser.error(f"argument {flag}: empty; give a name, or leave it out")
 
 
+def how_many(samples):
+    """-> "19 samples", and how many prompts, if that is another number."""
+    prompts = sum(len(s.prompts) for s in samples)
+    return f"{len(samples)} samples" + (f" with {prompts} prompts" if prompts != len(samples) else "")
+
+
 def describe(samples, val_samples):
     """-> lines: what will be trained, how many of it have a mask, and how much of it is validated, too."""
-    lines, prompts = [f"{len(samples)} samples"], sum(len(s.prompts) for s in samples)
-    if prompts != len(samples):
-        lines[0] += f" with {prompts} prompts"
+    lines = [how_many(samples)]
     if alone := sum(not s.controls for s in samples):
         lines[0] += f", {alone} of them without a control: text-to-image"
     if masks := common.find_extra("mask"):

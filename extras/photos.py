@@ -8,7 +8,6 @@ another gamma hold other numbers for the same colours, so they are converted.
 import functools
 import io
 import sys
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageCms
@@ -34,9 +33,8 @@ def open_photo(path, source):
     except ImportError: # most people have no HEIC
         pass
     try:
-        # from its bytes: by its path PIL maps a TIFF, and scrambles one that has to be turned
-        data = source if isinstance(source, io.BytesIO) else io.BytesIO(Path(source).read_bytes())
-        image = Image.open(data, formats=formats)
+        image = Image.open(source, formats=formats)
+        image.filename = "" # or PIL maps the file into memory, and scrambles a TIFF that has to be turned
         if image.format == "TIFF":
             check_tiff(path, image)
         elif "icc_profile" not in image.info:

@@ -19,7 +19,6 @@ from common import InputError, first_words, read_tensors
 from extras.resume import OPTIMIZER_FILE, load_optimizer, save_optimizer
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
-NOTHING = "nothing, as it has changed no weight"
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
@@ -37,23 +36,23 @@ def check(args, lora, make_optimizer, averaged_weights, use_trained_weights):
     state_of_python = random.getstate()
     try:
         with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once
-            lost = find_lost(few, make_optimizer, averaged_weights, use_trained_weights)
+            lost, moved = find_lost(few, make_optimizer, averaged_weights, use_trained_weights)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
     finally:
         random.setstate(state_of_python)
-    if lost == NOTHING and args.lr > 0:
-        raise InputError(f"--optimizer {args.optimizer}: changes no weight in {STEPS[0]} steps; give other "
-                         "--optimizer_args, or another, such as torch.optim.AdamW")
-    if lost not in (None, NOTHING):
+    if lost is not None:
         raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
                          "anew; take another, such as torch.optim.AdamW")
+    if args.lr > 0 and not moved:
+        raise InputError(f"--optimizer {args.optimizer}: changes no weight in {STEPS[0]} steps; give other "
+                         "--optimizer_args, or another, such as torch.optim.AdamW")
 
 
 def find_lost(few, make_optimizer, averaged_weights, use_trained_weights):
-    """-> what of an optimizer's state does not come back, None if all does; NOTHING if it changes nothing. few: {name:
-    parameter}."""
+    """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
+    {name: parameter}."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
     take_steps(optimizer, first, range(STEPS[0]))
@@ -65,9 +64,8 @@ def find_lost(few, make_optimizer, averaged_weights, use_trained_weights):
     other = make_optimizer(second.values())
     load_optimizer(other, second, tensors, info["optimizer"])
     use_trained_weights(other)
+    moved = not all(same_bits(first[name], few[name]) for name in few)
     lost = difference(vars(optimizer), vars(other), "", set())
-    if lost is None and all(same_bits(first[name], few[name]) for name in few):
-        lost = NOTHING
     if lost is None:
         for one, parameters in ((optimizer, first), (other, second)):
             random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each pack
@@ -76,7 +74,7 @@ def find_lost(few, make_optimizer, averaged_weights, use_trained_weights):
             lost = "all of its state: with the same gradients it goes on with other steps"
         with averaged_weights(optimizer), tempfile.TemporaryDirectory() as folder:
             save_optimizer(Path(folder), optimizer, first) # what has come since can be saved, too
-    return lost
+    return lost, moved
 
 
 def copies_of(parameters):

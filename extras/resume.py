@@ -63,20 +63,20 @@ def refuse_changes(out_dir, old, config, parser):
     if "data_hash" not in old:
         raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, "
                          "or start a new run from its LoRA with --pretrained_lora")
-    changes = []
+    changes = {}
     for name, value in json.loads(json.dumps(config)).items(): # as the checkpoint's JSON has it: tuples are lists there
         before = old.get(name, parser.get_default(name))
         if name == "max_steps" and name not in old: # the rate was constant, and then it is not compared
             continue
         if before != value:
-            changes.append(f"{name}: {before} -> {value}")
-    if changes and all(change.startswith("max_steps: ") for change in changes):
+            changes[name] = f"{name}: {before} -> {value}"
+    if changes.keys() == {"max_steps"}:
         raise InputError(f"--resume: {out_dir} was begun with --max_steps {old['max_steps']}, where the learning rate "
                          f"of --lr_scheduler {config['lr_scheduler']} ends; give that to go on until there; to train "
                          f"beyond, start a new run from its LoRA: {from_its_lora(out_dir)}")
     if changes:
-        raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes)}); give the old "
-                         "ones, or start a new run")
+        raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes.values())}); give the "
+                         "old ones, or start a new run")
 
 
 def sizes(args):

@@ -159,7 +159,32 @@ def test_help_prints_commands_and_defaults(script):
     ("train.py", "--optimizer adamw", "here torch.optim.AdamW"),
     ("predict.py", "--image a.png --prompt x --transformer cuda:7", "here --transformer_device cuda:7"),
     ("train.py", "--transformer cpu", "here --device cpu"), ("predict.py", "--true_cfg_scale -1", "give 0 to"),
-    ("tools/import_data.py", "", "see import_data.py -h"), ("tools/page.py", "x --hardset 3", "here --hardest")])
+    ("tools/import_data.py", "", "see import_data.py -h"), ("tools/page.py", "x --hardset 3", "here --hardest"),
+    ("predict.py", "--input x.jpg", "--input: unknown; here --image"),
+    ("predict.py", "--input_image x.jpg", "--input_image: unknown; here --image"),
+    ("train.py", "--config c.yaml", "--config: unknown; there are no config files, only flags; tools/import_data.py "
+                                    "reads the datasets of yours"),
+    ("cache.py", "--config_file c.yaml", "there are no config files"),
+    ("cache.py", "--model Qwen-Image-Edit-2511", "--model: Qwen-Image-Edit-2511 is no folder; give "
+                                                 "Qwen/Qwen-Image-Edit-2511"),
+    ("train.py", "--model=qwen-image-edit-2509", "give Qwen/Qwen-Image-Edit-2509"),
+    ("predict.py", "--image a.png --prompt x --model Qwen-Image-Edit@main", "give Qwen/Qwen-Image-Edit@main"),
+    ("train.py", "--transformer Qwen-Image-Edit-2511", "--transformer: Qwen-Image-Edit-2511 is no folder; give Qwen/"),
+    ("train.py", "--model tinny", "give tiny"),
+    ("train.py", "--target_pixels 512", "--target_pixels: 512 is a side; give 512x512"),
+    ("train.py", "--target_pixels native 768", "give 768x768"), ("cache.py", "--control_pixels 2048", "2048x2048"),
+    ("train.py", "--target_pixels 10x10", "10x10 is too small; give 1024x1024"),
+    ("train.py", "--target_pixels 31", "31 is too small; give 1024x1024"),
+    ("train.py", "--target_pixels 1000000x1000000", "1000000x1000000 is too large; give 1024x1024"),
+    ("train.py", "--sdpa", "attention takes the fastest"), ("train.py", "--qtype x", "here --quantize"),
+    ("train.py", "--quantize_te x", "here --quantize_text_encoder"), ("predict.py", "--lora_weight x", "here --lora"),
+    ("train.py", "--diff_output_preservation", "here --preserve"),
+    ("train.py", "--optimizer adafactor", "torch.optim.Adafactor"),
+    ("predict.py", "--target_pixels 160000001", "160000001 is too large; give 1024x1024"),
+    ("predict.py", "--target_pixels 1k", "'1k' is no area; give 1024x1024, 1048576 or native"),
+    ("predict.py", "--image x.jpg", "--image: no instruction; give --prompt"),
+    ("predict.py", "--prompt x", "--prompt: nothing to edit; give --image"),
+    ("predict.py", "--prompt x --jobs y", "give --image with --prompt, or --jobs")])
 def test_a_flag_that_is_unknown_or_wrong_is_one_line_with_the_name_that_is_meant(script, flags, meant):
     result = run_script(script, *shlex.split(flags))
     assert result.status == 2 and len(result.err.splitlines()) == 1 and is_one_line(result.errors[0], meant), result.err

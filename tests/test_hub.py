@@ -20,7 +20,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 import cache
 import common
 import predict
-from extras import plan, published
+from extras import hints, plan, published
 from tests.harness import EXACT, NATIVE, TINY, add_item, lora_tensors, refused, run_script
 
 MAIN, OLD = "a" * 40, "b" * 40 # commits
@@ -200,6 +200,9 @@ def test_a_plan_takes_the_hub_s_configs_where_they_are(hub, tmp_path, monkeypatc
         hub.stop()
     refusal = plan_of("someone/another", tmp_path)
     assert refusal.status == 1 and "--model someone/another" in refusal.errors[0]
+
+def test_the_models_that_are_planned_without_a_hub_are_those_that_a_short_name_is_answered_with():
+    assert set(hints.MODELS) == {"tiny", *published.MODELS}
 
 def test_the_published_configs_are_the_defaults_of_diffusers_classes():
     for part, cls in (("transformer", QwenImageTransformer2DModel), ("vae", AutoencoderKLQwenImage)):

@@ -56,6 +56,7 @@ from tools.import_data import picture_suffix, places_of, write_caption
 from tools.page_common import OURS, PAGE, card, link, node, save_page, section, table, tile, to_jpeg
 
 try:
+    from extras.hints import how_many
     from extras.mask import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
                              remaining_motion)
     from extras.sheet import contact_sheet, shown_prompt, thumbnail
@@ -552,8 +553,7 @@ def main():
     print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
-        title, prompts = f"{len(samples)} samples", sum(len(row["prompts"]) for row in rows)
-        title += f" with {prompts} prompts" if prompts != len(samples) else ""
+        title = how_many(samples)
         numbers = numbers_of(rows)
         verdict = verdict_of(samples, findings)
         print_findings(title, numbers, findings, verdict, judged_at(args))

@@ -17,9 +17,9 @@ $ python tools/import_data.py faces.csv OUT --alone                             
 $ python tools/import_data.py SOURCE OUT --hold_out 10                # every tenth sample to OUT_val, for --val_data
 
 The controls of NAME are called NAME, NAME_1, NAME_2 (or NAME_control_1), or, counted from 0, NAME_0, NAME_1; its mask
-NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or -Bearbeitet is
-left out. Its prompt is in NAME.txt beside the target, or else beside the control; several lines
-become one prompt (in OUT each line is a prompt of its own). A mask that is not gray with a white region, such as
+NAME_mask or NAME-masklabel. Where more names agree without it, an ending such as -Edit, _after or -Bearbeitet is left
+out. Its prompt is in NAME.txt beside the target, or else beside the control; several lines become one prompt (in OUT
+each line is a prompt of its own). A mask that is not gray with a white region, such as
 MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
 too. A table or configuration that you give may refer to any file. A table that is found in a folder, which may come
