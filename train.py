@@ -42,7 +42,7 @@ from pydoc import locate
 from tqdm import tqdm
 
 import common
-from common import (LORA_FILE, InputError, checkpoints, file_hash, find_extra, first_words, key_value, load_extra,
+from common import (LORA_FILE, InputError, checkpoints, find_extra, first_words, key_value, load_extra,
                     natural, not_negative, number, number_of, positive, write_file)
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
@@ -158,20 +158,6 @@ if lora_args: # peft takes some of which a LoRA file cannot hold what they train
 for path in filter(None, [*sample_lora_files, pretrained_file]): # now, as a model may be downloaded next
     predict.read_lora(path)
 sampling = common.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
-
-# What --resume compares with the checkpoint: every flag but these. A flag that you add is compared, unless you name it
-# here. (The code is not compared.)
-BY_CONTENT = ( # compared as hashes of what they lead to: see `config` below and in THE RUN
-    "pretrained_lora model transformer data repeats mask skip_bad target_pixels control_pixels upscale cache_dir "
-    "use_cache max_sequence_length").split()
-MAY_CHANGE = ( # what is written, when and where; then what changes speed and memory
-    "val_data val_pictures sample_every save_every keep out_dir tracker plan resume sample_lora "
-    "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile"
-).split() + SAMPLING_FLAGS
-config = {name: value for name, value in vars(args).items() if name not in BY_CONTENT + MAY_CHANGE}
-config["pretrained_hash"] = pretrained_file and file_hash(pretrained_file)
-if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
-    del config["max_steps"]
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step. pick: which sample; load_item: its tensors; predict_velocity: the model; flow_loss: the loss.
@@ -368,12 +354,6 @@ def say(line):
 
 # ---- the run folder --------------------------------------------------------------------------------------------------
 
-def begin_log(versions, kept):
-    """Writes the log's first line, which says how the run was begun. kept: what a resumed run keeps of its log."""
-    begin = dict(command=sys.argv, flags=vars(args), **versions, started=time.time())
-    lines = kept or [json.dumps(begin, default=str)]
-    write_file(out_dir / "log.jsonl", ("\n".join(lines) + "\n").encode())
-
 def write_log(record, sync=False):
     """Appends a line of JSON. sync: onto the disk, so that after a power loss the log is never behind a checkpoint."""
     try:
@@ -437,29 +417,9 @@ def make_optimizer(parameters):
         optimizer = optimizer_class(parameters, **optimizer_args)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
-    use_trained_weights(optimizer)
-    return optimizer
-
-@contextlib.contextmanager
-def averaged_weights(optimizer):
-    """A schedule-free optimizer (arxiv.org/abs/2405.15682) trains one set of weights, and an average of them is what
-    you use. Within `with` the parameters are that average. With other optimizers nothing happens."""
-    if hasattr(optimizer, "eval"):
-        for p, state in optimizer.state.items():
-            state["trained"] = p.data.clone()
-        optimizer.eval()
-    try:
-        yield
-    finally:
-        use_trained_weights(optimizer)
-
-def use_trained_weights(optimizer):
-    """Puts the trained weights back, from a copy: the optimizer's own way back rounds, so that a validation would
-    change the training."""
-    if hasattr(optimizer, "train"):
+    if hasattr(optimizer, "train"): # a schedule-free one
         optimizer.train()
-        for p, state in optimizer.state.items():
-            p.data.copy_(state.pop("trained", p))
+    return optimizer
 
 # ---- packs: which process computes which samples, in which forward passes --------------------------------------------
 
@@ -530,17 +490,10 @@ def step_line(record, left):
         line += "\nexploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr"
     return line
 
-def too_large(step, picks, pack, recomputed):
-    """-> the InputError of a pack that does not fit into the device's memory."""
-    names = ", ".join(f"{picks[i].sample.name}: {picks[i].tokens:,}" for i in pack)
-    return InputError(f"--max_tokens {args.max_tokens}: out of memory at step {step + 1} (tokens of {names}), with "
-                      f"--gradient_checkpointing {recomputed}; lower the first (for one sample --target_pixels), or "
-                      "raise the second, then --resume")
-
-def unusable(step, picks, what, remedy):
-    """-> the InputError of a step that must not be taken."""
-    names = ", ".join(p.sample.name for p in picks)
-    return InputError(f"{out_dir}: {what} at step {step + 1} ({names}); {remedy}")
+def step_error(where, what, step, picks, remedy):
+    """-> the InputError of a step that cannot, or must not, be taken with these samples."""
+    names = ", ".join(f"{p.sample.name}: {p.tokens:,} tokens" for p in picks)
+    return InputError(f"{where}: {what} at step {step + 1} ({names}); {remedy}")
 
 # ---- validation: the loss of samples that are not trained; extras/draw.py draws them ---------------------------------
 
@@ -570,12 +523,12 @@ def validation_loss():
 def validate(step, track):
     """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports."""
     say(f"step {step}: validation on {len(val_samples)} samples")
-    begun, record, sheets = clock(), dict(step=step, psnr={}, pictures=[]), {}
+    begun = clock()
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            record["val_loss"] = validation_loss()
-            say(f"step {step}: validation loss {record['val_loss']:.4f}")
+            val_loss = validation_loss()
+            say(f"step {step}: validation loss {val_loss:.4f}")
             drawn = drawer and drawer.draw(step)
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share
@@ -584,16 +537,13 @@ def validate(step, track):
         return
     finally:
         transformer.train()
-    if drawn:
-        more, sheets = drawn
-        record |= more
     if rank == 0:
-        record["seconds"] = round(clock() - begun, 4)
-        write_log(record)
+        record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
+        write_log(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
         if best:
             say(best.describe(out_dir))
         if track:
-            track(step, dict(val_loss=record["val_loss"]), sheets)
+            track(step, dict(val_loss=val_loss), sheets)
 
 # ==== THE RUN =========================================================================================================
 
@@ -613,6 +563,7 @@ out_dir = common.gather_objects(out_dir)[0]
 # write one, and before anything slow begins, so that a forbidden change or a finished run is reported within seconds.
 resume = find_extra("resume") # the module; None if it was deleted
 checkpoint, step = None, 0
+config = resume.compared(args, pretrained_file) if resume else {} # what --resume compares
 best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
@@ -674,8 +625,12 @@ if recomputed:
     say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
+# A schedule-free optimizer trains one set of weights, and an average of them is what you use: within this `with`.
+averaged_weights = contextlib.nullcontext
+if hasattr(optimizer, "eval"):
+    averaged_weights = load_extra("schedule_free", f"--optimizer {args.optimizer}").averaged_weights
 if probe := find_extra("probe"): # else an optimizer that cannot be saved would show only at the first checkpoint
-    probe.check(args, lora, make_optimizer, averaged_weights, use_trained_weights)
+    probe.check(args, lora, make_optimizer, averaged_weights)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 
@@ -699,17 +654,18 @@ common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_dat
 if checkpoint:
     resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser)
     resume.load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer)
-    use_trained_weights(optimizer)
     checkpoint = None # frees its tensors
 
-# Rank 0 writes the log, and with --tracker to tensorboard or wandb, too.
+# Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 track = None
 if rank == 0:
     kept = []
     if args.resume:
         say(f"{out_dir}: continues after step {step}")
         kept = resume.clean_folder(out_dir, step)
-    begin_log(versions, kept)
+    begin = dict(command=sys.argv, flags=vars(args), **versions, started=time.time())
+    lines = kept or [json.dumps(begin, default=str)]
+    write_file(out_dir / "log.jsonl", ("\n".join(lines) + "\n").encode())
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 # Validations also draw pictures.
@@ -760,7 +716,9 @@ while step < args.max_steps and not stop:
             losses = flow_loss(transformer, items)
             (sum(losses) / len(picks)).backward()
         except torch.OutOfMemoryError:
-            raise too_large(step, picks, pack, recomputed)
+            raise step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
+                             f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one sample "
+                             "--target_pixels), or raise the second, then --resume")
         for place, loss in zip(pack, losses):
             sample_losses[place] = loss.detach()
 
@@ -778,17 +736,17 @@ while step < args.max_steps and not stop:
     # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
-        raise unusable(step, picks, f"loss {loss}, gradient norm {grad_norm}", "check these samples, and start a new "
-                       "run with a lower --lr (--pretrained_lora takes a checkpoint from before the loss rose)")
+        raise step_error(out_dir, f"loss {loss}, gradient norm {grad_norm}", step, picks, "check these samples, and "
+                         "start a new run with a lower --lr (--pretrained_lora takes a checkpoint from before the loss "
+                         "rose)")
 
-    # The learning rate is ours; an optimizer's own rates, of several groups for instance, would be overwritten.
-    lr = learning_rate(step)
     # A run that learns nothing must not look like a success. (Until the LoRA has changed something, samples with
     # `preserve` have no gradient; with --preserve below 1, others will come.)
+    lr = learning_rate(step)
     if grad_norm == 0 and lr > 0 and not (args.preserve < 1 and all(p.preserve for p in picks)):
-        raise unusable(step, picks, "a gradient of exactly 0", "look at the masks and their weights, --preserve 1, "
-                       "--lora_args, and a --pretrained_lora of zeros")
-    for group in optimizer.param_groups:
+        raise step_error(out_dir, "a gradient of exactly 0", step, picks, "look at the masks and their weights, "
+                         "--preserve 1, --lora_args, and a --pretrained_lora of zeros")
+    for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -22,7 +22,7 @@ STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def check(args, lora, make_optimizer, averaged_weights, use_trained_weights):
+def check(args, lora, make_optimizer, averaged_weights):
     """InputError if an optimizer of --optimizer would not resume to the bit. All but `args` is train.py's; lora: {name:
     parameter}."""
     # torch's own need no trial with their defaults: the tests have tried them
@@ -36,7 +36,7 @@ def check(args, lora, make_optimizer, averaged_weights, use_trained_weights):
     state_of_python = random.getstate()
     try:
         with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once
-            lost, moved = find_lost(few, make_optimizer, averaged_weights, use_trained_weights)
+            lost, moved = find_lost(few, make_optimizer, averaged_weights)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
@@ -50,7 +50,7 @@ def check(args, lora, make_optimizer, averaged_weights, use_trained_weights):
                          "--optimizer_args, or another, such as torch.optim.AdamW")
 
 
-def find_lost(few, make_optimizer, averaged_weights, use_trained_weights):
+def find_lost(few, make_optimizer, averaged_weights):
     """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
     {name: parameter}."""
     first = copies_of(few)
@@ -63,7 +63,6 @@ def find_lost(few, make_optimizer, averaged_weights, use_trained_weights):
             tensors, info = read_tensors(Path(folder, OPTIMIZER_FILE))
     other = make_optimizer(second.values())
     load_optimizer(other, second, tensors, info["optimizer"])
-    use_trained_weights(other)
     moved = not all(same_bits(first[name], few[name]) for name in few)
     lost = difference(vars(optimizer), vars(other), "", set())
     if lost is None:

@@ -19,9 +19,19 @@ from pydoc import locate
 import torch
 
 import predict
-from common import LORA_FILE, InputError, checkpoints, is_index, number_of, read_tensors, write_tensors
+from common import (LORA_FILE, SAMPLING, InputError, checkpoints, file_hash, is_index, load_extra, number_of,
+                    read_tensors, write_tensors)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+# All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
+# code is not compared.)
+BY_CONTENT = ( # compared as hashes of what they lead to, which train.py adds when it knows them
+    "pretrained_lora model transformer data repeats mask skip_bad target_pixels control_pixels upscale cache_dir "
+    "use_cache max_sequence_length").split()
+MAY_CHANGE = ( # what is written, when and where; then what changes speed and memory
+    "val_data val_pictures sample_every save_every keep out_dir tracker plan resume sample_lora "
+    "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile"
+).split() + list(SAMPLING)
 LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_args --pretrained_lora".split()
 
 
@@ -55,6 +65,16 @@ def find_checkpoint(out_dir, say):
     if not saved and (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists():
         return None
     raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
+
+
+def compared(args, pretrained_file):
+    """-> what a checkpoint says of its run, for refuse_changes: {flag: value}, and a hash of --pretrained_lora's
+    file."""
+    config = {name: value for name, value in vars(args).items() if name not in BY_CONTENT + MAY_CHANGE}
+    config["pretrained_hash"] = pretrained_file and file_hash(pretrained_file)
+    if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
+        del config["max_steps"]
+    return config
 
 
 def refuse_changes(out_dir, old, config, parser):
@@ -152,6 +172,8 @@ def load_optimizer(optimizer, lora, tensors, state):
     device = next(iter(lora.values())).device
     for place, key, value in state:
         places[place][key] = from_json(value, tensors, device)
+    if hasattr(optimizer, "eval"): # a schedule-free one
+        load_extra("schedule_free").use_trained_weights(optimizer)
 
 
 def load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer):

@@ -5,6 +5,7 @@ optimizer is refused before the first step, in one line that names what a checkp
 $ python -m pytest -q tests/test_optimizers.py    # twenty seconds
 """
 import collections
+import contextlib
 import json
 import random
 import types
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import common
-from extras import probe, resume
+from extras import probe, resume, schedule_free
 from tests.harness import assert_same_run, is_one_line, log_of, recipe, run_script
 
 class Optimizer(torch.optim.Optimizer):
@@ -226,7 +227,8 @@ def trial(optimizer, **more):
         for name, value in (("args", args), ("optimizer_class", locate(optimizer))):
             patch.setitem(ns["make_optimizer"].__globals__, name, value)
         before = {name: p.detach().clone() for name, p in lora.items()}
-        probe.check(args, lora, *[ns[name] for name in "make_optimizer averaged_weights use_trained_weights".split()])
+        averaged = schedule_free.averaged_weights if hasattr(locate(optimizer), "eval") else contextlib.nullcontext
+        probe.check(args, lora, ns["make_optimizer"], averaged)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
 @pytest.mark.parametrize("optimizer", KEPT)
