@@ -341,7 +341,10 @@ def parse_args(parser, script):
     if hints := find_extra("hints"):
         parser.epilog = hints.list_defaults(model_defaults("tiny", script))
     args = parser.parse_args()
-    if own := model_defaults(args.model, script):
+    own = model_defaults(args.model, script)
+    if "--optimizer" in parser.given(): # another class, to which its arguments do not belong
+        own.pop("optimizer_args", None)
+    if own:
         parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
         args = parser.parse_args()
     for flag, _, name in extras_of(args):

@@ -61,7 +61,7 @@ flag("--lora_args", [], "KEY=VALUE: others of peft.LoraConfig, such as use_rslor
 flag("--pretrained_lora", None, "start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag = parser.group("step")
 flag("--max_steps", 2000, "optimizer steps", type=positive)
-flag("--batch_size", max(4, int(os.environ.get("WORLD_SIZE", 1))), "samples per optimizer step, over all processes "
+flag("--batch_size", max(4, common.world()), "samples per optimizer step, over all processes "
      "(default: 4, with more processes one for each)", type=positive)
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
 flag("--batching", "packed", "padded calls the model as other trainers do; for checking packed",
@@ -106,8 +106,6 @@ args = common.parse_data_args(parser, "train.py") # tiny/defaults.json has those
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
 lora_args = dict(args.lora_args)
-if "--optimizer" in parser.given() and "--optimizer_args" not in parser.given():
-    args.optimizer_args = [] # those of tiny are Muon's
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
@@ -157,17 +155,22 @@ if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
 for path in filter(None, [*sample_lora_files, pretrained_file]): # now, as a model may be downloaded next
     predict.read_lora(path)
-sampling = common.SAMPLING | {name: getattr(args, name) for name in SAMPLING_FLAGS} # of validation pictures
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
-# In the order of a step. pick: which sample; load_item: its tensors; predict_velocity: the model; flow_loss: the loss.
+# In the order of a step, which is in short:
 #
-#   target, control   the picture wanted, and a picture given (before, after; ControlNet is something else)
+#   picks = [pick(position), ...]                 which samples, at which noise; no file is opened yet
+#   for pack in deal_packs(...)[rank]:            a pack: places in picks that this process computes together
+#       items = [load_item(picks[place]), ...]    their tensors: in a thread, while the step before computes
+#       items = ask_base(transformer, items)      --preserve; to_device comes before it
+#       losses = flow_loss(transformer, items)    calls predict_velocity: one forward pass
+#       (sum(losses) / len(picks)).backward()
+#
+#   target, control   the picture wanted, and a picture given (before, after)
 #   sample            a target with its controls and its prompts; common.Sample lists the fields
 #   latents, token    a picture as the VAE encodes it; a token is 16x16 pixels of it, or a piece of a prompt
 #   base              the frozen model without the LoRA
 #   position          the number of a sample in the endless stream: step n uses n * batch_size and so on
-#   pack              the samples that go through the model together, in one forward pass; a step has one or more
 #   --preserve        some samples get another prompt, and the LoRA learns to answer it as the base does
 #
 # Besides the flags these functions read what THE RUN makes before the first step: epoch (the samples of one pass
@@ -183,7 +186,7 @@ class Pick:
     with_controls: bool # False: text-to-image; the prompt's embedding does not see the controls either
     preserve: bool # learn what the base answers to this prompt, not the target
     s: torch.Tensor # () the noise level, which is the model's timestep: 0 is data, 1 is noise
-    noise_generator: torch.Generator # load_item draws the noise from it, once
+    noise_generator: torch.Generator # load_item draws the noise from it
 
     @property
     def img_shapes(self):
@@ -286,7 +289,7 @@ def load_item(picked):
 
 def to_device(item):
     """Copies an Item to the device, on a stream of its own: on the one that computes, the copy would wait for all that
-    the GPU still has to do."""
+    the GPU still has to do. When .to() returns, the copy is done."""
     with torch.cuda.stream(copying): # (without a GPU this does nothing)
         moved = {name: x.to(args.device) for name, x in vars(item).items() if torch.is_tensor(x)}
     if copying:
@@ -315,7 +318,7 @@ def ask_base(model, items):
         asked = asked or items[-1:]
     if not asked:
         return items
-    model.disable_adapters()
+    model.disable_adapters() # (and their requires_grad; enable_adapters turns that on again, and gradients stay)
     with torch.no_grad():
         answers = iter(predict_velocity(model, asked))
     model.enable_adapters()
@@ -344,9 +347,8 @@ def learning_rate(n):
     return args.lr * shape[args.lr_scheduler]
 
 # ==== HELPERS, by subject =============================================================================================
-# Besides the names from the flags they read rank, world_size and out_dir, with which THE RUN begins. save_checkpoint
-# also reads resume and best, deal_packs transformer, validations transformer, val_samples, drawer and best. If you
-# have one GPU, skip what they say about ranks, processes and --fsdp.
+# They read args, and what THE RUN makes before it calls them. If you have one GPU, skip what they say about ranks,
+# processes and --fsdp.
 
 def say(line):
     if rank == 0:
@@ -383,6 +385,12 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
         if number_of(old) not in kept:
             shutil.rmtree(old)
 
+def save_the_rest(step, *state):
+    """Before an error ends the run: saves the steps since the last checkpoint. state: as for save_checkpoint."""
+    if rank == 0 and step and not (out_dir / f"checkpoint-{step:06d}").exists():
+        save_checkpoint(step, *state)
+        say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")
+
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
 def make_model(folder, file):
@@ -417,7 +425,7 @@ def make_optimizer(parameters):
         optimizer = optimizer_class(parameters, **optimizer_args)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
-    if hasattr(optimizer, "train"): # a schedule-free one
+    if hasattr(optimizer, "eval"): # a schedule-free one
         optimizer.train()
     return optimizer
 
@@ -459,6 +467,11 @@ def load_pack(picks, pack):
     item = load_item(min(picks, key=lambda p: p.tokens))
     return [replace(item, weight=None)]
 
+def load_step(n):
+    """-> (the Picks of step n, (pack, its Items) for each forward pass of this process)."""
+    picks, packs = plan_step(n)
+    return picks, [(pack, load_pack(picks, pack)) for pack in packs]
+
 # ---- a step: sums over the processes, its line, its errors -----------------------------------------------------------
 
 def sum_over_processes(parameters, numbers):
@@ -471,7 +484,7 @@ def sum_over_processes(parameters, numbers):
     flat = torch.cat([parameters_to_vector(grads), numbers])
     if world_size > 1:
         dist.all_reduce(flat)
-    vector_to_parameters(flat, grads) # each gradient is a part of `flat` now
+    vector_to_parameters(flat, grads) # each gradient is a view of its part of `flat` now
     return flat[-len(numbers):].tolist()
 
 def clock():
@@ -481,9 +494,9 @@ def clock():
 
 def step_line(record, left):
     """A step as a person reads it. record: what the log has of it; left: seconds until the end."""
-    line = ("step {step}/{max_steps}  loss {loss:.4f}  lr {lr:.1e}  grad {grad_norm:.2g}  {seconds:.3g} s  "
+    line = ("step {step}/{last}  loss {loss:.4f}  lr {lr:.1e}  grad {grad_norm:.2g}  {seconds:.3g} s  "
             "{speed:.3g}k tok/s  {memory:.3g} GiB").format(
-                **vars(args) | record, speed=record["tokens"] / record["seconds"] / 1000)
+                **record, last=args.max_steps, speed=record["tokens"] / record["seconds"] / 1000)
     if record["step"] > 1: # the first step also warms up
         line += f"  {timedelta(seconds=round(left)) if left < 86400 else f'{left / 3600:.0f} h'} left"
     if record["loss"] > 10:
@@ -505,10 +518,9 @@ def validation_loss():
     """flow_loss over --val_data, at four noise levels each. The noise depends on a sample's place in --val_data and not
     on --seed, so you can compare two runs that have the same sizes and flags of the loss. (Not with the training's
     loss, whose noise levels --timestep_sampling decides.)"""
-    # each level is the middle of a quarter
     picks = []
     for place, sample in enumerate(val_samples):
-        for s in (0.125, 0.375, 0.625, 0.875):
+        for s in (0.125, 0.375, 0.625, 0.875): # the middles of four quarters
             noise = generator("validation", place, s, seed=0)
             picks.append(Pick(sample, sample.encodings[0], sample.prompts[0], with_controls=True, preserve=False,
                               s=torch.tensor(s), noise_generator=noise))
@@ -563,7 +575,7 @@ out_dir = common.gather_objects(out_dir)[0]
 # write one, and before anything slow begins, so that a forbidden change or a finished run is reported within seconds.
 resume = find_extra("resume") # the module; None if it was deleted
 checkpoint, step = None, 0
-config = resume.compared(args, pretrained_file) if resume else {} # what --resume compares
+config = resume.compared(args, pretrained_file) if resume else {} # what --resume compares, more below
 best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
@@ -576,7 +588,7 @@ if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
 
-# --plan works without a network, too.
+# --plan works without a network, too: of a published model it knows the configs.
 if args.plan:
     load_extra("plan").stand_in(args)
 
@@ -601,7 +613,7 @@ if encoders:
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 transformer, lora = make_model(transformer_folder, transformer_file)
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
-if args.plan: # needs shapes and no numbers
+if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
     load_extra("plan").print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss, say)
     sys.exit(0)
 
@@ -615,11 +627,11 @@ if args.compile:
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
 dropout = transformer.peft_config["default"].lora_dropout > 0
 recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
-fit = find_extra("fit") if args.gradient_checkpointing is None else None
-if fit and fit.has_own_memory(args.device): # some passes over the largest pack that can come measure what fits
+recomputed = None
+if args.gradient_checkpointing is None and (fit := find_extra("fit")): # measures on a GPU; None on a CPU
     recomputed = fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item,
                                     flow_loss, recompute, args, say)
-else:
+if recomputed is None:
     recomputed = recompute(args.gradient_checkpointing)
 if recomputed:
     say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
@@ -629,7 +641,7 @@ optimizer = make_optimizer(lora.values())
 averaged_weights = contextlib.nullcontext
 if hasattr(optimizer, "eval"):
     averaged_weights = load_extra("schedule_free", f"--optimizer {args.optimizer}").averaged_weights
-if probe := find_extra("probe"): # else an optimizer that cannot be saved would show only at the first checkpoint
+if probe := find_extra("probe"): # or an optimizer that cannot be saved would show only at the first checkpoint
     probe.check(args, lora, make_optimizer, averaged_weights)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
@@ -638,9 +650,8 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
-common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir)) # the others then find its answers
-hashes = {f"{part}_hash": value for part, value in cache.hash_parts(models, args.cache_dir).items()}
-config.update(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
+if resume:
+    config |= resume.contents(models, epoch, geometry, args)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
 if args.transformer:
@@ -671,7 +682,7 @@ if rank == 0:
 # Validations also draw pictures.
 drawer = None
 if val_samples and (extra := find_extra("draw")):
-    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sampling, args)
+    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, args)
 elif val_samples:
     say("extras/draw.py is missing: validations draw no pictures")
 
@@ -682,14 +693,13 @@ elif val_samples:
 signals, stop = contextlib.ExitStack(), False
 signals_seen = signals.enter_context(common.signals_noted())
 
-# A thread loads the next pack while this one computes, in the order in which the loop below asks for them. (Encoders
-# need the device themselves, so with --no-use_cache the pack waits its turn.)
-jobs = ((picks, pack) for picks, packs in map(plan_step, range(step, args.max_steps)) for pack in packs)
-loaded = common.run_ahead(lambda job: load_pack(*job), jobs, most=0 if encoders else 1)
+# A thread loads the next step while this one computes. (Encoders need the device themselves, so with --no-use_cache the
+# step waits its turn.)
+loaded_steps = common.run_ahead(load_step, range(step, args.max_steps), most=0 if encoders else 1)
 
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
-begun, first_step, saved = time.monotonic(), step, True # saved: the present weights are in a checkpoint, or new
-said = begun # when a step was last printed
+first_step = step
+begun = time.monotonic()
 while step < args.max_steps and not stop:
     # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
     if validation_due(step):
@@ -697,41 +707,42 @@ while step < args.max_steps and not stop:
             validate(step, track)
     t0 = clock()
 
+    # A file may be damaged, or have changed, on one process: then all leave, before they wait for each other.
+    failure = None
+    try:
+        picks, passes = next(loaded_steps).result()
+    except InputError as e:
+        failure = e
+    if any(common.gather_objects(failure is not None)):
+        save_the_rest(step, transformer, lora, optimizer, meta)
+        raise failure or SystemExit(1)
+
     # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a mean
     # is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
-    picks, packs = plan_step(step)
-    sample_losses, failure = torch.zeros(len(picks), device=args.device), None
-    for pack in packs:
+    numbers = torch.zeros(len(picks) + 1, device=args.device) # losses; how many signals were seen
+    for pack, items in passes:
         # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first sample), so a
         # resumed run drops the same inputs; other packs or processes drop others.
         torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
-        try:
-            items = list(map(to_device, next(loaded).result()))
-        except InputError as e: # a file is damaged or has changed
-            if step == first_step: # nothing is lost
-                raise
-            failure = e # the pack before is computed again: with --fsdp all must run as many passes
-        try:
-            items = ask_base(transformer, items)
+        computed = False
+        with contextlib.suppress(torch.OutOfMemoryError):
+            items = ask_base(transformer, list(map(to_device, items)))
             losses = flow_loss(transformer, items)
             (sum(losses) / len(picks)).backward()
-        except torch.OutOfMemoryError:
+            computed = True
+        if not computed:
+            if world_size == 1: # else the others wait for this one, until torchrun ends them
+                save_the_rest(step, transformer, lora, optimizer, meta)
             raise step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
                              f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one sample "
                              "--target_pixels), or raise the second, then --resume")
         for place, loss in zip(pack, losses):
-            sample_losses[place] = loss.detach()
+            numbers[place] = loss.detach()
 
-    # One all-reduce carries all that the processes share: gradients, losses, how many signals and failures they saw.
-    # (torch.full, as torch.tensor would wait for the GPU.)
-    seen_here = [torch.full((1,), float(n), device=args.device) for n in (len(signals_seen), failure is not None)]
-    *sample_losses, stop, failed = sum_over_processes(lora.values(), torch.cat([sample_losses, *seen_here]))
+    # One all-reduce carries all that the processes share.
+    numbers[-1] = len(signals_seen)
+    *sample_losses, stop = sum_over_processes(lora.values(), numbers)
     loss = sum(sample_losses) / len(sample_losses)
-    if failed: # this step is given up; what the run has learned until now is saved
-        if rank == 0 and not saved:
-            save_checkpoint(step, transformer, lora, optimizer, meta)
-            say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")
-        raise failure or SystemExit(1)
 
     # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
     grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
@@ -755,33 +766,31 @@ while step < args.max_steps and not stop:
 
     # Log and save; nothing below changes the training. A checkpoint precedes a validation, which may take minutes. The
     # estimate of the time left includes the validations so far.
-    saved = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
+    save_now = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
     if rank == 0:
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
         record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
         record["timesteps"] = [round(p.s.item(), 4) for p in picks]
         record["losses"] = [round(x, 5) for x in sample_losses]
-        write_log(record, sync=saved)
+        write_log(record, sync=save_now)
         if track:
             track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
         bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
         bar.update()
-        now = time.monotonic()
-        # a terminal, where the bar tells how far it is, gets a line in ten steps or in a minute, a file each step
-        if bar.disable or saved or step % 10 == 0 or step == first_step + 1 or loss > 10 or now - said > 60:
-            said = now
-            say(step_line(record, (now - begun) / (step - first_step) * (args.max_steps - step)))
+        # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
+        if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
+            say(step_line(record, (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)))
         if step == first_step + 1:
             say(f"the curves, in a browser: python tools/page.py {shlex.quote(str(out_dir))} --watch")
-        if saved:
+        if save_now:
             save_checkpoint(step, transformer, lora, optimizer, meta)
 bar.close()
 
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
 
-# The finished LoRA, a last validation, and then DONE, which marks both as complete. `fold` puts the LoRA's scale into
-# its weights, because ComfyUI does not read it; checkpoints stay as trained.
+# The finished LoRA, a last validation (which a signal does not end), and then DONE, which marks both as complete.
+# `fold` puts the LoRA's scale into its weights, because ComfyUI does not read it; checkpoints stay as trained.
 if stop:
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:

@@ -29,11 +29,13 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     """Draws with the transformer, as it is when draw() is called, on all processes together.
 
     scheduler_config: of the scheduler. samples: the validation samples, planned and, but for `encoders`, encoded.
-    encoders: the pipeline that encodes live, or None. settings: those of common.SAMPLING. args: of train.py."""
+    encoders: the pipeline that encodes live, or None. args: of train.py."""
 
-    def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, settings, args):
+    def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, args):
         self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
-        self.encoders, self.out_dir, self.settings, self.args = encoders, out_dir, settings, args
+        self.encoders, self.out_dir, self.args = encoders, out_dir, args
+        own = {name: value for name, value in vars(args).items() if name in common.SAMPLING}
+        self.settings = common.SAMPLING | own
         if encoders:
             self.vae = encoders.vae
         else:

@@ -157,9 +157,12 @@ def options_of(selective):
     return dict(context_fn=keep_attention) if selective else {}
 
 def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, args, say):
-    """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process. lengths,
-    tables: lengths_of's and table_bytes'; Item, flow_loss, say: train.py's; recompute(number, **options):
-    checkpoint_blocks. InputError if the largest pack does not fit although all blocks are computed again."""
+    """Checkpoints as few blocks as the device's memory allows -> their number, the same on every process; None where
+    the device has no memory of its own. lengths, tables: lengths_of's and table_bytes'; Item, flow_loss, say:
+    train.py's; recompute(number, **options): checkpoint_blocks. InputError if the largest pack does not fit although
+    all blocks are computed again."""
+    if not has_own_memory(args.device):
+        return None
     blocks, processes = len(transformer.transformer_blocks), dist.get_world_size() if dist.is_initialized() else 1
     pack = largest_pack(lengths, args, processes)
     items = blank_items(Item, map(shape_of, pack), transformer, args.device)

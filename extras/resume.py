@@ -18,6 +18,8 @@ from pydoc import locate
 
 import torch
 
+import cache
+import common
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, checkpoints, file_hash, is_index, load_extra, number_of,
                     read_tensors, write_tensors)
@@ -75,6 +77,14 @@ def compared(args, pretrained_file):
     if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
         del config["max_steps"]
     return config
+
+
+def contents(models, epoch, geometry, args):
+    """-> what a checkpoint says of what the flags BY_CONTENT lead to: hashes of all models (58 GB take a minute, so the
+    first process reads them, and the others find its answers) and of the samples; sizes."""
+    common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir))
+    hashes = {f"{part}_hash": value for part, value in cache.hash_parts(models, args.cache_dir).items()}
+    return dict(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
 
 
 def refuse_changes(out_dir, old, config, parser):

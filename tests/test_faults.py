@@ -243,7 +243,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_old_one_stays(tmp_p
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0
     assert_same_run(out_dir, unbroken.out_dir)
 
-def test_out_of_memory_names_samples_and_keeps_the_checkpoint(tmp_path, small, monkeypatch):
+def test_out_of_memory_names_samples_and_saves_the_steps_before(tmp_path, small, unbroken, monkeypatch):
     real, calls = rope_patch.run_packed, []
 
     def run_packed(*args):
@@ -254,8 +254,10 @@ def test_out_of_memory_names_samples_and_keeps_the_checkpoint(tmp_path, small, m
     monkeypatch.setattr(rope_patch, "run_packed", run_packed)
     result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "run")
     assert result.status == 1 and is_one_line(result.errors[0], "--max_tokens", "step 4", "--resume")
-    assert steps_of(tmp_path / "run") == [2]
+    assert steps_of(tmp_path / "run") == [2, 3]
     assert_checkpoints_whole(tmp_path / "run")
+    assert run_script("train.py", *small.flags, "--out_dir", tmp_path / "run", "--resume").status == 0
+    assert_same_run(tmp_path / "run", unbroken.out_dir)
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
 

@@ -355,10 +355,12 @@ def fails_at(call):
         return real(*args)
     cache.load_latents = load_latents
 
-@pytest.mark.parametrize("preludes", [[functools.partial(fails_at, 9)], [None, functools.partial(fails_at, 5)],
-                                      [functools.partial(fails_at, 5), None]], ids=["one", "second", "first"])
-def test_what_was_learned_before_a_sample_could_not_be_loaded_is_saved(tmp_path, small, start, unbroken, preludes):
-    flags = [*small.flags, "--save_every", 999, "--out_dir", tmp_path / "run"]
+@pytest.mark.parametrize("preludes, more", [
+    ([functools.partial(fails_at, 9)], []), ([None, functools.partial(fails_at, 5)], []),
+    ([functools.partial(fails_at, 5), None], []), ([functools.partial(fails_at, 5), None], ["--fsdp"])],
+    ids=["one", "second", "first", "fsdp"])
+def test_what_was_learned_before_a_sample_could_not_be_loaded_is_saved(tmp_path, small, start, unbroken, preludes, more):
+    flags = [*small.flags, *more, "--save_every", 999, "--out_dir", tmp_path / "run"]
     ranks = start_ranks(start, *flags, preludes=preludes)
     assert [r.wait() for r in ranks] == [1] * len(ranks)
     outputs = [r.output() for r in ranks]
@@ -366,7 +368,7 @@ def test_what_was_learned_before_a_sample_could_not_be_loaded_is_saved(tmp_path,
     assert sum(is_one_line(line, "spoiled") for line in last_lines) == 1, outputs
     assert "Traceback" not in "".join(outputs)
     assert steps_of(tmp_path / "run") == [4] and len(log_of(tmp_path / "run")) == 4
-    assert start("train.py", *flags, "--resume").wait() == 0
+    assert [r.wait() for r in start_ranks(start, *flags, "--resume", preludes=[None] * len(ranks))] == [0] * len(ranks)
     if len(ranks) == 1:
         assert_same_run(tmp_path / "run", unbroken.out_dir)
     else:

@@ -7,8 +7,8 @@ $ torchrun --nproc_per_node=8 tools/lean_train.py --batch_size 8 --model ...   #
 $ python tools/lean_train.py --model ... --resume                               # the same, after Ctrl-C or a kill
 
 In one process on a CPU train.py computes the same with the same flags, bit for bit. This lacks: validations, --plan,
---no-use_cache, --fsdp, --compile, --tracker, --pretrained_lora, --preserve, other kinds of LoRA and timesteps, dropped
-controls, schedule-free optimizers, older checkpoints, locked folders, recomputing by need, and most checks.
+--no-use_cache, --fsdp, --compile, --tracker, --pretrained_lora, --preserve, --weight_decay, other kinds of LoRA and
+timesteps, dropped controls, schedule-free optimizers, older checkpoints, locked folders, recomputing by need, checks.
 """
 import hashlib
 import io
@@ -51,13 +51,12 @@ args = common.parse_data_args(parser, "train.py") # with --model tiny, the defau
 if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
     parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
 args.val_data = [] # tiny's defaults have some
-if "--optimizer" in parser.given() and "--optimizer_args" not in parser.given():
-    args.optimizer_args = [] # those of tiny are for Muon
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which is not here; use bfloat16")
-if args.resume != any(args.out_dir.glob("state.safetensors" if args.resume else "[!.]*")):
-    what = "has no state.safetensors, which the first save writes" if args.resume else "is not empty; or give --resume"
-    parser.error(f"argument --out_dir: {args.out_dir} {what}; give another folder")
+if args.resume and not (args.out_dir / "state.safetensors").exists():
+    parser.error(f"argument --out_dir: {args.out_dir} has no saved state; give another one, or leave out --resume")
+if not args.resume and any(args.out_dir.glob("[!.]*")):
+    parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another folder, or --resume")
 common.look_over(args)
 
 import torch # from here on imports take ten seconds; what is above needs one
@@ -85,14 +84,14 @@ def pick(position):
     encoding = sample.encodings[torch.randint(len(sample.encodings), (), generator=g)] # one for each --target_pixels
     prompts = [""] if torch.rand((), generator=g).item() < args.caption_dropout_rate else sample.prompts
     prompt = prompts[torch.randint(len(prompts), (), generator=generator("wording", position))]
-    tokens = sum(h * w for _, h, w in encoding["img_shapes"]) + sample.texts[prompt, True]["tokens"]
-    return sample, encoding, prompt, tokens
+    text = sample.texts[prompt, True] # True: the text encoder has seen the controls too
+    return sample, encoding, prompt, sum(h * w for _, h, w in encoding["img_shapes"]) + text["tokens"]
 
 def load(position):
-    """Reads what pick chooses, and adds noise -> what flow_loss wants. I: target tokens, K: tokens of all controls."""
+    """Reads what pick chooses, and adds noise -> what flow_loss takes apart. I: target tokens, K: control tokens."""
     sample, encoding, prompt, _ = pick(position)
     latents, g = cache.load_latents(sample, encoding), generator("noise", position)
-    embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, J); True: it has seen the controls
+    embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, J)
     # The noise level s is also the model's timestep: 0 is data, 1 is noise. Larger pictures get more, as in inference.
     shift = math.exp(predict.find_mu(math.prod(encoding["img_shapes"][0]), scheduler_config))
     s = shift / (shift + 1 / torch.randn((), generator=g).sigmoid() - 1)
@@ -118,8 +117,9 @@ def load_step(n):
 
 def flow_loss(items):
     """One forward pass over samples of any sizes. Yields the loss of each: the mean over its own target tokens."""
-    xs, prompts, s, velocities, weights, shapes = zip(*items)
-    for pred, v, weight in zip(run_packed(transformer, xs, prompts, torch.stack(s), shapes), velocities, weights):
+    xs, embeds, s, velocities, weights, img_shapes = zip(*items)
+    preds = run_packed(transformer, xs, embeds, torch.stack(s), img_shapes)
+    for pred, v, weight in zip(preds, velocities, weights):
         error = (pred[:len(v)].float() - v).square().mean(-1) # what it predicts for controls is dropped
         yield (error * weight).sum() / weight.sum()
 
@@ -152,9 +152,10 @@ predict.place_transformer(transformer, args.device, args.quantize, args.offload)
 checkpoint_blocks(transformer, args.gradient_checkpointing, preserve_rng_state=False) # as nothing in them is random
 try:
     optimizer = locate(args.optimizer)(lora.values(), **dict(lr=args.lr, weight_decay=0.01) | dict(args.optimizer_args))
-    assert not hasattr(optimizer, "eval"), "it is schedule-free, which only train.py can use"
 except Exception as e: # a foreign class can fail in any way
     raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its --optimizer_args")
+if hasattr(optimizer, "eval"):
+    raise InputError(f"--optimizer {args.optimizer}: is schedule-free, which only train.py can use; take another")
 
 # Continue. Data, and all flags but these, must be what they were.
 may_change = "out_dir cache_dir save_every resume flash_attention max_tokens gradient_checkpointing offload".split()
@@ -195,14 +196,15 @@ with common.signals_noted() as signals:
         grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
         if not math.isfinite(loss + grad_norm):
             raise InputError(f"{log}: step {step + 1} has loss {loss}, gradient {grad_norm}; mend masks, or lower --lr")
+        lr = learning_rate(step)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        # Log and save. The LoRA comes first: after the last state there would be no step left to write it.
+        # Log and save. First the LoRA: killed before it has the state, too, the run repeats these steps after --resume.
         if rank == 0:
-            record = dict(step=step, loss=loss, lr=group["lr"], grad_norm=grad_norm, seconds=time.perf_counter() - t0)
+            record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=time.perf_counter() - t0)
             print(f"step {step}  loss {loss:.4f}  gradient {grad_norm:.3g}  {record['seconds']:.3g} s")
             with open(log, "a") as f:
                 f.write(json.dumps(record) + "\n")
