@@ -674,9 +674,8 @@ if rank == 0:
     if args.resume:
         say(f"{out_dir}: continues after step {step}")
         kept = resume.clean_folder(out_dir, step)
-    begin = dict(command=sys.argv, flags=vars(args), **versions, started=time.time())
-    lines = kept or [json.dumps(begin, default=str)]
-    write_file(out_dir / "log.jsonl", ("\n".join(lines) + "\n").encode())
+    begin = json.dumps(dict(command=sys.argv, flags=vars(args), **versions, started=time.time()), default=str)
+    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 # Validations also draw pictures.

@@ -359,7 +359,8 @@ def fails_at(call):
     ([functools.partial(fails_at, 9)], []), ([None, functools.partial(fails_at, 5)], []),
     ([functools.partial(fails_at, 5), None], []), ([functools.partial(fails_at, 5), None], ["--fsdp"])],
     ids=["one", "second", "first", "fsdp"])
-def test_what_was_learned_before_a_sample_could_not_be_loaded_is_saved(tmp_path, small, start, unbroken, preludes, more):
+def test_what_was_learned_before_a_sample_could_not_be_loaded_is_saved(tmp_path, small, start, unbroken, preludes,
+                                                                       more):
     flags = [*small.flags, *more, "--save_every", 999, "--out_dir", tmp_path / "run"]
     ranks = start_ranks(start, *flags, preludes=preludes)
     assert [r.wait() for r in ranks] == [1] * len(ranks)

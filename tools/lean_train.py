@@ -54,7 +54,7 @@ args.val_data = [] # tiny's defaults have some
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which is not here; use bfloat16")
 if args.resume and not (args.out_dir / "state.safetensors").exists():
-    parser.error(f"argument --out_dir: {args.out_dir} has no saved state; give another one, or leave out --resume")
+    parser.error(f"argument --out_dir: {args.out_dir} has no state.safetensors; give another, or leave out --resume")
 if not args.resume and any(args.out_dir.glob("[!.]*")):
     parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another folder, or --resume")
 common.look_over(args)
