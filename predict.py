@@ -31,7 +31,6 @@ import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mode
@@ -115,8 +114,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline,
-                       QwenImageTransformer2DModel)
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
 from diffusers.training_utils import cast_training_params
@@ -324,11 +322,12 @@ def save_lora(path, transformer, train, fold=False):
     config = transformer.peft_config["default"].to_dict()
     # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing. And
     # no dropout, which in stock diffusers would be at work when pictures are generated
-    config.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None,
-                  lora_dropout=0.0)
+    layers = sorted({key.rsplit(".lora_", 1)[0] for key in state})
+    config.update(target_modules=layers, exclude_modules=None, lora_dropout=0.0)
     if fold:
-        for key in [k for k in state if ".lora_B." in k]:
-            state[key] = state[key] * transformer.get_submodule(key.split(".lora_B.")[0]).scaling["default"]
+        for layer in layers:
+            key = f"{layer}.lora_B.weight"
+            state[key] = state[key] * transformer.get_submodule(layer).scaling["default"]
         config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
     meta = with_prefix("transformer", config) | with_prefix("train", train)
     common.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")
@@ -608,7 +607,8 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
         print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
-    vae = cache.load_part(AutoencoderKLQwenImage, Path(pipe.name_or_path, "vae"), args.dtype).to(args.vae_device)
+    cache.load_encoder(pipe, "vae", args)
+    vae = pipe.vae.to(args.vae_device) # with its decoder
     t0 = monotonic()
     # the bar counts steps, as a picture of the real model takes half a minute
     bar = common.progress(f"{len(pictures)} pictures", unit="step",
@@ -646,8 +646,9 @@ def main(args):
                  scheduler=folder / "scheduler")
     models = common.on_first_process(lambda: cache.hash_parts(parts, args.cache_dir))
     pipe = cache.load_pipeline(folder)
-    complete = partial(complete_settings, args=args, shift_terminal=pipe.scheduler.config.shift_terminal)
-    samples, wrong = cache.plan_samples(pipe, samples, complete, geometry, args)
+    shift_terminal = pipe.scheduler.config.shift_terminal
+    samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
+                                        geometry, args)
     if first and (hints := common.find_extra("hints")):
         common.print_problems(hints.warnings(args, samples))
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
 from PIL import Image, ImageFile, ImageFont, ImageOps
 
 import cache
@@ -389,13 +390,13 @@ def test_from_the_first_picture_on_that_is_too_large_to_decode_all_are_decoded_i
     assert run_script("predict.py", *flags, "--out_dir", tmp_path / "whole").status == 0
     decoded = []
     def watched(name, fails):
-        real = getattr(predict.AutoencoderKLQwenImage, name)
+        real = getattr(AutoencoderKLQwenImage, name)
         def call(vae, z, **kwargs):
             decoded.append((name, *z.shape[-2:]))
             if fails(z):
                 raise torch.OutOfMemoryError
             return real(vae, z, **kwargs)
-        monkeypatch.setattr(predict.AutoencoderKLQwenImage, name, call)
+        monkeypatch.setattr(AutoencoderKLQwenImage, name, call)
     watched("decode", lambda z: z.shape[-2:] == (40, 12)) # of d
     watched("tiled_decode", lambda z: not tiles_fit)
     result = run_script("predict.py", *flags, "--out_dir", tmp_path / "tiles")
@@ -418,7 +419,7 @@ def test_a_training_that_draws_in_tiles_still_encodes_whole_pictures(monkeypatch
     before = cache.encode_image(pipe, image)
     def fails(vae, z, **kwargs):
         raise torch.OutOfMemoryError
-    monkeypatch.setattr(predict.AutoencoderKLQwenImage, "decode", fails)
+    monkeypatch.setattr(AutoencoderKLQwenImage, "decode", fails)
     predict.decode(pipe.vae, before, [(1, 4, 20)])
     assert torch.equal(cache.encode_image(pipe, image), before)
 
