@@ -563,10 +563,10 @@ def with_end(path, end):
     return path
 
 def plan_pictures(samples, inputs, args, sheet, models):
-    """-> [SimpleNamespace(sample: with all settings of this picture, row: its sample's number, scale, strengths: of its
-    LoRAs, path, key: a hash of all that decides it)], one for each sample, seed and scale. InputError if two would be
-    written to one file, or one to `sheet`, or over a file that is not ours. sheet: None for --image FILES; models:
-    hashes of transformer and scheduler."""
+    """-> [SimpleNamespace(sample: with all settings of this picture, strengths: of its LoRAs, row: its sample's number,
+    title: what sets it apart in this row of a sheet, path, key: a hash of all that decides it)], one for each sample,
+    seed and scale. InputError if two would be written to one file, or one to `sheet`, or over a file that is not ours.
+    sheet: None for --image FILES; models: hashes of transformer and scheduler."""
     loras = [file_hash(path) for path in args.lora] # by content, so one that is trained on is another one
     pictures = []
     taken = {sheet and sheet.resolve(), *inputs}
@@ -578,9 +578,14 @@ def plan_pictures(samples, inputs, args, sheet, models):
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
         key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
                                  **settings)
-        # its file, whose name has an end where there are several of a sample
-        end = f"-s{seed}" if len(args.seed) > 1 else ""
+        # its title, and its file, whose name has an end where there are several of a sample
+        words = []
+        end = ""
+        if len(args.seed) > 1:
+            words.append(f"seed {seed}")
+            end += f"-s{seed}"
         if len(args.scales) > 1:
+            words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
         out = args.out or args.out_dir / sample.settings.get("out", f"{picture_stem(sample)}.png")
         path = with_end(out, end)
@@ -593,7 +598,8 @@ def plan_pictures(samples, inputs, args, sheet, models):
                              "result; give it another name")
         common.refuse_to_replace(path, OURS)
         taken.add(path.resolve())
-        pictures.append(SimpleNamespace(sample=sample, row=row, scale=scale, strengths=strengths, path=path, key=key))
+        pictures.append(SimpleNamespace(sample=sample, strengths=strengths, row=row, title=", ".join(words) or "result",
+                                        path=path, key=key))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
@@ -688,7 +694,7 @@ def main(args):
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
         shown = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
         if sheets and len(shown) > 1:
-            save_png(sheets.results_sheet(shown, args), sheet)
+            save_png(sheets.results_sheet(shown), sheet)
             print(f"{sheet}: {len(shown)} of them side by side")
         plan.unlink(missing_ok=True)
     if dist.is_initialized():

@@ -115,26 +115,13 @@ def path_beside(picture):
     return picture.with_name(stem + end)
 
 
-def title_of(picture, args):
-    """What sets a picture of predict.py apart from the others of its sample."""
-    words = []
-    if len(args.seed) > 1:
-        words.append(f"seed {picture.sample.settings['seed']}")
-    if len(args.scales) > 1:
-        words.append(f"LoRA x {picture.scale:g}")
-    return ", ".join(words) or "result"
-
-
-def results_sheet(pictures, args):
-    """What predict.plan_pictures returns, or a part of it -> a sheet with a row for each sample, and a column for each
-    seed and scale."""
-    columns, rows = {}, {} # their numbers, their cells
-    for p in pictures:
-        columns.setdefault(title_of(p, args), len(columns))
+def results_sheet(pictures):
+    """What predict.plan_pictures returns, or a part of it -> a sheet with a row for each sample and a column for each
+    title."""
+    titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
     for p in pictures:
         if p.row not in rows:
             controls = [read_image(path) for path in p.sample.controls]
-            rows[p.row] = [thumbnail(controls), shown_prompt(p.sample.prompts[0], p.sample.name)]
-            rows[p.row] += [None] * len(columns)
-        rows[p.row][2 + columns[title_of(p, args)]] = thumbnail(read_image(p.path))
-    return contact_sheet(list(rows.values()), ["control", "instruction", *columns])
+            rows[p.row] = [thumbnail(controls), shown_prompt(p.sample.prompts[0], p.sample.name)] + [None] * len(titles)
+        rows[p.row][2 + titles.index(p.title)] = thumbnail(read_image(p.path))
+    return contact_sheet(list(rows.values()), ["control", "instruction", *titles])
