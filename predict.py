@@ -116,7 +116,7 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -370,7 +370,7 @@ def find_mu(img_len, scheduler_config):
     return calculate_shift(img_len, *[scheduler_config[name] for name in names])
 
 def make_schedule(job, config):
-    """-> (scheduler, timesteps from 1000 to 0) of this job. How far the timesteps are shifted depends on the target's
+    """-> this job's scheduler, with its timesteps from 1000 to 0. How far they are shifted depends on the target's
     number of tokens, unless `shift` fixes it as Qwen-Image-Lightning does: the same for every size, and not stretched
     to end at the same noise level."""
     shift, steps = job.settings["shift"], job.settings["num_inference_steps"]
@@ -380,9 +380,9 @@ def make_schedule(job, config):
     # a scheduler of its own, as it counts its steps
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
     sigmas = job.settings["sigmas"] or np.linspace(1.0, 1 / steps, steps)
-    timesteps, _ = retrieve_timesteps(scheduler, device=job.noise.device, sigmas=sigmas, mu=mu)
+    scheduler.set_timesteps(device=job.noise.device, sigmas=sigmas, mu=mu)
     scheduler.set_begin_index(0) # or it would look its first timestep up, which waits for the GPU
-    return scheduler, timesteps
+    return scheduler
 
 def run_in_packs(transformer, runs, max_tokens):
     """[(latents (I, C), prompt_embeds (T, J), timestep, img_shapes)] -> [prediction (I, C)], in forward passes of at
@@ -400,8 +400,9 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
     transformer together, at most max_tokens tokens a forward pass; jobs may differ in everything, the number of steps
     too. bar: a tqdm, one per job and step."""
     latents = [job.noise for job in jobs]
-    schedulers, timesteps = zip(*[make_schedule(job, scheduler_config) for job in jobs])
-    for step in zip_longest(*timesteps): # the timestep of each job; None of one that has fewer steps, and is done
+    schedulers = [make_schedule(job, scheduler_config) for job in jobs]
+    # a step: the timestep of each job, or None if it has fewer steps and is done
+    for step in zip_longest(*[scheduler.timesteps for scheduler in schedulers]):
         active = [j for j, t in enumerate(step) if t is not None]
         runs = []
         for j in active:
@@ -417,7 +418,7 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
                 guided = uncond + jobs[j].settings["true_cfg_scale"] * (pred - uncond)
                 pred = guided * (pred.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
             # Euler: x + (next sigma - sigma) * velocity, computed by stock's scheduler. Another sampler goes here
-            latents[j] = schedulers[j].step(pred[None], step[j], latents[j][None], return_dict=False)[0][0]
+            latents[j] = schedulers[j].step(pred[None], step[j], latents[j][None]).prev_sample[0]
         if bar is not None:
             bar.update(len(active))
     return latents
@@ -433,13 +434,13 @@ def decode(vae, latents, img_shapes):
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
     pixels = None
     with suppress(torch.OutOfMemoryError):
-        pixels = vae.decode(z, return_dict=False)[0]
+        pixels = vae.decode(z).sample
     if pixels is None: # not in an except block, which would keep what that attempt has made
         tqdm.write(f"warning: {vae.device} has too little memory to decode a whole picture; this one and the rest are "
                    "decoded in tiles (--vae_device cpu decodes whole ones)", file=sys.stderr)
         torch.cuda.empty_cache()
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
-        pixels = vae.decode(z, return_dict=False)[0]
+        pixels = vae.decode(z).sample
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 
 def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),
@@ -625,9 +626,10 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
             transformer.set_adapters(names, list(strengths))
         for i, image in generate_samples(transformer, vae, pipe.scheduler.config, [p.sample for p in chosen],
                                          args.max_tokens, args.transformer_device, bar=bar):
+            picture = chosen[i]
             try:
-                save_png(image, chosen[i].path, chosen[i].key)
-                tqdm.write(f"{chosen[i].path}: {image.width}x{image.height} | {chosen[i].sample.prompts[0]}")
+                save_png(image, picture.path, picture.key)
+                tqdm.write(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # a full disk
                 problems.append(str(e))
                 tqdm.write(str(e), file=sys.stderr)
