@@ -524,11 +524,10 @@ def complete_settings(sample, args, shift_terminal):
     InputError for settings that make no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
     own = sample.settings
     where = f"{args.jobs or '--image'}: {sample.name}"
-    # noise levels: a line's number of steps replaces the command line's --sigmas
     settings = {name: getattr(args, name) for name in ("sigmas", *SAMPLE_FLAGS)} | own
-    if "sigmas" in own and "num_inference_steps" in own:
-        raise InputError(f"{where}: both sigmas and num_inference_steps; leave one out")
-    if "num_inference_steps" in own:
+    if "num_inference_steps" in own: # which replaces the command line's --sigmas
+        if "sigmas" in own:
+            raise InputError(f"{where}: both sigmas and num_inference_steps; leave one out")
         settings["sigmas"] = None
     sigmas = settings["sigmas"] or []
     if sigmas:
@@ -609,7 +608,7 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
     others."""
     transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
-    names = load_loras(transformer, args.lora, args.lora_scale)
+    names = load_loras(transformer, args.lora)
     if common.rank() == 0:
         print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
