@@ -228,7 +228,7 @@ def add_lora(transformer, **config):
 
 def read_lora(path):
     """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
-    r); metadata as diffusers has it, of which lora_config reads the alpha, with our own train. entries). Plain files,
+    r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
     as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
     form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
     file, plain, others = find_lora(path), False, common.find_extra("lora_files")
@@ -275,10 +275,6 @@ def config_of(state, meta):
                       alpha_pattern=meta.get("transformer.alpha_pattern") or {},
                       use_rslora=meta.get("transformer.use_rslora", False))
     return config
-
-def lora_config(path):
-    """-> LoraConfig's arguments for a new LoRA with the layers, ranks and scales of this one."""
-    return config_of(*read_lora(path))
 
 def check_fit(transformer, state, path):
     """InputError unless each tensor of this state dict fits a layer of the model."""
@@ -358,7 +354,7 @@ def load_job(sample, device, encoders=None):
     embeds = [cache.load_text(sample, key, encoders).to(device) for key in text_keys_of(sample)]
     # stock fills (1, 1, 16, 2h, 2w), on the CPU, in the prompt's dtype; a token is 2x2 of these pixels
     _, h, w = encoding["img_shapes"][0]
-    shape = 1, controls.shape[1] // 4, 2 * h, 2 * w
+    shape = 1, 16, 2 * h, 2 * w
     generator = torch.Generator().manual_seed(sample.settings["seed"])
     noise = randn_tensor((1, *shape), generator, torch.device(device), embeds[0].dtype)
     noise, = QwenImageEditPlusPipeline._pack_latents(noise, *shape)

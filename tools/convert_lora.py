@@ -34,7 +34,8 @@ def convert(path, to, out):
     import predict
     import torch
     from peft.utils.other import get_pattern_key
-    (state, meta), config = predict.read_lora(path), predict.lora_config(path)
+    state, meta = predict.read_lora(path)
+    config = predict.config_of(state, meta)
     train = {k: v for k, v in meta.items() if k.startswith("train.")}
     if to == "diffusers":
         meta = predict.with_prefix("transformer", config) | train
