@@ -469,12 +469,10 @@ def save_png(image, path, key=""):
 def finished(path, key):
     """Whether an earlier call has saved this picture with the same key. Reads its text chunks only, which precede the
     pixels."""
-    try:
-        with Image.open(path) as image:
-            image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
-            return image.info.get("key") == key and image.fp.read(4) == b"IEND"
-    except Exception: # there is none, or a broken one: it will be generated again
-        return False
+    with suppress(Exception), Image.open(path) as image:
+        image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
+        return image.info.get("key") == key and image.fp.read(4) == b"IEND"
+    return False # there is none, or a broken one: it will be generated again
 
 # ==== the command line ================================================================================================
 
