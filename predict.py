@@ -30,8 +30,8 @@ import shlex
 import sys
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mode
 from time import monotonic
@@ -114,10 +114,9 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from diffusers import (AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline,
-                       QwenImageTransformer2DModel)
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -229,7 +228,7 @@ def add_lora(transformer, **config):
 
 def read_lora(path):
     """What find_lora takes -> (state dict of transformer.LAYER.lora_A.weight (r, inputs) and .lora_B.weight (outputs,
-    r); metadata as diffusers has it, of which lora_config reads the alpha, with our own train. entries). Plain files,
+    r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
     as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
     form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
     file, plain, others = find_lora(path), False, common.find_extra("lora_files")
@@ -245,13 +244,15 @@ def read_lora(path):
         # an alpha may stand in another place. isfinite does not know fp8, which is not plain either
         plain = ("alpha" not in " ".join(header) and file.name != PEFT_FILE
                  and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
-    if plain and others:
+    if not plain:
+        return load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file)
+    if others:
         others.warn_of_no_effect(file, state, meta)
-    elif others:
-        state, meta = others.read(file)
-    elif not plain:
-        raise InputError(f"{file}: no plain LoRA of diffusers; other forms need extras/lora_files.py: copy it here")
     return state, meta
+
+def with_prefix(prefix, named):
+    """{name: value} -> {prefix.name: value}."""
+    return {f"{prefix}.{name}": value for name, value in named.items()}
 
 def config_of(state, meta):
     """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
@@ -275,10 +276,6 @@ def config_of(state, meta):
                       use_rslora=meta.get("transformer.use_rslora", False))
     return config
 
-def lora_config(path):
-    """-> LoraConfig's arguments for a new LoRA with the layers, ranks and scales of this one."""
-    return config_of(*read_lora(path))
-
 def check_fit(transformer, state, path):
     """InputError unless each tensor of this state dict fits a layer of the model."""
     modules, wrong = dict(transformer.named_modules()), []
@@ -300,7 +297,7 @@ def load_loras(transformer, paths, scales=None):
     for name, path in zip(names, paths):
         state, meta = read_lora(path)
         check_fit(transformer, state, path)
-        config = {f"transformer.{k}": v for k, v in config_of(state, meta).items()}
+        config = with_prefix("transformer", config_of(state, meta))
         QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
     if names:
         transformer.set_adapters(names, scales)
@@ -321,46 +318,47 @@ def save_lora(path, transformer, train, fold=False):
     config = transformer.peft_config["default"].to_dict()
     # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing. And
     # no dropout, which in stock diffusers would be at work when pictures are generated
-    config.update(target_modules=sorted({k.rsplit(".lora_", 1)[0] for k in state}), exclude_modules=None,
-                  lora_dropout=0.0)
+    layers = sorted({key.rsplit(".lora_", 1)[0] for key in state})
+    config.update(target_modules=layers, exclude_modules=None, lora_dropout=0.0)
     if fold:
-        for key in [k for k in state if ".lora_B." in k]:
-            state[key] = state[key] * transformer.get_submodule(key.split(".lora_B.")[0]).scaling["default"]
+        for layer in layers:
+            key = f"{layer}.lora_B.weight"
+            state[key] = state[key] * transformer.get_submodule(layer).scaling["default"]
         config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
-    state = {f"transformer.{k}": v for k, v in state.items()}
-    meta = {f"transformer.{k}": v for k, v in config.items()}
-    meta |= {f"train.{k}": v for k, v in train.items()}
-    common.write_tensors(path, state, meta, "lora_adapter_metadata")
+    meta = with_prefix("transformer", config) | with_prefix("train", train)
+    common.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")
 
 # ---- sampling: what the stock pipeline computes ----------------------------------------------------------------------
 
-def prompts_of(sample, settings):
-    """The prompts of a sample's runs: its own, and for true CFG the negative one."""
-    prompts = [sample.prompts[0]]
-    if settings["true_cfg_scale"] > 1:
-        prompts.append(settings["negative_prompt"])
-    return prompts
+def text_keys_of(sample):
+    """What a sample's runs read of sample.texts: its prompt and, for true CFG, the negative one, with its pictures."""
+    keys = [(sample.prompts[0], True)]
+    if sample.settings["true_cfg_scale"] > 1:
+        keys.append((sample.settings["negative_prompt"], True))
+    return keys
 
 @dataclass
 class Job:
     """A picture to generate, for denoise."""
     noise: torch.Tensor # (I, 64) for the I tokens of the target: what the stock pipeline makes of this seed
     control_latent: torch.Tensor # (K, 64) for the K tokens of all controls
-    prompt_embeds: list # of prompts_of, each (T, 3584)
+    prompt_embeds: list # of text_keys_of, each (T, 3584)
     img_shapes: list # [(1, h, w), ...] in tokens, the target first
-    settings: dict # those of SAMPLING
+    settings: dict # the sample's
 
-def load_job(sample, settings, seed, device, encoders=None):
-    """-> Job, from the cache, or encoded now by the pipeline `encoders`."""
+def load_job(sample, device, encoders=None):
+    """-> Job, from the cache, or encoded now by the pipeline `encoders`. The sample's settings are those of
+    common.SAMPLING and a seed."""
     encoding = sample.encodings[0]
     controls = cache.load_latents(sample, encoding, encoders)["control_latent"]
-    embeds = [cache.load_text(sample, (prompt, True), encoders).to(device) for prompt in prompts_of(sample, settings)]
+    embeds = [cache.load_text(sample, key, encoders).to(device) for key in text_keys_of(sample)]
     # stock fills (1, 1, 16, 2h, 2w), on the CPU, in the prompt's dtype; a token is 2x2 of these pixels
     _, h, w = encoding["img_shapes"][0]
-    shape = 1, controls.shape[1] // 4, 2 * h, 2 * w
-    noise = randn_tensor((1, *shape), torch.Generator().manual_seed(seed), torch.device(device), embeds[0].dtype)
+    shape = 1, 16, 2 * h, 2 * w
+    generator = torch.Generator().manual_seed(sample.settings["seed"])
+    noise = randn_tensor((1, *shape), generator, torch.device(device), embeds[0].dtype)
     noise, = QwenImageEditPlusPipeline._pack_latents(noise, *shape)
-    return Job(noise, controls.to(device), embeds, encoding["img_shapes"], settings)
+    return Job(noise, controls.to(device), embeds, encoding["img_shapes"], sample.settings)
 
 def find_mu(img_len, scheduler_config):
     """How far the model shifts the timesteps of a target of so many tokens."""
@@ -368,48 +366,45 @@ def find_mu(img_len, scheduler_config):
     return calculate_shift(img_len, *[scheduler_config[name] for name in names])
 
 def make_schedule(job, config):
-    """-> (scheduler, timesteps from 1000 to 0) of this job. How far the timesteps are shifted depends on the target's
+    """-> this job's scheduler, with its timesteps from 1000 to 0. How far they are shifted depends on the target's
     number of tokens, unless `shift` fixes it as Qwen-Image-Lightning does: the same for every size, and not stretched
     to end at the same noise level."""
     shift, steps = job.settings["shift"], job.settings["num_inference_steps"]
-    if shift:
-        config = dict(config, base_shift=math.log(shift), max_shift=math.log(shift), shift_terminal=None)
     mu = find_mu(len(job.noise), config)
+    if shift:
+        mu, config = math.log(shift), dict(config, shift_terminal=None)
     # a scheduler of its own, as it counts its steps
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
     sigmas = job.settings["sigmas"] or np.linspace(1.0, 1 / steps, steps)
-    timesteps, _ = retrieve_timesteps(scheduler, device=job.noise.device, sigmas=sigmas, mu=mu)
+    scheduler.set_timesteps(device=job.noise.device, sigmas=sigmas, mu=mu)
     scheduler.set_begin_index(0) # or it would look its first timestep up, which waits for the GPU
-    return scheduler, timesteps
+    return scheduler
 
 def run_in_packs(transformer, runs, max_tokens):
     """[(latents (I, C), prompt_embeds (T, J), timestep, img_shapes)] -> [prediction (I, C)], in forward passes of at
     most max_tokens tokens."""
-    # packed by length, and put back in the order of the runs
     lengths = [len(latents) + len(prompt) for latents, prompt, _, _ in runs]
-    preds = [None] * len(runs)
+    preds = {} # packed by length, and put back in the order of the runs
     for pack in plan_packs(lengths, max_tokens):
         latents, prompts, timesteps, img_shapes = zip(*[runs[r] for r in pack])
-        outs = run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)
-        for r, out in zip(pack, outs):
-            preds[r] = out
-    return preds
+        preds.update(zip(pack, run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)))
+    return [preds[r] for r in range(len(runs))]
 
 @torch.no_grad()
 def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
     """From each job's noise to its latents (I, 64). The conditional and unconditional runs of all jobs go through the
     transformer together, at most max_tokens tokens a forward pass; jobs may differ in everything, the number of steps
     too. bar: a tqdm, one per job and step."""
-    schedules = [make_schedule(job, scheduler_config) for job in jobs]
     latents = [job.noise for job in jobs]
-    for i in range(max(len(timesteps) for _, timesteps in schedules)):
-        # every job that still has an i-th step, once for each of its prompts
-        active = [j for j, (_, timesteps) in enumerate(schedules) if i < len(timesteps)]
+    schedulers = [make_schedule(job, scheduler_config) for job in jobs]
+    # a step: the timestep of each job, or None if it has fewer steps and is done
+    for step in zip_longest(*[scheduler.timesteps for scheduler in schedulers]):
+        active = [j for j, t in enumerate(step) if t is not None]
         runs = []
         for j in active:
-            rows, t = torch.cat([latents[j], jobs[j].control_latent]), schedules[j][1][i]
+            rows = torch.cat([latents[j], jobs[j].control_latent])
             for prompt in jobs[j].prompt_embeds:
-                runs.append((rows, prompt, t.to(rows.dtype) / 1000, jobs[j].img_shapes))
+                runs.append((rows, prompt, step[j].to(rows.dtype) / 1000, jobs[j].img_shapes))
         preds = iter(run_in_packs(transformer, runs, max_tokens))
         for j in active:
             pred = next(preds)[:len(latents[j])] # what is predicted of the controls has no use
@@ -419,8 +414,7 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
                 guided = uncond + jobs[j].settings["true_cfg_scale"] * (pred - uncond)
                 pred = guided * (pred.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
             # Euler: x + (next sigma - sigma) * velocity, computed by stock's scheduler. Another sampler goes here
-            scheduler, timesteps = schedules[j]
-            latents[j] = scheduler.step(pred[None], timesteps[i], latents[j][None], return_dict=False)[0][0]
+            latents[j] = schedulers[j].step(pred[None], step[j], latents[j][None]).prev_sample[0]
         if bar is not None:
             bar.update(len(active))
     return latents
@@ -436,28 +430,27 @@ def decode(vae, latents, img_shapes):
     z = z / (1.0 / std).to(z) + mean.to(z) # in this order, for the stock pipeline's bits
     pixels = None
     with suppress(torch.OutOfMemoryError):
-        pixels = vae.decode(z, return_dict=False)[0]
+        pixels = vae.decode(z).sample
     if pixels is None: # not in an except block, which would keep what that attempt has made
         tqdm.write(f"warning: {vae.device} has too little memory to decode a whole picture; this one and the rest are "
                    "decoded in tiles (--vae_device cpu decodes whole ones)", file=sys.stderr)
         torch.cuda.empty_cache()
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
-        pixels = vae.decode(z, return_dict=False)[0]
+        pixels = vae.decode(z).sample
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 
-def generate_samples(transformer, vae, scheduler_config, wanted, max_tokens, device, encoders=None, share=slice(None),
+def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),
                      bar=None):
-    """wanted: [(sample, settings, seed)] -> yields (place in that list, PIL image), many at once. share: which of the
-    packs this process generates. Without a VAE nothing is decoded, nor yielded. encoders: as for load_job."""
+    """Yields (place in this list of samples, PIL image), many at once. samples, encoders: as for load_job. share: which
+    of the packs this process generates. Without a VAE nothing is decoded, nor yielded."""
     lengths = []
-    for sample, settings, _ in wanted:
+    for sample in samples:
         images = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
-        texts = [sample.texts[prompt, True]["tokens"] for prompt in prompts_of(sample, settings)]
-        lengths.append(sum(images + text for text in texts))
+        lengths.append(sum(images + sample.texts[key]["tokens"] for key in text_keys_of(sample)))
     # these packs are the jobs that are in memory at once: denoise packs each of their steps anew, as they end at
     # different steps
     for pack in plan_packs(lengths, max_tokens)[share]:
-        jobs = [load_job(*wanted[i], device, encoders) for i in pack]
+        jobs = [load_job(samples[i], device, encoders) for i in pack]
         for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
             if vae is not None:
                 yield i, decode(vae, latents, job.img_shapes)
@@ -476,12 +469,10 @@ def save_png(image, path, key=""):
 def finished(path, key):
     """Whether an earlier call has saved this picture with the same key. Reads its text chunks only, which precede the
     pixels."""
-    try:
-        with Image.open(path) as image:
-            image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
-            return image.info.get("key") == key and image.fp.read(4) == b"IEND"
-    except Exception: # there is none, or a broken one: it will be generated again
-        return False
+    with suppress(Exception), Image.open(path) as image:
+        image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
+        return image.info.get("key") == key and image.fp.read(4) == b"IEND"
+    return False # there is none, or a broken one: it will be generated again
 
 # ==== the command line ================================================================================================
 
@@ -506,8 +497,9 @@ def read_samples(args):
     if args.image[1:] and any(map(Path.is_dir, args.image)):
         raise InputError("--image: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
-        settings = dict(out=args.out.name) if args.out else {}
-        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt], settings=settings)], []
+        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
+    if args.out_dir.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt
     samples = []
     for (stem, kind), paths in common.find_files(folder).items():
@@ -515,21 +507,21 @@ def read_samples(args):
             continue
         for path in paths:
             name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
-            samples.append(make_sample("--prompt", folder, name, None, [path], [args.prompt]))
+            samples.append(make_sample("--prompt", folder, name, None, [path], [args.prompt],
+                                       settings=dict(out=f"{name}.png"))) # in the same subfolder
     if not samples:
         raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
     return samples, []
 
 def complete_settings(sample, args, shift_terminal):
-    """-> how the sample is generated: what its own line sets, and the flags for the rest. InputError for settings that
-    make no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
+    """Adds the flags to the settings of the sample's own line, which count more -> the text keys that it then needs.
+    InputError for settings that make no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
     own = sample.settings
     where = f"{args.jobs or '--image'}: {sample.name}"
-    # noise levels: a line's number of steps replaces the command line's --sigmas
     settings = {name: getattr(args, name) for name in ("sigmas", *SAMPLE_FLAGS)} | own
-    if "sigmas" in own and "num_inference_steps" in own:
-        raise InputError(f"{where}: both sigmas and num_inference_steps; leave one out")
-    if "num_inference_steps" in own:
+    if "num_inference_steps" in own: # which replaces the command line's --sigmas
+        if "sigmas" in own:
+            raise InputError(f"{where}: both sigmas and num_inference_steps; leave one out")
         settings["sigmas"] = None
     sigmas = settings["sigmas"] or []
     if sigmas:
@@ -538,7 +530,7 @@ def complete_settings(sample, args, shift_terminal):
     common.check_text(f"{where}: negative prompt", settings["negative_prompt"])
     if not sample.controls:
         raise InputError(f"{where}: a picture without a control cannot be edited; leave it out")
-    if settings["size_from"] and settings["size_from"] > len(sample.controls):
+    if (settings["size_from"] or 0) > len(sample.controls):
         raise InputError(f"{where}: size_from {settings['size_from']}; give 1 to {len(sample.controls)}")
     if sigmas != sorted(set(sigmas), reverse=True):
         raise InputError(f"{where}: sigmas {sigmas}; give falling numbers")
@@ -550,7 +542,8 @@ def complete_settings(sample, args, shift_terminal):
         raise InputError(f"{where}: out {own['out']!r}; give a path below --out_dir")
     if "seed" in own and len(args.seed) > 1:
         raise InputError(f"{where}: its own seed, and --seed gives several; leave one out")
-    return settings
+    sample.settings = settings
+    return text_keys_of(sample)
 
 def picture_stem(sample):
     """A sample's name may lead through folders of its dataset; its picture's name does not."""
@@ -564,74 +557,72 @@ def with_end(path, end):
     return path
 
 def plan_pictures(samples, inputs, args, sheet, models):
-    """-> [SimpleNamespace(sample, row: its number, title, seed, scale, path, key)], one a sample, seed and scale.
-    title: what sets the picture apart in its row of a sheet; key: a hash of all that decides it. InputError if two
-    would be written to one file, or one to `sheet`, or over a file that is not ours. sheet: None for --image FILES;
-    models: fingerprints of transformer and scheduler."""
-    # LoRAs go into the key by content, so one that is trained on is another one
-    loras = [[file_hash(path), lora_scale] for path, lora_scale in zip(args.lora, args.lora_scale)]
+    """-> [SimpleNamespace(sample: with all settings of this picture, strengths: of its LoRAs, row: its sample's number,
+    title: what sets it apart in this row of a sheet, path, key: a hash of all that decides it)], one for each sample,
+    seed and scale. InputError if two would be written to one file, or one to `sheet`, or over a file that is not ours.
+    sheet: None for --image FILES; models: hashes of transformer and scheduler."""
+    loras = [file_hash(path) for path in args.lora] # by content, so one that is trained on is another one
     pictures = []
     taken = {sheet and sheet.resolve(), *inputs}
-    for row, sample in enumerate(samples):
+    for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
+        sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
+        strengths = tuple(lora_scale * scale for lora_scale in args.lora_scale)
+        # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
         encoded = [file.stem for file in cache.files_of(sample)]
-        settings = {k: v for k, v in sample.settings.items() if k not in ("out", "seed", "size_from")}
-        name = picture_stem(sample) if args.jobs else sample.name
-        out = args.out_dir / sample.settings.get("out", f"{name}.png")
-        seeds = [sample.settings["seed"]] if "seed" in sample.settings else args.seed
-        for seed, scale in product(seeds, args.scales):
-            # one picture: its title in the sheet, and the end of its name, where there are several of a sample
-            words = []
-            end = ""
-            if len(args.seed) > 1:
-                words.append(f"seed {seed}")
-                end += f"-s{seed}"
-            if len(args.scales) > 1:
-                words.append(f"LoRA x {scale:g}")
-                end += f"-x{scale:g}"
-            # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
-            strengths = [[lora, lora_scale * scale] for lora, lora_scale in loras]
-            key = common.content_key(files=encoded, **models, quantize=args.quantize, seed=seed, loras=strengths,
-                                     **settings)
-            path = with_end(out, end)
-            number = 1
-            while not (sheet or args.out or finished(path, key)) and path.exists(): # another photograph's result
-                number += 1
-                path = with_end(out, f"{end}-{number}")
-            if path.resolve() in taken:
-                raise InputError(f"{args.jobs or '--image'}: {path} would overwrite a picture that is read, or another "
-                                 "result; give it another name")
-            common.refuse_to_replace(path, OURS)
-            taken.add(path.resolve())
-            pictures.append(SimpleNamespace(sample=sample, row=row, title=", ".join(words) or "result", seed=seed,
-                                            scale=scale, path=path, key=key))
+        settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
+        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
+                                 **settings)
+        # its title, and its file, whose name has an end where there are several of a sample
+        words = []
+        end = ""
+        if len(args.seed) > 1:
+            words.append(f"seed {seed}")
+            end += f"-s{seed}"
+        if len(args.scales) > 1:
+            words.append(f"LoRA x {scale:g}")
+            end += f"-x{scale:g}"
+        out = args.out or args.out_dir / sample.settings.get("out", f"{picture_stem(sample)}.png")
+        path = with_end(out, end)
+        number = 1
+        while not (sheet or args.out or finished(path, key)) and path.exists(): # another photograph's result
+            number += 1
+            path = with_end(out, f"{end}-{number}")
+        if path.resolve() in taken:
+            raise InputError(f"{args.jobs or '--image'}: {path} would overwrite a picture that is read, or another "
+                             "result; give it another name")
+        common.refuse_to_replace(path, OURS)
+        taken.add(path.resolve())
+        pictures.append(SimpleNamespace(sample=sample, strengths=strengths, row=row, title=", ".join(words) or "result",
+                                        path=path, key=key))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, folder, transformer_folder, transformer_file, scheduler_config, pictures):
+def generate(args, pipe, transformer_folder, transformer_file, pictures):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
     others."""
     transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
-    names = load_loras(transformer, args.lora, args.lora_scale)
+    names = load_loras(transformer, args.lora)
     if common.rank() == 0:
         print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
-    vae = cache.load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype).to(args.vae_device)
+    cache.load_encoder(pipe, "vae", args)
+    vae = pipe.vae.to(args.vae_device) # with its decoder
     t0 = monotonic()
     # the bar counts steps, as a picture of the real model takes half a minute
     bar = common.progress(f"{len(pictures)} pictures", unit="step",
                           total=sum(p.sample.settings["num_inference_steps"] for p in pictures))
-    for scale in args.scales: # two strengths of a LoRA cannot share a forward pass
-        chosen = [p for p in pictures if p.scale == scale]
-        if args.lora:
-            transformer.set_adapters(names, [lora_scale * scale for lora_scale in args.lora_scale])
-        wanted = [(p.sample, p.sample.settings, p.seed) for p in chosen]
-        for i, image in generate_samples(transformer, vae, scheduler_config, wanted, args.max_tokens,
-                                         args.transformer_device, bar=bar):
+    for strengths in dict.fromkeys(p.strengths for p in pictures): # two of a LoRA cannot share a forward pass
+        chosen = [p for p in pictures if p.strengths == strengths]
+        if names:
+            transformer.set_adapters(names, list(strengths))
+        for i, image in generate_samples(transformer, vae, pipe.scheduler.config, [p.sample for p in chosen],
+                                         args.max_tokens, args.transformer_device, bar=bar):
+            picture = chosen[i]
             try:
-                save_png(image, chosen[i].path, chosen[i].key)
-                tqdm.write(f"{chosen[i].path}: {image.width}x{image.height} | {chosen[i].sample.prompts[0]}")
+                save_png(image, picture.path, picture.key)
+                tqdm.write(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # a full disk
                 problems.append(str(e))
                 tqdm.write(str(e), file=sys.stderr)
@@ -641,79 +632,65 @@ def generate(args, folder, transformer_folder, transformer_file, scheduler_confi
         print(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
 
-def sheet_beside(path):
-    """-> where the contact sheet of this picture and others goes: a long name is cut."""
-    end = "-sheet.png"
-    stem = os.fsencode(path.stem)[:NAME_BYTES - len(end)].decode(errors="ignore") # never half a letter
-    return path.with_name(stem + end)
-
-def write_sheet(path, pictures):
-    """A contact sheet of the first rows of pictures, those of earlier calls too, if there are several pictures."""
-    done = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
-    if len(done) > 1 and (sheet := common.find_extra("sheet")):
-        save_png(sheet.results_sheet(done, common.read_image), path)
-        print(f"{path}: {len(done)} of them side by side")
-
 def main(args):
     common.find_devices(args)
     common.start_processes(args)
-    rank = common.rank()
-    geometry, place = find_geometry(args), args.out_dir.resolve()
-    sheet = args.out_dir / "sheet.png" if args.jobs or args.image[0].is_dir() else None
-    if args.image and args.image[0].resolve() in (place, *place.parents):
-        raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
+    first = common.rank() == 0
 
-    # what is to be generated
+    # what to generate, at which sizes, with which models
+    geometry = find_geometry(args)
     samples, problems = read_samples(args)
+    inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
-    models = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
-                  scheduler=folder / "scheduler")
-    models = common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir))
+    parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
+                 scheduler=folder / "scheduler")
+    models = common.on_first_process(lambda: cache.hash_parts(parts, args.cache_dir))
     pipe = cache.load_pipeline(folder)
+    shift_terminal = pipe.scheduler.config.shift_terminal
+    samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
+                                        geometry, args)
+    if first and (hints := common.find_extra("hints")):
+        common.print_problems(hints.warnings(args, samples))
 
-    def complete(sample): # its settings, and so the prompts that it needs; plan_samples notes an InputError
-        sample.settings = complete_settings(sample, args, pipe.scheduler.config.shift_terminal)
-        return [(prompt, True) for prompt in prompts_of(sample, sample.settings)]
-
-    # which files: one for each sample, seed and scale; those that are there already stay
-    inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
-    good, wrong = cache.plan_samples(pipe, samples, complete, geometry, args)
-    if rank == 0 and (hints := common.find_extra("hints")):
-        common.print_problems(hints.warnings(args, good))
-    pictures = plan_pictures(good, inputs, args, sheet, models)
+    # into which files: one for each sample, seed and scale; those that are there already stay
+    sheets, sheet = common.find_extra("sheet"), None
+    if args.jobs or args.image[0].is_dir():
+        sheet = args.out_dir / "sheet.png"
+    pictures = plan_pictures(samples, inputs, args, sheet, models)
     missing = [p for p in pictures if not finished(p.path, p.key)]
     if missing:
         common.prepare_folder(args.out_dir)
-        sheet = sheet or sheet_beside(missing[0].path)
-        if len(pictures) > 1:
+        if sheets and len(pictures) > 1:
+            sheet = sheet or sheets.path_beside(missing[0].path)
             common.refuse_to_replace(sheet, OURS)
-    if rank == 0 and len(missing) < len(pictures):
+    if first and len(missing) < len(pictures):
         print(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the "
               "same settings")
 
-    # encode everything, let the encoders go, then generate. encode_samples also waits until every process has looked
-    # which pictures are there
+    # encode everything, let the encoders go, then generate this process's share of what could be encoded.
+    # encode_samples also waits until every process has looked which pictures are there
     chosen = [p.sample for p in missing]
-    if missing and rank == 0:
+    if first and missing:
         plan = cache.write_plan(chosen, args.cache_dir)
     failed = cache.encode_samples(pipe, chosen, args, verify=True)
     problems += [*wrong, *dict.fromkeys(failed.values())]
-    if rank == 0:
+    if first:
         common.print_problems(problems)
-    # this process's share of what could be encoded
-    missing = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
-    my_pictures = missing[rank::common.world()]
+    encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
     try:
-        if my_pictures:
-            problems += generate(args, folder, transformer_folder, transformer_file, pipe.scheduler.config, my_pictures)
+        if my_pictures := encoded[common.rank()::common.world()]:
+            problems += generate(args, pipe, transformer_folder, transformer_file, my_pictures)
     except torch.OutOfMemoryError:
         raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
                          "where it decodes, --vae_device cpu. the same command continues with what is missing")
-    if dist.is_initialized():
-        dist.barrier() # wait for all: torchrun would end the others when one returns 1
-    if rank == 0 and chosen:
-        write_sheet(sheet, pictures)
+    common.gather_objects(None) # wait for all: torchrun would end the others when one returns 1
+    if first and missing:
+        # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
+        shown = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
+        if sheets and len(shown) > 1:
+            save_png(sheets.results_sheet(shown), sheet)
+            print(f"{sheet}: {len(shown)} of them side by side")
         plan.unlink(missing_ok=True)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -398,7 +398,7 @@ def make_model(folder, file):
     load = partial(predict.load_transformer, folder, args.dtype, weights=not args.plan, file=file)
     transformer = load()
     if pretrained_file:
-        lora_config = predict.lora_config(pretrained_file)
+        lora_config = predict.config_of(*predict.read_lora(pretrained_file))
     else:
         lora_config = predict.find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)

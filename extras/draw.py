@@ -4,6 +4,7 @@ their targets. train.py makes a Drawer before its first step, and calls it in ea
 validation computes its loss alone.
 """
 import shutil
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -75,14 +76,15 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # spread over all samples, as neighbours are often alike
         count = min(self.args.val_pictures, len(self.samples))
         places = [n * len(self.samples) // count for n in range(count)]
-        jobs = [(self.samples[place], self.settings, self.args.seed) for place in places]
+        settings = self.settings | dict(seed=self.args.seed)
+        samples = [replace(self.samples[place], settings=settings) for place in places]
         # with peft's adapters of these names: the trained one's is default
         self.transformer.set_adapter([name for name in self.transformer.peft_config if trained or name != "default"])
-        steps = len(jobs) * self.settings["num_inference_steps"]
+        steps = len(samples) * self.settings["num_inference_steps"]
         if not self.args.fsdp: # about this process's share
             steps //= common.world()
         with common.progress("validation pictures", total=steps, unit="step") as bar:
-            images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, jobs,
+            images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, samples,
                                               self.args.max_tokens, self.args.device, self.encoders, share, bar)
             return {places[n]: image for n, image in images}
 

@@ -15,7 +15,6 @@ files with kohya's names that have lost their alpha tensors.
 import functools
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -28,6 +27,7 @@ from diffusers import QwenImageTransformer2DModel
 from peft.utils.other import get_pattern_key
 from tqdm import tqdm
 
+import common
 from common import InputError, first_words, read_object
 from extras import foreign
 
@@ -56,7 +56,7 @@ VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 @functools.cache
 def warn(line):
     """Once, although a file is read several times; in the first process."""
-    if os.environ.get("RANK", "0") == "0":
+    if common.rank() == 0:
         print(line, file=sys.stderr)
 
 
@@ -266,18 +266,6 @@ def decompose(factors, rank):
     return u, s[kept], v, max(0, size - s[kept].square().sum().item()), size
 
 
-class Loss:
-    """How far the LoRAs that were made of LoKrs or LoHas are off, as shares of their changes of the weights."""
-
-    def __init__(self):
-        self.lost, self.size, self.worst = 0.0, 0.0, (0.0, "")
-
-    def add(self, layer, scale, lost, size):
-        self.lost += scale**2 * lost
-        self.size += scale**2 * size
-        self.worst = max(self.worst, (math.sqrt(lost / max(size, 1e-300)), layer))
-
-
 def has_factors(file):
     """Whether a file is a LoKr or LoHa. False for one that cannot be read, which gets its error line later."""
     try:
@@ -315,25 +303,24 @@ def convert(file, rank):
         raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
     layers = sort_tensors(file, tensors)
     configs, train = find_configs(file, header, tensors)
-    state, alphas, loss = {}, {}, Loss()
+    state, alphas, losses = {}, {}, []
     factored = any({"A", "B"}.isdisjoint(parts) for parts in layers.values())
     try:
         for layer, parts in tqdm(layers.items(), "decomposing", unit=" layers", disable=None if factored else True,
                                  leave=False):
-            a, b, alpha = to_lora(layer, parts, rank, configs, loss)
+            a, b, alpha = to_lora(layer, parts, rank, configs, losses)
             state[f"transformer.{layer}.lora_A.weight"], state[f"transformer.{layer}.lora_B.weight"] = a, b
             alphas[layer] = alpha
     except ValueError as e:
         raise error_of(file, first_words(e))
     except Exception as e: # a foreign file can fail in any way
         raise error_of(file, f"{layer}: {first_words(e)}")
-    if factored:
-        share = math.sqrt(loss.lost / max(loss.size, 1e-300))
-        line = (f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
-                f"{share:.2%} off, at worst {loss.worst[0]:.2%} ({loss.worst[1]}); a larger --rank of "
-                "tools/convert_lora.py is nearer")
-        if os.environ.get("RANK", "0") == "0":
-            print(line)
+    if factored and common.rank() == 0:
+        _, _, lost, size = zip(*losses)
+        share = math.sqrt(sum(lost) / max(sum(size), 1e-300))
+        print(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
+              f"{share:.2%} off, at worst {max(losses)[0]:.2%} ({max(losses)[1]}); a larger --rank of "
+              "tools/convert_lora.py is nearer")
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:
         warn(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "
@@ -343,15 +330,17 @@ def convert(file, rank):
     return state, meta
 
 
-def to_lora(layer, parts, rank, configs, loss):
-    """A layer's tensors -> (lora_A (r, inputs), lora_B (outputs, r), alpha). ValueError says what is wrong."""
+def to_lora(layer, parts, rank, configs, losses):
+    """A layer's tensors -> (lora_A (r, inputs), lora_B (outputs, r), alpha). ValueError says what is wrong. A LoKr's or
+    LoHa's adds to losses how far its LoRA is off: (as a share of the change of its weight, the layer, how far, and how
+    large the change is, both squared)."""
     matrices = {name: to_matrix(layer, name, tensor) for name, tensor in parts.items() if name != "alpha"}
     if not {"A", "B"} & matrices.keys():
         if not matrices:
             raise ValueError(f"{layer} has an alpha and no matrices")
         scale = scale_of(layer, parts, None, configs)
         u, s, v, lost, size = decompose(matrices, rank)
-        loss.add(layer, scale, lost, size)
+        losses.append((math.sqrt(lost / max(size, 1e-300)), layer, scale**2 * lost, scale**2 * size))
         dtype, root = next(iter(matrices.values())).dtype, s.sqrt() # in equal shares, so that half precision holds both
         return (root[:, None] * v).to(dtype), (scale * u * root).to(dtype), len(s)
     if matrices.keys() != {"A", "B"}:

@@ -5,10 +5,13 @@ predict.py, and for tools/doctor.py. Without this file they make no sheet. PIL i
 import contextlib
 import functools
 import math
+import os
 import textwrap
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from common import read_image
 
 CELL = 192 # pixels
 # PIL's own font has no accents. These are looked for in the system's folders: European scripts, then Chinese, Japanese
@@ -105,11 +108,18 @@ def validation_sheets(folder, step, records):
     return {name: contact_sheet(lines, titles) for name, lines in by_dataset.items()}
 
 
-def results_sheet(done, read_image):
-    """predict.py's: [SimpleNamespace(sample, row, title, path, ...)] -> a sheet with a row for each sample and a column
-    for each title."""
-    titles, rows = list(dict.fromkeys(p.title for p in done)), {}
-    for p in done:
+def path_beside(picture):
+    """-> where the sheet of this picture's file and others goes: a long name is cut."""
+    end = "-sheet.png"
+    stem = os.fsencode(picture.stem)[:255 - len(end)].decode(errors="ignore") # never half a letter
+    return picture.with_name(stem + end)
+
+
+def results_sheet(pictures):
+    """What predict.plan_pictures returns, or a part of it -> a sheet with a row for each sample and a column for each
+    title."""
+    titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
+    for p in pictures:
         if p.row not in rows:
             controls = [read_image(path) for path in p.sample.controls]
             rows[p.row] = [thumbnail(controls), shown_prompt(p.sample.prompts[0], p.sample.name)] + [None] * len(titles)

@@ -15,7 +15,6 @@ Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp
 import functools
 import inspect
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -27,6 +26,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 
+import common
 from common import InputError, first_words
 from extras import foreign
 
@@ -61,7 +61,7 @@ def error_of(path, what, remedy):
 
 def open_file(path):
     """-> the file, mapped by safetensors. InputError says what it is instead."""
-    if not os.path.isfile(path):
+    if not Path(path).is_file():
         raise error_of(path, "no file of that name", "check it (of the hub: hf download REPO FILE --local-dir .)")
     return foreign.open_file(path, functools.partial(error_of, path), REMEDY)
 
@@ -217,7 +217,7 @@ def check_folder(args, find_model):
             continue
         words = f"{field} {a} in its transformer/config.json, and {b} in that of --model {model}"
         if field == "num_layers": # a pruned model, which works beside the encoders of the whole one
-            if os.environ.get("RANK", "0") == "0":
+            if common.rank() == 0:
                 print(f"warning: --transformer {name}: {words}", file=sys.stderr)
         else:
             mark = " (the mark of a 2511)" if field == "zero_cond_t" else ""
@@ -269,5 +269,5 @@ def attach(transformer, path):
             fill(child)
     transformer.fill_from_file = fill
     transformer.eval() # as from_pretrained leaves it
-    if os.environ.get("RANK", "0") == "0":
+    if common.rank() == 0:
         print(f"{path}: the transformer, {layout.form}")

@@ -185,7 +185,7 @@ def test_a_lora_of_any_tool_has_its_strength_in_every_layer(tmp_path, kind, capf
     both = tiny_in_fp32([other, path], [1.0, 0.25])
     assert_same_changes(changes_of(both, "lora1"), {layer: change / 4 for layer, change in want.items()})
     transformer = predict.load_transformer(TINY, "float32")
-    predict.add_lora(transformer, **predict.lora_config(path))
+    predict.add_lora(transformer, **predict.config_of(*predict.read_lora(path)))
     predict.load_weights(transformer, predict.read_lora(path)[0], path)
     assert_same_changes(changes_of(transformer, "default"), want)
 

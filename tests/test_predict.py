@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
 from PIL import Image, ImageFile, ImageFont, ImageOps
 
 import cache
@@ -50,12 +51,12 @@ def apart(*paths):
 
 def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
     """Several jobs may edit one picture; files are named by the line, or by `out`; the result has the last picture's
-    shape, or that of size_from; a job's own sizes and steps count."""
+    shape, or that of size_from; a job's own sizes, steps and seed count."""
     one, two = map(str, photos[:2])
     good = [{}, dict(prompt="another"), dict(height=70, width=100, true_cfg_scale=2, seed=3),
             dict(image=[one, two], prompt="say \u2028 this", out="sub/b.png"),
             dict(image=[one, two], size_from=1, num_inference_steps=3),
-            dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3])]
+            dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3]), dict(seed=5)]
     bad = {"missing.png": [dict(image=["missing.png"])], "neither a text nor a list": [dict(prompt=None)],
            "'heigth'": [dict(heigth=3)], "'control'": [dict(control=one)],
            "seed": [dict(seed=x) for x in ("x", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
@@ -72,13 +73,14 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
     jobs = write_jobs(tmp_path, [dict(image=one, prompt="add a red border") | row for row in rows])
     result = run_script("predict.py", "--jobs", jobs, "--out_dir", out, "--sigmas", 1, 0.5, *ON_DEVICE)
     assert result.status == 1 and len(result.errors) == len(rows) - len(good), result.err
-    assert is_one_line(result.errors[0], "jobs.jsonl:7") and all(map(is_one_line, result.errors))
+    assert is_one_line(result.errors[0], "jobs.jsonl:8") and all(map(is_one_line, result.errors))
     for named, several in bad.items():
         assert sum(named in line for line in result.errors) >= len(several), (named, result.errors)
     sizes = {p.relative_to(out).as_posix(): Image.open(p).size for p in out.rglob("*.png") if p.name != "sheet.png"}
-    names = [f"00{n}-{photos[0].stem}.png" for n in (1, 2, 3, 5, 6)]
+    names = [f"00{n}-{photos[0].stem}.png" for n in (1, 2, 3, 5, 6, 7)]
     assert sizes == {**dict.fromkeys(names, (96, 64)), "sub/b.png": (64, 128)}
     assert apart(out / names[0], out / names[1]) > 1 # another prompt
+    assert apart(out / names[0], out / names[5]) > 1 # another seed
     assert apart(out / names[3], out / names[4]) <= 1 # the same sizes and steps
 
 @pytest.mark.parametrize("rows, more, named", [
@@ -389,13 +391,13 @@ def test_from_the_first_picture_on_that_is_too_large_to_decode_all_are_decoded_i
     assert run_script("predict.py", *flags, "--out_dir", tmp_path / "whole").status == 0
     decoded = []
     def watched(name, fails):
-        real = getattr(predict.AutoencoderKLQwenImage, name)
+        real = getattr(AutoencoderKLQwenImage, name)
         def call(vae, z, **kwargs):
             decoded.append((name, *z.shape[-2:]))
             if fails(z):
                 raise torch.OutOfMemoryError
             return real(vae, z, **kwargs)
-        monkeypatch.setattr(predict.AutoencoderKLQwenImage, name, call)
+        monkeypatch.setattr(AutoencoderKLQwenImage, name, call)
     watched("decode", lambda z: z.shape[-2:] == (40, 12)) # of d
     watched("tiled_decode", lambda z: not tiles_fit)
     result = run_script("predict.py", *flags, "--out_dir", tmp_path / "tiles")
@@ -418,7 +420,7 @@ def test_a_training_that_draws_in_tiles_still_encodes_whole_pictures(monkeypatch
     before = cache.encode_image(pipe, image)
     def fails(vae, z, **kwargs):
         raise torch.OutOfMemoryError
-    monkeypatch.setattr(predict.AutoencoderKLQwenImage, "decode", fails)
+    monkeypatch.setattr(AutoencoderKLQwenImage, "decode", fails)
     predict.decode(pipe.vae, before, [(1, 4, 20)])
     assert torch.equal(cache.encode_image(pipe, image), before)
 

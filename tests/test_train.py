@@ -681,9 +681,9 @@ def test_a_validation_makes_at_most_val_pictures_and_computes_the_loss_of_all(tm
     losses, sent, real_generate, real_gather = [], [], predict.generate_samples, common.gather_objects
     names, first = [], None
 
-    def generate_samples(transformer, vae, config, wanted, *args):
-        names.append([int(sample.name[0]) for sample, *_ in wanted])
-        return real_generate(transformer, vae, config, wanted, *args)
+    def generate_samples(transformer, vae, config, samples, *args):
+        names.append([int(sample.name[0]) for sample in samples])
+        return real_generate(transformer, vae, config, samples, *args)
 
     def gather_objects(value):
         sent.append(len(pickle.dumps(value)))

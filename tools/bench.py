@@ -265,24 +265,23 @@ def bench_predict():
             file = f"{flags.cache_dir}/{i}.png"
             Image.fromarray(np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)).save(file)
             jobs.append(common.make_sample("--predict", file, i, None, [file], ["add a red border"]))
-            jobs[-1].settings = common.SAMPLING | dict(num_inference_steps=4, width=width, height=height)
+            jobs[-1].settings = common.SAMPLING | dict(num_inference_steps=4, width=width, height=height, seed=i)
 
         def batch():
             encoded = []
-            for seed, job in enumerate(jobs):
-                texts = [(prompt, True) for prompt in predict.prompts_of(job, job.settings)]
-                cache.plan_sample(pipe, job, texts, geometry, models, flags)
+            for job in jobs:
+                cache.plan_sample(pipe, job, predict.text_keys_of(job), geometry, models, flags)
                 for file, (part, what) in cache.files_of(job).items():
                     tensors = (cache.encode_latents(pipe, job, what) if part == "vae" else
                                cache.encode_text(pipe, job, what))
                     common.write_tensors(file, tensors, dict(version=common.VERSION, key=file.stem))
-                encoded.append(predict.load_job(job, job.settings, seed, args.device))
+                encoded.append(predict.load_job(job, args.device))
             return predict.denoise(ours, pipe.scheduler.config, encoded, max_tokens=20_000)
 
         def single():
             return [pipe(Image.open(job.controls[0]), job.prompts[0], generator=torch.Generator().manual_seed(seed),
-                         output_type="latent", **{k: v for k, v in job.settings.items() if k != "shift"}).images[0]
-                    for seed, job in enumerate(jobs)]
+                         output_type="latent", **{k: v for k, v in job.settings.items() if k not in ("seed", "shift")}
+                         ).images[0] for seed, job in enumerate(jobs)]
 
         with torch.no_grad():
             worst = torch.stack([(a - b).norm() / b.norm() for a, b in zip(batch(), single())]).max().item()

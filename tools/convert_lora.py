@@ -27,10 +27,6 @@ from common import InputError, number, positive
 # torch, predict.py and the like take seconds to import; the functions import them, so that -h and typos do not wait
 LARGE = 2**26 # bytes: larger files are linked, not copied
 
-def with_prefix(named):
-    """-> this dictionary with the names that diffusers gives to tensors and settings of a transformer's LoRA."""
-    return {f"transformer.{k}": v for k, v in named.items()}
-
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 def convert(path, to, out):
@@ -38,10 +34,12 @@ def convert(path, to, out):
     import predict
     import torch
     from peft.utils.other import get_pattern_key
-    (state, meta), config = predict.read_lora(path), predict.lora_config(path)
+    state, meta = predict.read_lora(path)
+    config = predict.config_of(state, meta)
     train = {k: v for k, v in meta.items() if k.startswith("train.")}
     if to == "diffusers":
-        return common.write_tensors(out, state, with_prefix(config) | train, "lora_adapter_metadata")
+        meta = predict.with_prefix("transformer", config) | train
+        return common.write_tensors(out, state, meta, "lora_adapter_metadata")
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
     patterns = config["alpha_pattern"]
     for key in [k.removeprefix("transformer.") for k in state if k.endswith(".lora_A.weight")]:
