@@ -978,6 +978,22 @@ def check_mask(mask, size, target_size):
     if abs(w / h / (target_w / target_h) - 1) > 0.02:
         raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
 
+def look_at_sample(sample, look=look_at, look_mask=look_at_mask):
+    """Sets the sample's contents and sizes. A mask that marks nothing or everything is left out. InputErrors are those
+    of look_at, look_at_mask and check_mask."""
+    sizes = []
+    for path in pictures_of(sample):
+        size, sample.contents[path] = look(path)
+        sizes.append(size)
+    if not sample.target: # which control gives the shape; size_from counts from 1, and the last one does it in stock
+        sizes.insert(0, sizes[(sample.settings.get("size_from") or 0) - 1])
+    sample.sizes = sizes
+    if sample.mask:
+        size, sample.contents[sample.mask], marks = look_mask(sample.mask)
+        check_mask(sample.mask, size, sizes[0])
+        if not marks:
+            sample.mask = None
+
 def look_over(args):
     """Ends the script if a dataset of --data or --val_data has an error, without --skip_bad: before the libraries are
     loaded, as a person has to mend these first. (Of several processes none looks: make_cache's first one will.)"""
@@ -991,9 +1007,7 @@ def look_over(args):
             look, look_mask = looks(samples, args.cache_dir)
             for sample in samples:
                 with noted(problems):
-                    size = [look(path)[0] for path in pictures_of(sample)][0]
-                    if sample.mask:
-                        check_mask(sample.mask, look_mask(sample.mask)[0], size)
+                    look_at_sample(sample, look, look_mask)
     if problems:
         print_problems(problems)
         sys.exit("correct these samples, or go on without them: --skip_bad")

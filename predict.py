@@ -669,7 +669,8 @@ def main(args):
     transformer_folder, transformer_file = find_transformer(args)
     models = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
                   scheduler=folder / "scheduler")
-    models = common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir))
+    models = common.on_first_process(
+        lambda: {part: cache.hash_part(place, args.cache_dir) for part, place in models.items()})
     pipe = cache.load_pipeline(folder)
 
     def complete(sample): # its settings, and so the prompts that it needs; plan_samples notes an InputError

@@ -683,8 +683,9 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
-common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir)) # the others then find its answers
-hashes = {f"{part}_hash": value for part, value in cache.hash_parts(models, args.cache_dir).items()}
+for place in models.values():
+    common.on_first_process(lambda: cache.hash_part(place, args.cache_dir)) # the others then find its answers
+hashes = {f"{part}_hash": cache.hash_part(place, args.cache_dir) for part, place in models.items()}
 config.update(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
