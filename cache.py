@@ -393,14 +393,10 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     problems = []
     fingerprints = encoder_fingerprints(Path(pipe.name_or_path), args.cache_dir)
     looks = common.looks(samples, args.cache_dir)
-    masks = [sample.mask for sample in samples]
     for sample in common.progress("planning", samples, unit="sample"):
         with common.noted(problems):
             plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, *looks)
             good.append(sample)
-    if empty := [mask for sample, mask in zip(samples, masks) if mask and not sample.mask]:
-        print(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
-              "trained without a mask", file=sys.stderr)
     return good, problems
 
 # ---- the cache: encoded files ----------------------------------------------------------------------------------------
@@ -441,8 +437,8 @@ def encode_samples(pipe, samples, args, verify=False):
         remove_damaged(filter(Path.is_file, my_files))
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if missing:
-        for folder in ("latents", "text"):
-            common.prepare_folder(Path(args.cache_dir, folder))
+        for folder in {file.parent for file in missing}:
+            common.prepare_folder(folder)
         if common.rank() == 0:
             print(f"encoding {len(missing)} files into {args.cache_dir}")
         failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args)
@@ -475,10 +471,9 @@ def encode_files(pipe, jobs, args):
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
-        for file in common.progress("encoding", order, unit="file"):
+        for file, pictures in zip(common.progress("encoding", order, unit="file"), reads):
             if signals_seen:
                 return
-            pictures = next(reads)
             sample, encoder, what = jobs[file]
             if encoder != loaded:
                 drop_encoders(pipe)
@@ -589,7 +584,7 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(
         lambda: plan_training(pipe, folder, args))
-    plan = None
+    plan, failed = None, {}
     if encode:
         if pipe and samples and common.rank() == 0:
             plan = write_plan(samples + val_samples, args.cache_dir)
@@ -597,11 +592,9 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
         # a sample whose encoding failed is no sample
         for one_of in (samples, val_samples):
             one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
-        failures = list(dict.fromkeys(failed.values())) # two files may have met the same problem
         if common.rank() == 0:
-            print_problems(failures)
-        problems += failures
-    if problems and not args.skip_bad:
+            print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
+    if (problems or failed) and not args.skip_bad:
         sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
     if not samples:
         raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
@@ -626,8 +619,7 @@ def plan_training(pipe, folder, args):
     if pipe and not is_plus(pipe) and args.prompt_image_dropout_rate:
         raise InputError("--prompt_image_dropout_rate: Qwen-Image-Edit v1 has a picture in every prompt; leave it out")
     preserve_prompts = args.preserve_prompts if args.preserve else []
-    for prompt in preserve_prompts:
-        common.check_text("--preserve_prompts", prompt)
+    negative_prompt = getattr(args, "negative_prompt", NEGATIVE_PROMPT) # cache.py has no such flag
 
     # the text keys that a training may pick, and those of a validation: its loss, and its pictures with true CFG
     def texts_of(sample):
@@ -636,8 +628,7 @@ def plan_training(pipe, folder, args):
         return text_keys + [(prompt, True) for prompt in preserve_prompts if sample.controls]
 
     def val_texts_of(sample):
-        # (cache.py has no flag for the latter)
-        return [(prompt, True) for prompt in [*sample.prompts, getattr(args, "negative_prompt", NEGATIVE_PROMPT)]]
+        return [(prompt, True) for prompt in [*sample.prompts, negative_prompt]]
 
     problems = []
 

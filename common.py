@@ -367,6 +367,8 @@ def parse_data_args(parser, script):
                      "without --mask")
     if args.preserve_prompts != [NEGATIVE_PROMPT] and not args.preserve:
         parser.error("argument --preserve_prompts: has no use without --preserve; give both")
+    for prompt in args.preserve_prompts:
+        check_text("--preserve_prompts", prompt)
     if args.repeats and len(args.repeats) != len(args.data):
         parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
     return args

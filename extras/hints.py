@@ -434,9 +434,19 @@ def of_masks(samples, mask_foreground_weight, mask_background_weight):
         yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"
 
 
+def of_empty_masks(samples, val_samples):
+    """Which masks common.look_at_sample has left out: it has looked at them, and they are no pictures."""
+    empty = []
+    for s in [*samples, *val_samples]:
+        empty += s.contents.keys() - {s.mask, *common.pictures_of(s)}
+    if empty:
+        yield (f"{len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are trained "
+               "without a mask")
+
+
 WARNINGS = dict( # a flag that tells which script asks: its warnings, and what these read
     model=[(bend_of, "samples"), (size_for_tiny, "samples model")], # of all scripts
-    data=[(one_text_in_lines, "samples")], # of all that train or encode
+    data=[(one_text_in_lines, "samples"), (of_empty_masks, "samples val_samples")], # of all that train or encode
     max_steps=[(too_wide, "lora_rank"), (longest_of, "samples max_tokens"), # of trainings
                (of_masks, "samples mask_foreground_weight mask_background_weight"),
                (no_pictures, "val_samples sample_every"), (without_cfg, "true_cfg_scale")],
