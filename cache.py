@@ -27,13 +27,13 @@ import json
 import os
 import re
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
 import common
-from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, Sample, content_key, file_hash, first_words,
-                    fit_size, is_index, load_extra, print_problems, read_image, read_mask, read_tensors, run_name)
+from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
+                    is_index, load_extra, print_problems, read_image, read_mask, read_tensors)
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -511,75 +511,11 @@ def load_text(sample, text_key, encoders=None):
     tensors = encode_text(encoders, sample, text_key) if encoders else read_tensors(file, key=file.stem)[0]
     return tensors["prompt_embed" if text_key[0] else "empty_prompt_embed"]
 
-# ---- indexes: a dataset's samples and their files --------------------------------------------------------------------
-
-def write_index(path, samples, geometry, fingerprints, roots=()):
-    """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
-    of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
-    folder, so that the folder may be copied elsewhere."""
-    # vars of a Sample are its fields
-    rows = []
-    for s in samples:
-        texts = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
-        rows.append(vars(s) | dict(texts=texts))
-    roots = [str(Path(root).resolve()) for root in roots]
-    index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
-    text = json.dumps(index, default=lambda file: file.relative_to(path.parent).as_posix())
-    data = text.replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    if path.is_file() and path.read_bytes() == data:
-        return
-    with suppress(Exception): # there is none, or a damaged one
-        old = json.loads(path.read_text())
-        for what in ("roots", "geometry"):
-            if old[what] != index[what]:
-                print(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
-                      f"({old[what]}); give another --cache_dir to keep both", file=sys.stderr)
-    common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
-
-def read_index(path):
-    """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
-    path = Path(path)
-    try:
-        index = json.loads(path.read_text())
-        samples = [Sample(**row) for row in index["samples"]]
-        # back to what write_index had: pairs as keys, and paths
-        for s in samples:
-            s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
-            for encoded in (*s.encodings, *s.texts.values()):
-                encoded["file"] = path.parent / encoded["file"]
-        if index["version"] != VERSION or not samples:
-            raise ValueError(f"version {index['version']}, {len(samples)} samples")
-        return samples, index["geometry"], index["models"]
-    except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {e}); run cache.py again")
-
-def open_index(path, folder, texts_of, args):
-    """read_index -> (samples, geometry). InputError if another model than that in `folder` has encoded them, or if a
-    file is missing, or a text that texts_of(sample) asks for. A line says if pictures were edited since."""
-    samples, geometry, fingerprints = read_index(path)
-    # each encoder that is here must be the one that has encoded
-    for encoder, here in encoder_fingerprints(folder, args.cache_dir).items():
-        if fingerprints.get(encoder, here) != here: # (tools/import_data.py does not know who encoded a cache)
-            raise InputError(f"{path}: encoded with another model than {folder} ({encoder}); run cache.py with this "
-                             "one")
-    for sample in samples:
-        for text_key in texts_of(sample):
-            if text_key not in sample.texts:
-                raise InputError(f"{path}: lacks the prompt {text_key} (True: with pictures); run cache.py with the "
-                                 "same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve* "
-                                 "(for --negative_prompt give the dataset)")
-        for file in files_of(sample):
-            if not file.is_file():
-                raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")
-    if hints := common.find_extra("hints"):
-        print_problems(hints.edited(path, samples, args.cache_dir))
-    return samples, geometry
-
 # ---- what a training reads -------------------------------------------------------------------------------------------
 
 def make_cache(pipe, folder, args, encode=True, verify=False):
     """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
-    every process. What the cache lacks is encoded, and the indexes are written (unless `encode` is False). Ends the
+    every process. What the cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the
     script if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(
@@ -598,17 +534,12 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
         sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
     if not samples:
         raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-    if common.rank() == 0:
-        # an index of each, which another machine can train from
-        for roots, encoded, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
-            if encode and encoded and not any(map(is_index, roots)):
-                index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
-                write_index(index, encoded, geometry, encoder_fingerprints(folder, args.cache_dir), roots)
-                print(f"{index}: {len(encoded)} samples")
-        if plan:
-            plan.unlink(missing_ok=True)
-        if hints := common.find_extra("hints"):
-            print(hints.describe(samples, val_samples))
+    if plan:
+        if indexes := common.find_extra("indexes"): # which another machine can train from
+            indexes.write_indexes(args, samples, val_samples, geometry, encoder_fingerprints(folder, args.cache_dir))
+        plan.unlink(missing_ok=True)
+    if common.rank() == 0 and (hints := common.find_extra("hints")):
+        print(hints.describe(samples, val_samples))
     return samples, val_samples, geometry
 
 def plan_training(pipe, folder, args):
@@ -634,7 +565,8 @@ def plan_training(pipe, folder, args):
 
     def plan(root, wanted_texts, geometry): # -> (samples, geometry); an index brings its own
         if is_index(root):
-            return open_index(root, folder, wanted_texts, args)
+            encoders = encoder_fingerprints(folder, args.cache_dir)
+            return load_extra("indexes", root).open_index(root, encoders, wanted_texts, args)
         found, wrong = common.read_dataset(root)
         found, more = plan_samples(pipe, found, wanted_texts, geometry, args)
         problems.extend(wrong + more)

@@ -242,23 +242,6 @@ def next_commands(args, out_dir, default, sampling_flags):
             f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(chosen / common.LORA_FILE)!r})")
 
 
-def edited(index, samples, cache_dir):
-    """-> a line if pictures of these samples are others than those that were encoded, as far as they are here."""
-    here = [sample for sample in samples if all(map(os.path.isfile, sample.contents))]
-    look, _ = common.looks(here, cache_dir)
-    others = []
-    for sample in here:
-        for picture in common.pictures_of(sample):
-            with contextlib.suppress(InputError): # the file is another one, and no picture
-                if look(picture)[1] == sample.contents[picture]:
-                    continue
-            others.append(picture)
-    if not others:
-        return []
-    return [f"warning: {index}: {len(others)} of its pictures are not those that were encoded, for instance "
-            f"{others[0]}; it trains the encoded ones; run cache.py for the others"]
-
-
 def common_files(sample):
     """Those files of a sample that another one has only if it has the same pictures."""
     texts = [text["file"] for (_, with_pictures), text in sample.texts.items() if with_pictures]
