@@ -355,7 +355,7 @@ def check_sample(pipe, sample, max_sequence_length):
 def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, *looks):
     """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
     encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
-    names what is wrong with it. looks: common.looks's, if they are to know the answers."""
+    names what is wrong with it. looks: common.looks's, which know the answers; else its pictures are read here."""
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")
@@ -513,35 +513,6 @@ def load_text(sample, text_key, encoders=None):
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
 
-def make_cache(pipe, folder, args, encode=True, verify=False):
-    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
-    every process. What the cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the
-    script if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
-    # only the first process reads the pictures
-    samples, val_samples, geometry, problems = common.on_first_process(
-        lambda: plan_training(pipe, folder, args))
-    plan, failed = None, {}
-    if encode:
-        if pipe and samples and common.rank() == 0:
-            plan = write_plan(samples + val_samples, args.cache_dir)
-        failed = encode_samples(pipe, samples + val_samples, args, verify)
-        # a sample whose encoding failed is no sample
-        for one_of in (samples, val_samples):
-            one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
-        if common.rank() == 0:
-            print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
-    if (problems or failed) and not args.skip_bad:
-        sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
-    if not samples:
-        raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-    if plan:
-        if indexes := common.find_extra("indexes"): # which another machine can train from
-            indexes.write_indexes(args, samples, val_samples, geometry, encoder_fingerprints(folder, args.cache_dir))
-        plan.unlink(missing_ok=True)
-    if common.rank() == 0 and (hints := common.find_extra("hints")):
-        print(hints.describe(samples, val_samples))
-    return samples, val_samples, geometry
-
 def plan_training(pipe, folder, args):
     """-> (planned samples, planned validation samples, geometry, problems), of datasets or of indexes."""
     geometry = {name: getattr(args, name) for name in ("target_pixels", "control_pixels", "upscale")}
@@ -563,7 +534,7 @@ def plan_training(pipe, folder, args):
 
     problems = []
 
-    def plan(root, wanted_texts, geometry): # -> (samples, geometry); an index brings its own
+    def read_root(root, wanted_texts, geometry): # -> (samples, geometry); an index brings its own
         if is_index(root):
             encoders = encoder_fingerprints(folder, args.cache_dir)
             return load_extra("indexes", root).open_index(root, encoders, wanted_texts, args)
@@ -574,7 +545,7 @@ def plan_training(pipe, folder, args):
 
     samples = []
     for n, root in enumerate(args.data):
-        found, geometry = plan(root, texts_of, geometry) # an index is the only root
+        found, geometry = read_root(root, texts_of, geometry) # an index is the only root
         for sample in found if args.repeats else []:
             sample.repeats = args.repeats[n]
         samples += found
@@ -582,7 +553,7 @@ def plan_training(pipe, folder, args):
     val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1])
     val_samples = []
     for root in args.val_data:
-        val_samples += plan(root, val_texts_of, val_geometry)[0]
+        val_samples += read_root(root, val_texts_of, val_geometry)[0]
     if alone := [sample.name for sample in val_samples if not sample.controls]:
         raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be generated; leave it out")
     places = {(sample.root, sample.name.replace("/", "-")) for sample in val_samples} # in train.py's samples/
@@ -597,6 +568,34 @@ def plan_training(pipe, folder, args):
     if hints := common.find_extra("hints"):
         print_problems(hints.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
+
+def make_cache(pipe, folder, args, encode=True, verify=False):
+    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
+    every process. What the cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the script
+    if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
+    # only the first process reads the pictures
+    samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
+    plan, failed = None, {}
+    if encode:
+        if pipe and samples and common.rank() == 0:
+            plan = write_plan(samples + val_samples, args.cache_dir)
+        failed = encode_samples(pipe, samples + val_samples, args, verify)
+        # a sample whose encoding failed is no sample
+        for one_of in (samples, val_samples):
+            one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
+        if common.rank() == 0:
+            print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
+    if (problems or failed) and not args.skip_bad:
+        sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
+    if not samples:
+        raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
+    if plan:
+        if indexes := common.find_extra("indexes"): # which another machine can train from
+            indexes.write_indexes(args, samples, val_samples, geometry, encoder_fingerprints(folder, args.cache_dir))
+        plan.unlink(missing_ok=True)
+    if common.rank() == 0 and (hints := common.find_extra("hints")):
+        print(hints.describe(samples, val_samples))
+    return samples, val_samples, geometry
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 

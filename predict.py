@@ -669,8 +669,8 @@ def main(args):
     transformer_folder, transformer_file = find_transformer(args)
     models = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
                   scheduler=folder / "scheduler")
-    models = common.on_first_process(
-        lambda: {part: cache.hash_part(place, args.cache_dir) for part, place in models.items()})
+    for part, place in models.items():
+        models[part] = common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
     pipe = cache.load_pipeline(folder)
 
     def complete(sample): # its settings, and so the prompts that it needs; plan_samples notes an InputError
