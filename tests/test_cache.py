@@ -726,6 +726,22 @@ def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
         written.append(len(cached_files(tmp_path / "c")))
     assert written[0] < written[1] < written[2] == 10 and all(map(is_cached, samples))
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_one_process_could_not_encode_all_know(data, tmp_path, monkeypatch, place):
+    """Whichever of the processes it was; another one has written its share without an error."""
+    picture = data / "control/cat.png"
+    os.truncate(picture, picture.stat().st_size // 2)
+    others = [({}, [])]
+    monkeypatch.setattr(common, "gather_objects", lambda value: others[place:] + [value] + others[:place])
+    pipe, flags = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c")
+    samples, _ = common.read_dataset(data)
+    geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
+    cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
+    failed = cache.encode_samples(pipe, samples, flags)
+    bad = [sample for sample in samples if sample.name == "cat"]
+    assert failed.keys() == {file for sample in bad for file in cache.files_of(sample)}
+    assert all(is_one_line(line, picture) for line in failed.values())
+
 def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypatch):
     """Each is named once: at once, before anything else; or if it shows only when the picture is decoded, after it."""
     bad, real = [data / "target/cat.txt"], cache.encode_samples
@@ -780,6 +796,10 @@ def test_a_full_disk_and_a_folder_that_is_none_are_one_line(root, monkeypatch):
     monkeypatch.setattr(cache, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
     result = root.make("--cache_dir", root.model / "model_index.json") # a file
     assert result.status == 1 and is_one_line(result.errors[0], "model_index.json", "cannot be written")
+    root.cache.mkdir(exist_ok=True)
+    (root.cache / "text").touch() # a file, where a folder is needed
+    result = root.make()
+    assert result.status == 1 and is_one_line(result.errors[0], "text", "cannot be written"), result.err
 
 # ---- flags and model folders -----------------------------------------------------------------------------------------
 
