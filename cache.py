@@ -43,8 +43,7 @@ def read_flags():
     parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
     args = common.parse_data_args(parser, "cache.py")
     common.look_over(args)
-    if common.rank() == 0:
-        print(f"{args.cache_dir}: encodes {' '.join(args.data)} with {args.model}; the libraries take some seconds")
+    common.say(f"{args.cache_dir}: encodes {' '.join(args.data)} with {args.model}; the libraries take some seconds")
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -439,8 +438,7 @@ def encode_samples(pipe, samples, args, verify=False):
     if missing:
         for folder in {file.parent for file in missing}:
             common.prepare_folder(folder)
-        if common.rank() == 0:
-            print(f"encoding {len(missing)} files into {args.cache_dir}")
+        common.say(f"encoding {len(missing)} files into {args.cache_dir}")
         failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args)
     # what is neither here nor failed has gone meanwhile; to leave it out would train on fewer samples than were planned
     gone = [file for file in my_files if file not in failed and not file.is_file()]
@@ -604,9 +602,8 @@ def main(args):
     common.start_processes(args)
     folder, pipe = find_pipeline(args)
     samples, val_samples, _ = make_cache(pipe, folder, args, verify=args.verify)
-    if common.rank() == 0:
-        print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
-              "next: python train.py, with the same flags")
+    common.say(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
+               "next: python train.py, with the same flags")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -387,6 +387,11 @@ def quiet():
     """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
     return True if rank() else None
 
+def say(line):
+    """The first process prints this line, above a bar if there is one."""
+    if rank() == 0:
+        tqdm.write(line)
+
 def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
     return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
