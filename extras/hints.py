@@ -2,7 +2,6 @@
 What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
 folder. What a person should know of the data before a training, and what may surprise in flags and pictures.
 """
-import contextlib
 import difflib
 import logging
 import math
