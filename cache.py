@@ -12,7 +12,7 @@ A folder without control/ (a line with "control": []) holds pictures alone: they
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
-train.py also takes it as --data. CACHE_DIR/pictures.txt says which pictures need not be read again.
+train.py also takes it as --data (extras/indexes.py). CACHE_DIR/pictures.txt says which pictures need not be read again.
 
 $ python cache.py                                                     # the photographs in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
