@@ -12,7 +12,7 @@ A folder without control/ (a line with "control": []) holds pictures alone: they
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
-train.py also takes it as --data. CACHE_DIR/pictures.txt says which pictures need not be read again.
+train.py also takes it as --data (extras/indexes.py). CACHE_DIR/pictures.txt says which pictures need not be read again.
 
 $ python cache.py                                                     # the photographs in tiny/
 $ python cache.py --model Qwen/Qwen-Image-Edit-2509 --data photos     # yours
@@ -24,16 +24,16 @@ train.py and predict.py call the same functions; run this script alone to encode
 import gc
 import inspect
 import json
+import os
 import re
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
 import common
-from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, Sample, check_mask, content_key, file_hash,
-                    first_words, fit_size, is_index, load_extra, look_at, look_at_mask, print_problems, read_image,
-                    read_mask, read_tensors, run_name)
+from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
+                    is_index, load_extra, print_problems, read_image, read_mask, read_tensors)
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -43,8 +43,7 @@ def read_flags():
     parser.group("check")("--verify", False, "read every file of the cache; encode damaged ones again")
     args = common.parse_data_args(parser, "cache.py")
     common.look_over(args)
-    if common.rank() == 0:
-        print(f"{args.cache_dir}: encodes {' '.join(args.data)} with {args.model}; the libraries take some seconds")
+    common.say(f"{args.cache_dir}: encodes {' '.join(args.data)} with {args.model}; the libraries take some seconds")
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -73,8 +72,8 @@ PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 ENCODERS = "vae text_encoder tokenizer processor scheduler".split() # folders of a model
-CONFIG_FILES = dict(tokenizer="tokenizer_config.json", processor="preprocessor_config.json",
-                    scheduler="scheduler_config.json") # the other parts have config.json
+CONFIG_FILES = {".": "model_index.json", "tokenizer": "tokenizer_config.json", "scheduler": "scheduler_config.json",
+                "processor": "preprocessor_config.json"} # the other parts have config.json
 
 class Processor: # a class because the pipeline calls it as pipe.processor, and reads its attributes
     """Qwen2VLProcessor without its video half, which cannot be loaded without torchvision: transformers' PIL image
@@ -91,7 +90,7 @@ class Processor: # a class because the pipeline calls it as pipe.processor, and 
 
             def repeat(pad): # the k-th pad in the list of texts stands for the k-th picture
                 return pad[0] * next(counts)
-            text = [re.sub(re.escape("<|image_pad|>"), repeat, one) for one in text]
+            text = [re.sub(r"<\|image_pad\|>", repeat, one) for one in text]
         tokens = self.tokenizer(text, padding=padding, return_tensors=return_tensors)
         return BatchFeature({**tokens, **pictures})
 
@@ -110,7 +109,7 @@ def find_model(model, parts, weights=True, flag="--model"):
             repo, revision=revision or None, allow_patterns=wanted,
             ignore_patterns=None if weights else "*.safetensors"))
     if flag == "--model":
-        check_files(folder, "model_index.json", weights, flag)
+        parts = [".", *parts] # the folder itself
     for part in parts:
         check_files(folder / part, CONFIG_FILES.get(part, "config.json"), weights, flag)
     return folder
@@ -183,21 +182,17 @@ def load_encoder(pipe, encoder, args):
         pipe.vae.encoder.to(args.vae_device)
         pipe.vae.quant_conv.to(args.vae_device)
         return
-    # quantized layer by layer, so that the device never holds all of it in full precision
     model = load_part(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", args.dtype)
-    adapt_text_encoder(model)
+    model.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
+    model.register_forward_pre_hook(add_token_types, with_kwargs=True)
     try:
+        # quantized layer by layer, so that the device never holds all of it in full precision
         if args.quantize_text_encoder != "none":
             load_extra("quantize").quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
         pipe.text_encoder = model.to(args.text_encoder_device)
     except torch.OutOfMemoryError:
         raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text encoder, "
                          "16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
-
-def adapt_text_encoder(encoder):
-    """Changes a text encoder in place: no logits, and add_token_types."""
-    encoder.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
-    encoder.register_forward_pre_hook(add_token_types, with_kwargs=True)
 
 def add_token_types(encoder, args, kwargs):
     """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers
@@ -218,19 +213,14 @@ def drop_encoders(pipe):
 def is_plus(pipe):
     return type(pipe).__name__ == "QwenImageEditPlusPipeline"
 
-def hash_parts(parts, cache_dir):
-    """{part: its folder or one file} of a model -> {part: a hash of every file's content}, because a merged LoRA may
-    change any tensor, and no length. A folder's name does not matter, nor does a README. CACHE_DIR/models.txt
-    remembers the hashes of the files, because to read 58 GB takes a minute."""
-    files = {}
-    for part, place in parts.items():
-        inside = sorted(place.glob("[!.]*")) if place.is_dir() else [place]
-        files[part] = [file for file in inside if file.is_file() and file.suffix != ".md"]
-    look = common.look_ahead(sum(files.values(), []), file_hash, Path(cache_dir, "models.txt"))
-    found = {}
-    for part, place in parts.items():
-        found[part] = content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files[part]])
-    return found
+def hash_part(place, cache_dir):
+    """A folder of a model, or its one file -> a hash of every file's content, because a merged LoRA may change any
+    tensor, and no length. The folder's name does not matter, nor does a README. CACHE_DIR/models.txt remembers the
+    hashes of the files, because to read 58 GB takes a minute."""
+    inside = sorted(place.glob("[!.]*")) if place.is_dir() else [place]
+    files = [file for file in inside if file.is_file() and file.suffix != ".md"]
+    look = common.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
+    return content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files])
 
 def encoder_fingerprints(folder, cache_dir):
     """What decides encoded files, of a model -> dict(pipeline: its class, vae: a hash, text: a hash). An encoder whose
@@ -238,7 +228,7 @@ def encoder_fingerprints(folder, cache_dir):
     found = dict(pipeline=json.loads((folder / "model_index.json").read_text())["_class_name"])
     for encoder, parts in dict(vae=["vae"], text=["text_encoder", "tokenizer", "processor"]).items():
         if any((folder / parts[0]).glob("*.safetensors")):
-            found[encoder] = content_key(**hash_parts({part: folder / part for part in parts}, cache_dir))
+            found[encoder] = content_key(**{part: hash_part(folder / part, cache_dir) for part in parts})
     return found
 
 # ---- encoding: what the stock pipeline computes, one picture or prompt at a time -------------------------------------
@@ -330,27 +320,21 @@ def check_finite(tensors, sample):
 
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------
 
-def plan_sizes(pipe, sample, geometry, look):
-    """Sets sample.sizes and prompt_sizes -> [(width, height)] of the target at each of its encodings, and of the
-    controls. geometry: dict(target_pixels=[...], control_pixels, upscale). look: as for plan_sample."""
-    own_sizes, upscale = [look(path)[0] for path in sample.controls], geometry["upscale"]
-    # the aspect ratio of the result
-    if sample.target:
-        base_size = look(sample.target)[0]
-    else: # size_from counts from 1; without it the last one decides, as in stock
-        base_size = own_sizes[(sample.settings.get("size_from") or 0) - 1]
+def plan_sizes(pipe, sample, geometry):
+    """Sets sample.prompt_sizes -> [(width, height)] of the target at each of its encodings, and of the controls.
+    geometry: dict(target_pixels=[...], control_pixels, upscale)."""
+    base_size, *own_sizes = sample.sizes
     target_sizes = []
     for area in geometry["target_pixels"]:
-        w, h = fit_size(base_size, area, upscale)
+        w, h = fit_size(base_size, area, geometry["upscale"])
         # sides that are given are rounded as in stock; fitted ones are multiples of 32
         target_sizes.append([(sample.settings.get("width") or w) // 16 * 16,
                              (sample.settings.get("height") or h) // 16 * 16])
-    control_sizes = [fit_size(size, geometry["control_pixels"], upscale) for size in own_sizes]
+    control_sizes = [fit_size(size, geometry["control_pixels"], geometry["upscale"]) for size in own_sizes]
     # the text encoder sees 384*384 (Plus), or the same copy as the VAE (v1)
     sample.prompt_sizes = control_sizes
     if is_plus(pipe):
         sample.prompt_sizes = [fit_size(size, CONDITION_IMAGE_SIZE) for size in own_sizes]
-    sample.sizes = [base_size, *own_sizes]
     return target_sizes, control_sizes
 
 def check_sample(pipe, sample, max_sequence_length):
@@ -367,22 +351,15 @@ def check_sample(pipe, sample, max_sequence_length):
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {left} have positions; "
                          "shorten the prompt, or give fewer pictures")
 
-def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, look=look_at, look_mask=look_at_mask):
-    """Adds to the sample what will be encoded of it, in which files. A mask that marks nothing or everything is left
-    out. geometry: as for plan_sizes; fingerprints: encoder_fingerprints; args: cache_dir, dtype, max_sequence_length,
-    quantize_text_encoder and maybe mask. InputError names what is wrong with it. look, look_mask: look_at and
-    look_at_mask, or common.look_ahead's, which know their answers."""
+def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, *looks):
+    """Adds to the sample what will be encoded of it, in which files. geometry: as for plan_sizes; fingerprints:
+    encoder_fingerprints; args: cache_dir, dtype, max_sequence_length, quantize_text_encoder and maybe mask. InputError
+    names what is wrong with it. looks: common.looks's, which know the answers; else its pictures are read here."""
     if not is_plus(pipe) and len(sample.controls) != 1:
         raise InputError(f"{[sample.target, *sample.controls][-1]}: Qwen-Image-Edit v1 takes one control, here are "
                          f"{len(sample.controls)}; give it one, or take 2509 or 2511")
-    target_sizes, control_sizes = plan_sizes(pipe, sample, geometry, look)
-    if sample.mask:
-        size, content, marks = look_mask(sample.mask)
-        check_mask(sample.mask, size, sample.sizes[0])
-        sample.contents = {sample.mask: content}
-        sample.mask = sample.mask if marks else None
-    for path in common.pictures_of(sample):
-        sample.contents[path] = look(path)[1]
+    common.look_at_sample(sample, *looks)
+    target_sizes, control_sizes = plan_sizes(pipe, sample, geometry)
     # what decides the content of every file
     shared = dict(version=VERSION, preprocessing=PREPROCESSING, pipeline=fingerprints["pipeline"], dtype=args.dtype)
 
@@ -414,15 +391,11 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     good = []
     problems = []
     fingerprints = encoder_fingerprints(Path(pipe.name_or_path), args.cache_dir)
-    look, look_mask = common.looks(samples, args.cache_dir)
-    masks = [sample.mask for sample in samples]
+    looks = common.looks(samples, args.cache_dir)
     for sample in common.progress("planning", samples, unit="sample"):
         with common.noted(problems):
-            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, look, look_mask)
+            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, *looks)
             good.append(sample)
-    if empty := [mask for sample, mask in zip(samples, masks) if mask and not sample.mask]:
-        print(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
-              "trained without a mask", file=sys.stderr)
     return good, problems
 
 # ---- the cache: encoded files ----------------------------------------------------------------------------------------
@@ -444,7 +417,7 @@ def data_hash(epoch):
 def write_plan(samples, cache_dir):
     """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone
     until the list is deleted, when an index names them or the pictures are generated."""
-    files = sorted({file.relative_to(cache_dir).as_posix() for sample in samples for file in files_of(sample)})
+    files = sorted({os.path.relpath(file, cache_dir) for sample in samples for file in files_of(sample)})
     path = Path(cache_dir, f".planned-{content_key(files=files)}")
     common.write_file(path, "\n".join(files).encode())
     return path
@@ -463,20 +436,19 @@ def encode_samples(pipe, samples, args, verify=False):
         remove_damaged(filter(Path.is_file, my_files))
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if missing:
-        for folder in ("latents", "text"):
-            common.prepare_folder(Path(args.cache_dir, folder))
-        if common.rank() == 0:
-            print(f"encoding {len(missing)} files into {args.cache_dir}")
+        for folder in {file.parent for file in missing}:
+            common.prepare_folder(folder)
+        common.say(f"encoding {len(missing)} files into {args.cache_dir}")
         failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args)
     # what is neither here nor failed has gone meanwhile; to leave it out would train on fewer samples than were planned
     gone = [file for file in my_files if file not in failed and not file.is_file()]
-    # waits until the others have written their files
-    shares = common.gather_objects((failed, gone))
-    for _, gone in shares:
+    all_failed = {}
+    for failed, gone in common.gather_objects((failed, gone)): # waits until the others have written their files
         if gone:
             raise InputError(f"{gone[0]}: was deleted while {args.cache_dir} was filled, and {len(gone) - 1} more; run "
                              "the same command again, and nothing else that deletes there")
-    return {file: line for failed, _ in shares for file, line in failed.items()}
+        all_failed |= failed
+    return all_failed
 
 def remove_damaged(files):
     for file in common.progress("verifying", list(files), unit="file"):
@@ -497,10 +469,9 @@ def encode_files(pipe, jobs, args):
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
-        for file in common.progress("encoding", order, unit="file"):
+        for file, pictures in zip(common.progress("encoding", order, unit="file"), reads):
             if signals_seen:
                 return
-            pictures = next(reads)
             sample, encoder, what = jobs[file]
             if encoder != loaded:
                 drop_encoders(pipe)
@@ -538,124 +509,17 @@ def load_text(sample, text_key, encoders=None):
     tensors = encode_text(encoders, sample, text_key) if encoders else read_tensors(file, key=file.stem)[0]
     return tensors["prompt_embed" if text_key[0] else "empty_prompt_embed"]
 
-# ---- indexes: a dataset's samples and their files --------------------------------------------------------------------
-
-def write_index(path, samples, geometry, fingerprints, roots=()):
-    """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
-    of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
-    folder, so that the folder may be copied elsewhere."""
-    def below(file):
-        return file.relative_to(path.parent).as_posix()
-
-    # vars of a Sample are its fields
-    rows = []
-    for s in samples:
-        texts = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
-        rows.append(vars(s) | dict(texts=texts))
-    roots = [str(Path(root).resolve()) for root in roots]
-    index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
-    data = json.dumps(index, default=below).replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    if path.is_file() and path.read_bytes() == data:
-        return
-    with suppress(OSError, ValueError, LookupError, TypeError): # there is none, or a damaged one
-        old = json.loads(path.read_text())
-        for what in ("roots", "geometry"):
-            if old[what] != index[what]:
-                print(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
-                      f"({old[what]}); give another --cache_dir to keep both", file=sys.stderr)
-    common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
-
-def read_index(path):
-    """-> (samples, geometry, encoder_fingerprints). InputError if it is damaged."""
-    path = Path(path)
-    try:
-        index = json.loads(path.read_text())
-        samples = [Sample(**row) for row in index["samples"]]
-        # back to what write_index had: pairs as keys, and paths
-        for s in samples:
-            s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
-            for encoded in (*s.encodings, *s.texts.values()):
-                encoded["file"] = path.parent / encoded["file"]
-        if index["version"] != VERSION or not samples:
-            raise ValueError(f"version {index['version']}, {len(samples)} samples")
-        return samples, index["geometry"], index["models"]
-    except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {e}); run cache.py again")
-
-def open_index(path, folder, texts_of, args):
-    """read_index -> (samples, geometry). InputError if another model than that in `folder` has encoded them, or if a
-    file is missing, or a text that texts_of(sample) asks for. A line says if pictures were edited since."""
-    samples, geometry, fingerprints = read_index(path)
-    # each encoder that is here must be the one that has encoded
-    for encoder, here in encoder_fingerprints(folder, args.cache_dir).items():
-        if fingerprints.get(encoder, here) != here: # (tools/import_data.py does not know who encoded a cache)
-            raise InputError(f"{path}: encoded with another model than {folder} ({encoder}); run cache.py with this "
-                             "one")
-    for sample in samples:
-        for text_key in texts_of(sample):
-            if text_key not in sample.texts:
-                raise InputError(f"{path}: lacks the prompt {text_key} (True: with pictures); run cache.py with the "
-                                 "same --val_data, --caption_dropout_rate, --prompt_image_dropout_rate, --preserve* "
-                                 "(for --negative_prompt give the dataset)")
-        for file in files_of(sample):
-            if not file.is_file():
-                raise InputError(f"{file}: missing; copy the whole cache, or run cache.py again")
-    if hints := common.find_extra("hints"):
-        print_problems(hints.edited(path, samples, args.cache_dir))
-    return samples, geometry
-
 # ---- what a training reads -------------------------------------------------------------------------------------------
-
-def make_cache(pipe, folder, args, encode=True, verify=False):
-    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
-    every process. What the cache lacks is encoded, and the indexes are written (unless `encode` is False). Ends the
-    script if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
-    # only the first process reads the pictures
-    samples, val_samples, geometry, problems = common.on_first_process(
-        lambda: plan_training(pipe, folder, args))
-    datasets = [] # what gets an index
-    for roots, planned, end in ((args.data, samples, ""), (args.val_data, val_samples, "-val")):
-        if encode and planned and not any(map(is_index, roots)):
-            datasets.append((roots, planned, end))
-    # encode; a sample whose encoding failed is no sample
-    plan = None
-    if datasets and common.rank() == 0:
-        plan = write_plan([sample for _, planned, _ in datasets for sample in planned], args.cache_dir)
-    if encode:
-        failed = encode_samples(pipe, samples + val_samples, args, verify)
-        for one_of in (samples, val_samples):
-            one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
-        failures = list(dict.fromkeys(failed.values())) # two files may have met the same problem
-        if common.rank() == 0:
-            print_problems(failures)
-        problems += failures
-    if problems and not args.skip_bad:
-        sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
-    if not samples:
-        raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-    # the indexes, which another machine can train from
-    if common.rank() == 0:
-        for roots, encoded, end in datasets:
-            if encoded:
-                index = Path(args.cache_dir, f"{run_name(args.model, roots)}{end}.json")
-                write_index(index, encoded, geometry, encoder_fingerprints(folder, args.cache_dir), roots)
-                print(f"{index}: {len(encoded)} samples")
-        if plan:
-            plan.unlink(missing_ok=True)
-        if hints := common.find_extra("hints"):
-            print(hints.describe(samples, val_samples))
-    return samples, val_samples, geometry
 
 def plan_training(pipe, folder, args):
     """-> (planned samples, planned validation samples, geometry, problems), of datasets or of indexes."""
     geometry = {name: getattr(args, name) for name in ("target_pixels", "control_pixels", "upscale")}
     # whether the pictures come with the prompt
     picture_choices = [True, False] if args.prompt_image_dropout_rate else [True]
-    if pipe is not None and not is_plus(pipe) and False in picture_choices:
+    if pipe and not is_plus(pipe) and args.prompt_image_dropout_rate:
         raise InputError("--prompt_image_dropout_rate: Qwen-Image-Edit v1 has a picture in every prompt; leave it out")
     preserve_prompts = args.preserve_prompts if args.preserve else []
-    for prompt in preserve_prompts:
-        common.check_text("--preserve_prompts", prompt)
+    negative_prompt = getattr(args, "negative_prompt", NEGATIVE_PROMPT) # cache.py has no such flag
 
     # the text keys that a training may pick, and those of a validation: its loss, and its pictures with true CFG
     def texts_of(sample):
@@ -664,29 +528,30 @@ def plan_training(pipe, folder, args):
         return text_keys + [(prompt, True) for prompt in preserve_prompts if sample.controls]
 
     def val_texts_of(sample):
-        # (cache.py has no flag for the latter)
-        return [(prompt, True) for prompt in [*sample.prompts, getattr(args, "negative_prompt", NEGATIVE_PROMPT)]]
-
-    def read_roots(roots, wanted_texts, geometry, repeats=None):
-        samples = []
-        for n, root in enumerate(roots):
-            if is_index(root): # which stands alone, and brings its own geometry
-                found, geometry = open_index(root, folder, wanted_texts, args)
-            else:
-                found, wrong = common.read_dataset(root)
-                found, more = plan_samples(pipe, found, wanted_texts, geometry, args)
-                problems.extend(wrong + more)
-            if repeats:
-                for sample in found:
-                    sample.repeats = repeats[n]
-            samples += found
-        return samples, geometry
+        return [(prompt, True) for prompt in [*sample.prompts, negative_prompt]]
 
     problems = []
-    samples, geometry = read_roots(args.data, texts_of, geometry, args.repeats)
+
+    def read_root(root, wanted_texts, geometry): # -> (samples, geometry); an index brings its own
+        if is_index(root):
+            encoders = encoder_fingerprints(folder, args.cache_dir)
+            return load_extra("indexes", root).open_index(root, encoders, wanted_texts, args)
+        found, wrong = common.read_dataset(root)
+        found, more = plan_samples(pipe, found, wanted_texts, geometry, args)
+        problems.extend(wrong + more)
+        return found, geometry
+
+    samples = []
+    for n, root in enumerate(args.data):
+        found, geometry = read_root(root, texts_of, geometry) # an index is the only root
+        for sample in found if args.repeats else []:
+            sample.repeats = args.repeats[n]
+        samples += found
     # the first area alone is validated
     val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1])
-    val_samples, _ = read_roots(args.val_data, val_texts_of, val_geometry)
+    val_samples = []
+    for root in args.val_data:
+        val_samples += read_root(root, val_texts_of, val_geometry)[0]
     if alone := [sample.name for sample in val_samples if not sample.controls]:
         raise InputError(f"--val_data: {alone[0]} has no control, so that nothing can be generated; leave it out")
     places = {(sample.root, sample.name.replace("/", "-")) for sample in val_samples} # in train.py's samples/
@@ -702,6 +567,34 @@ def plan_training(pipe, folder, args):
         print_problems(hints.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
 
+def make_cache(pipe, folder, args, encode=True, verify=False):
+    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
+    every process. What the cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the script
+    if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
+    # only the first process reads the pictures
+    samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
+    plan, failed = None, {}
+    if encode:
+        if pipe and samples and common.rank() == 0:
+            plan = write_plan(samples + val_samples, args.cache_dir)
+        failed = encode_samples(pipe, samples + val_samples, args, verify)
+        # a sample whose encoding failed is no sample
+        for one_of in (samples, val_samples):
+            one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
+        if common.rank() == 0:
+            print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
+    if (problems or failed) and not args.skip_bad:
+        sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
+    if not samples:
+        raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
+    if plan:
+        if indexes := common.find_extra("indexes"): # which another machine can train from
+            indexes.write_indexes(args, samples, val_samples, geometry, encoder_fingerprints(folder, args.cache_dir))
+        plan.unlink(missing_ok=True)
+    if common.rank() == 0 and (hints := common.find_extra("hints")):
+        print(hints.describe(samples, val_samples))
+    return samples, val_samples, geometry
+
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 def main(args):
@@ -709,9 +602,8 @@ def main(args):
     common.start_processes(args)
     folder, pipe = find_pipeline(args)
     samples, val_samples, _ = make_cache(pipe, folder, args, verify=args.verify)
-    if common.rank() == 0:
-        print(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
-              "next: python train.py, with the same flags")
+    common.say(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
+               "next: python train.py, with the same flags")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -370,6 +370,8 @@ def parse_data_args(parser, script):
                      "without --mask")
     if args.preserve_prompts != [NEGATIVE_PROMPT] and not args.preserve:
         parser.error("argument --preserve_prompts: has no use without --preserve; give both")
+    for prompt in args.preserve_prompts:
+        check_text("--preserve_prompts", prompt)
     if args.repeats and len(args.repeats) != len(args.data):
         parser.error(f"argument --repeats: {len(args.repeats)} for {len(args.data)} --data; give one number each")
     return args
@@ -387,6 +389,11 @@ def world():
 def quiet():
     """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
     return True if rank() else None
+
+def say(line):
+    """The first process prints this line, above a bar if there is one."""
+    if rank() == 0:
+        tqdm.write(line)
 
 def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
@@ -981,6 +988,22 @@ def check_mask(mask, size, target_size):
     if abs(w / h / (target_w / target_h) - 1) > 0.02:
         raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
 
+def look_at_sample(sample, look=look_at, look_mask=look_at_mask):
+    """Sets the sample's contents and sizes. A mask that marks nothing or everything is left out. InputErrors are those
+    of look_at, look_at_mask and check_mask."""
+    sizes = []
+    for path in pictures_of(sample):
+        size, sample.contents[path] = look(path)
+        sizes.append(size)
+    if not sample.target: # which control gives the shape; size_from counts from 1, and the last one does it in stock
+        sizes.insert(0, sizes[(sample.settings.get("size_from") or 0) - 1])
+    sample.sizes = sizes
+    if sample.mask:
+        size, sample.contents[sample.mask], marks = look_mask(sample.mask)
+        check_mask(sample.mask, size, sizes[0])
+        if not marks:
+            sample.mask = None
+
 def look_over(args):
     """Ends the script if a dataset of --data or --val_data has an error, without --skip_bad: before the libraries are
     loaded, as a person has to mend these first. (Of several processes none looks: make_cache's first one will.)"""
@@ -994,9 +1017,7 @@ def look_over(args):
             look, look_mask = looks(samples, args.cache_dir)
             for sample in samples:
                 with noted(problems):
-                    size = [look(path)[0] for path in pictures_of(sample)][0]
-                    if sample.mask:
-                        check_mask(sample.mask, look_mask(sample.mask)[0], size)
+                    look_at_sample(sample, look, look_mask)
     if problems:
         print_problems(problems)
         sys.exit("correct these samples, or go on without them: --skip_bad")

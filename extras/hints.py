@@ -2,7 +2,6 @@
 What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
 folder. What a person should know of the data before a training, and what may surprise in flags and pictures.
 """
-import contextlib
 import difflib
 import logging
 import math
@@ -242,23 +241,6 @@ def next_commands(args, out_dir, default, sampling_flags):
             f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(chosen / common.LORA_FILE)!r})")
 
 
-def edited(index, samples, cache_dir):
-    """-> a line if pictures of these samples are others than those that were encoded, as far as they are here."""
-    here = [sample for sample in samples if all(map(os.path.isfile, sample.contents))]
-    look, _ = common.looks(here, cache_dir)
-    others = []
-    for sample in here:
-        for picture in common.pictures_of(sample):
-            with contextlib.suppress(InputError): # the file is another one, and no picture
-                if look(picture)[1] == sample.contents[picture]:
-                    continue
-            others.append(picture)
-    if not others:
-        return []
-    return [f"warning: {index}: {len(others)} of its pictures are not those that were encoded, for instance "
-            f"{others[0]}; it trains the encoded ones; run cache.py for the others"]
-
-
 def common_files(sample):
     """Those files of a sample that another one has only if it has the same pictures."""
     texts = [text["file"] for (_, with_pictures), text in sample.texts.items() if with_pictures]
@@ -434,9 +416,19 @@ def of_masks(samples, mask_foreground_weight, mask_background_weight):
         yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"
 
 
+def of_empty_masks(samples, val_samples):
+    """Which masks common.look_at_sample has left out: it has looked at them, and they are no pictures."""
+    empty = []
+    for s in [*samples, *val_samples]:
+        empty += s.contents.keys() - {s.mask, *common.pictures_of(s)}
+    if empty:
+        yield (f"{len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are trained "
+               "without a mask")
+
+
 WARNINGS = dict( # a flag that tells which script asks: its warnings, and what these read
     model=[(bend_of, "samples"), (size_for_tiny, "samples model")], # of all scripts
-    data=[(one_text_in_lines, "samples")], # of all that train or encode
+    data=[(one_text_in_lines, "samples"), (of_empty_masks, "samples val_samples")], # of all that train or encode
     max_steps=[(too_wide, "lora_rank"), (longest_of, "samples max_tokens"), # of trainings
                (of_masks, "samples mask_foreground_weight mask_background_weight"),
                (no_pictures, "val_samples sample_every"), (without_cfg, "true_cfg_scale")],

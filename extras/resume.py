@@ -82,8 +82,9 @@ def compared(args, pretrained_file):
 def contents(models, epoch, geometry, args):
     """-> what a checkpoint says of what the flags BY_CONTENT lead to: hashes of all models (58 GB take a minute, so the
     first process reads them, and the others find its answers) and of the samples; sizes."""
-    common.on_first_process(lambda: cache.hash_parts(models, args.cache_dir))
-    hashes = {f"{part}_hash": value for part, value in cache.hash_parts(models, args.cache_dir).items()}
+    for place in models.values():
+        common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
+    hashes = {f"{part}_hash": cache.hash_part(place, args.cache_dir) for part, place in models.items()}
     return dict(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
 
 

@@ -28,7 +28,7 @@ from transformers import Qwen2VLProcessor
 import cache
 import common
 import predict
-from extras import known
+from extras import indexes, known
 from tests.harness import (DEVICE, DTYPE, DTYPE_NAME, NATIVE, ON_DEVICE, TINY, add_item, as_v1, assert_same,
                            cached_files, change_weight, copy_model, damage_tensors, encode, encoder_flags, flip,
                            index_of, is_one_line, load, make_cache, paint_picture, refused, rel, run_script, samples_of,
@@ -261,8 +261,8 @@ def test_a_model_may_be_pinned_to_a_revision(monkeypatch):
     for model in ("Qwen/Edit@v1.0", "Qwen/Edit"):
         assert cache.find_model(model, cache.ENCODERS) == TINY
     assert calls == [("Qwen/Edit", "v1.0"), ("Qwen/Edit", None)]
-    assert cache.run_name("Qwen/Edit@v1.0", ["photos"]) == "Edit@v1.0-photos"
-    assert cache.run_name("Qwen/Edit@refs/pr/3", ["photos"]) == "Edit@refs-pr-3-photos"
+    assert common.run_name("Qwen/Edit@v1.0", ["photos"]) == "Edit@v1.0-photos"
+    assert common.run_name("Qwen/Edit@refs/pr/3", ["photos"]) == "Edit@refs-pr-3-photos"
 
 # ---- what a cached file depends on -----------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ def test_no_pickle_is_ever_opened(tmp_path, write):
             return os.mkdir, (str(tmp_path / "exploded"),)
     for path in [tmp_path / f"a.{suffix}" for suffix in ("pt", "pth", "bin", "ckpt", "pkl", "safetensors", "json")]:
         write(Bomb(), path.open("wb"))
-        for read in (common.read_tensors, predict.read_lora, cache.read_index):
+        for read in (common.read_tensors, predict.read_lora, indexes.read_index):
             with refused(path):
                 read(path)
     weights = copy_model(tmp_path / "model") / "vae/diffusion_pytorch_model.safetensors"
@@ -434,7 +434,9 @@ def test_a_model_folder_without_weights_is_no_other_model(root):
     """As a download for --plan leaves it."""
     for part in ("vae", "text_encoder"):
         next((root.model / part).glob("*.safetensors")).unlink()
-    samples, _ = cache.open_index(root.index, root.model, lambda s: [], SimpleNamespace(cache_dir=root.cache))
+    here, args = cache.encoder_fingerprints(root.model, root.cache), SimpleNamespace(cache_dir=root.cache)
+    assert list(here) == ["pipeline"]
+    samples, _ = indexes.open_index(root.index, here, lambda s: [], args)
     assert len(samples) == 2
 
 def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(tmp_path, data):
@@ -465,7 +467,7 @@ def test_an_index_holds_what_the_last_call_has_asked_for_and_files_stay_until_th
     root.make("--caption_dropout_rate", 0.1)
     before, files = root.index.read_text(), cached_files(root.cache)
     assert root.make().status == 0 and cached_files(root.cache) == files
-    texts = {s.name: [prompt for prompt, _ in s.texts] for s in cache.read_index(root.index)[0]}
+    texts = {s.name: [prompt for prompt, _ in s.texts] for s in indexes.read_index(root.index)[0]}
     assert texts == dict.fromkeys(("cat", "dog"), ["add a red border"])
     root.make("--caption_dropout_rate", 0.1)
     assert root.index.read_text() == before and cached_files(root.cache) == files
@@ -478,12 +480,43 @@ def test_an_index_to_validate_on_brings_its_own_sizes_alone(data, tmp_path):
     assert result.status == 0 and result.globals["geometry"]["target_pixels"] == "native", result.err
     assert predict.read_lora(tmp_path / "run-0")[1]["train.geometry"]["target_pixels"] == "native"
 
+def test_an_index_does_not_lend_its_sizes_to_a_dataset_beside_it(data, tmp_path):
+    """Datasets to validate on are encoded as the flags say, in whatever order they and indexes are named."""
+    val, other = add_item(tmp_path / "val", "dog"), add_item(tmp_path / "other", "cow")
+    make_cache(data, tmp_path / "c", "--val_data", val, "--target_pixels", "32*32")
+    roots = [tmp_path / "c/tiny-val-val.json", other]
+    for named in (roots, roots[::-1]):
+        result = train(data, tmp_path, "--cache_dir", tmp_path / "c", "--val_data", *named, "--target_pixels", "64*64",
+                       "--control_pixels", "native")
+        assert result.status == 0, result.err
+        shapes = {s.name: s.encodings[0]["img_shapes"][0] for s in result.globals["val_samples"]}
+        assert list(map(tuple, shapes.values())) == [(1, 2, 2), (1, 4, 4)][::1 if named is roots else -1]
+
+def test_without_its_extra_there_is_no_index_and_all_else_works(data, tmp_path, monkeypatch):
+    make_cache(data, tmp_path / "c", *NATIVE)
+    index, = tmp_path.glob("c/*.json")
+    sound, files = index.read_bytes(), cached_files(tmp_path / "c")
+    monkeypatch.setitem(sys.modules, "extras.indexes", None)
+    for root, named in ((index, index.name), (data, None)):
+        result = train(root, tmp_path, "--cache_dir", tmp_path / "c", *NATIVE)
+        assert result.status == (1 if named else 0), result.err
+        assert not named or is_one_line(result.errors[-1], named, "extras/indexes.py")
+    index.unlink()
+    result = make_cache(data, tmp_path / "c", *NATIVE)
+    assert result.status == 0 and "complete" in result.out and cached_files(tmp_path / "c") == files
+    assert not list(tmp_path.glob("c/*.json")) and not list(tmp_path.glob("c/.planned-*"))
+    result = run_script("tools/prune.py", tmp_path / "c", "--delete") # which cannot know what is needed
+    assert result.status == 1 and is_one_line(result.errors[-1], "prune.py", "extras/indexes.py")
+    assert cached_files(tmp_path / "c") == files
+    monkeypatch.undo()
+    assert make_cache(data, tmp_path / "c", *NATIVE).status == 0 and index.read_bytes() == sound
+
 def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data, tmp_path):
     flags = ["--target_pixels", "64*64", "32*32", "--caption_dropout_rate", 0.1]
     for other in (data, add_item(tmp_path / "other", "dog")):
         assert make_cache(other, tmp_path / "c", "--val_data", data, *flags).status == 0
         prune(tmp_path / "c", "--delete")
-        sample, = [s for s in cache.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
+        sample, = [s for s in indexes.read_index(tmp_path / "c/tiny-data.json")[0] if s.name == "cat"]
         assert len(sample.encodings) == 2 and ("", True) in sample.texts and is_cached(sample)
 
 def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_datasets_always(data, tmp_path):
@@ -495,7 +528,7 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
         path.unlink()
     result = make_cache(data, cache_dir)
     assert result.status == 0 and "2 files" in prune(cache_dir) and cached_files(cache_dir) == before
-    assert [s.name for s in cache.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # so that nobody trains them
+    assert [s.name for s in indexes.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # nobody shall train them
     (cache_dir / "mine.json").write_text("{}") # no index
     assert make_cache(data, cache_dir).status == 0
     (cache_dir / "mine.json").unlink()
@@ -507,7 +540,7 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     assert make_cache(data, cache_dir).status == 1
     assert "2 files" in prune(cache_dir, "--delete") and len(cached_files(cache_dir)) == 4
     assert "0 files" in prune(cache_dir)
-    assert all(is_cached(s) for path in cache_dir.glob("*.json") for s in cache.read_index(path)[0])
+    assert all(is_cached(s) for path in cache_dir.glob("*.json") for s in indexes.read_index(path)[0])
 
 def read_counter():
     """In a process of its own: says on stderr that it has opened a picture."""
@@ -693,6 +726,22 @@ def test_processes_that_share_the_work_leave_nothing_out(tmp_path, monkeypatch):
         written.append(len(cached_files(tmp_path / "c")))
     assert written[0] < written[1] < written[2] == 10 and all(map(is_cached, samples))
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_one_process_could_not_encode_all_know(data, tmp_path, monkeypatch, place):
+    """Whichever of the processes it was; another one has written its share without an error."""
+    picture = data / "control/cat.png"
+    os.truncate(picture, picture.stat().st_size // 2)
+    others = [({}, [])]
+    monkeypatch.setattr(common, "gather_objects", lambda value: others[place:] + [value] + others[:place])
+    pipe, flags = cache.load_pipeline(TINY), encoder_flags(cache_dir=tmp_path / "c")
+    samples, _ = common.read_dataset(data)
+    geometry = dict(target_pixels=[4096], control_pixels=4096, upscale=True)
+    cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
+    failed = cache.encode_samples(pipe, samples, flags)
+    bad = [sample for sample in samples if sample.name == "cat"]
+    assert failed.keys() == {file for sample in bad for file in cache.files_of(sample)}
+    assert all(is_one_line(line, picture) for line in failed.values())
+
 def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypatch):
     """Each is named once: at once, before anything else; or if it shows only when the picture is decoded, after it."""
     bad, real = [data / "target/cat.txt"], cache.encode_samples
@@ -747,6 +796,10 @@ def test_a_full_disk_and_a_folder_that_is_none_are_one_line(root, monkeypatch):
     monkeypatch.setattr(cache, "load_encoder", lambda *_: pytest.fail("an encoder was loaded"))
     result = root.make("--cache_dir", root.model / "model_index.json") # a file
     assert result.status == 1 and is_one_line(result.errors[0], "model_index.json", "cannot be written")
+    root.cache.mkdir(exist_ok=True)
+    (root.cache / "text").touch() # a file, where a folder is needed
+    result = root.make()
+    assert result.status == 1 and is_one_line(result.errors[0], "text", "cannot be written"), result.err
 
 # ---- flags and model folders -----------------------------------------------------------------------------------------
 

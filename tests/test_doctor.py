@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 import cache
 import common
 import predict
-from extras import sheet
+from extras import indexes, sheet
 from tests.harness import (FULL, NATIVE, TINY, Reader, add_item, edited_pair, is_one_line, natural, paint_picture,
                            put_shape, run_script, save, show)
 from tools import doctor, doctor_pairs
@@ -237,7 +237,7 @@ def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     assert "text tokens" in result.out and "text tokens" not in plain.out and "4 samples with 5 prompts" in plain.out
     assert re.search(r"\ncontrols +0 +1 +2\n", plain.out) and re.search(r"\ntarget width +64 +64 +160\n", plain.out)
     assert run_script("cache.py", "--data", *flags, "--val_data", "--cache_dir", tmp_path / "c").status == 0
-    samples = cache.read_index(tmp_path / "c/tiny-data+faces.json")[0]
+    samples = indexes.read_index(tmp_path / "c/tiny-data+faces.json")[0]
     assert len(rows) == len(samples) == 4
     sheet = np.asarray(Image.open(tmp_path / "out/sheet_overview_1.png"))
     assert (sheet == (12, 200, 77)).all(-1).sum() > 500 # further controls are drawn too

@@ -25,7 +25,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import resume
+from extras import indexes, resume
 from tests.harness import (ADAMW, HERE, assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip,
                            is_one_line, kill, log_of, losses_of, refused, run_script, start_ranks, steps_of, until)
 
@@ -350,7 +350,7 @@ def test_three_writers_and_a_reader_of_one_cache(tmp_path, small, start):
             cache.read_tensors(path, key=path.stem)
             reads += 1
         if (tmp_path / "tiny-data.json").exists():
-            assert len(cache.read_index(tmp_path / "tiny-data.json")[0]) == 5
+            assert len(indexes.read_index(tmp_path / "tiny-data.json")[0]) == 5
     assert [w.wait() for w in writers] == [0, 0, 0], [w.output() for w in writers]
     print(f"{reads} reads, none bad")
     assert reads > 10 and not list(tmp_path.rglob(".tmp-*"))

@@ -16,7 +16,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import known
+from extras import indexes, known
 from tests.harness import DTYPE_NAME, TINY, encoder_flags, paint_picture
 
 FEW, MANY = 1000, 10_000
@@ -78,7 +78,7 @@ def starts(tmp_path_factory):
             samples, problems = common.read_dataset(data)
             samples, more = cache.plan_samples(pipe, samples, lambda s: [(s.prompts[0], True)], geometry, flags)
             assert not problems + more
-            cache.write_index(index, samples, geometry, {})
+            indexes.write_index(index, samples, geometry, {})
             return samples
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(known, "SETTLED", -10**15) # the links are new
@@ -101,11 +101,11 @@ def test_an_index_is_written_and_read_in_near_linear_time(starts, tmp_path, caps
         samples, old = starts[n].samples, starts[n].index
         new = old.with_name("new.json")
         new.unlink(missing_ok=True)
-        cache.write_index(new, samples, dict(target_pixels=["native"]), {})
+        indexes.write_index(new, samples, dict(target_pixels=["native"]), {})
     assert_near_linear("write_index", lambda: write(FEW), lambda: write(MANY), capsys)
-    few, many = [lambda n=n: cache.read_index(starts[n].index) for n in (FEW, MANY)]
+    few, many = [lambda n=n: indexes.read_index(starts[n].index) for n in (FEW, MANY)]
     assert_near_linear("read_index", few, many, capsys)
-    assert [s.texts for s in cache.read_index(starts[FEW].index)[0]] == [s.texts for s in starts[FEW].samples]
+    assert [s.texts for s in indexes.read_index(starts[FEW].index)[0]] == [s.texts for s in starts[FEW].samples]
     assert len(starts[FEW].index.read_text().splitlines()) == FEW + 1 # a line a sample, behind what is of all
 
 def test_finished_pictures_are_found_in_near_linear_time_without_their_pixels(tmp_path, capsys):

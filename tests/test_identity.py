@@ -24,9 +24,6 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 # ---- a model is known by every byte ----------------------------------------------------------------------------------
 
-def hash_of(place, folder):
-    return cache.hash_parts(dict(part=place), folder)["part"]
-
 @pytest.fixture
 def settled(monkeypatch):
     """All that a test writes counts as old enough to be remembered."""
@@ -48,15 +45,15 @@ def test_one_byte_of_any_tensor_is_another_model(tmp_path, settled):
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
     rng = random.Random(0)
-    seen[hash_of(folder, tmp_path)], seen[hash_of(file, tmp_path)] = "whole folder", "whole file"
+    seen[cache.hash_part(folder, tmp_path)], seen[cache.hash_part(file, tmp_path)] = "whole folder", "whole file"
     for name in rng.sample(sorted(header.keys() - {"__metadata__"}), 40):
         low, high = header[name]["data_offsets"]
         place = begin + rng.randrange(low, high)
         overwrite(file, place, bytes([data[place] ^ 1]))
         for n, model in enumerate((folder, file)):
-            assert seen.setdefault(hash_of(model, tmp_path), (name, n)) == (name, n), name
+            assert seen.setdefault(cache.hash_part(model, tmp_path), (name, n)) == (name, n), name
         overwrite(file, place, data[place:place + 1])
-    assert seen[hash_of(folder, tmp_path)] == "whole folder" and (tmp_path / "models.txt").exists()
+    assert seen[cache.hash_part(folder, tmp_path)] == "whole folder" and (tmp_path / "models.txt").exists()
 
 SAME = {"another name": lambda model: model.rename(model.with_name("renamed")),
         "another time": lambda model: [os.utime(path, ns=(0, 0)) or model for path in model.iterdir()][0],
@@ -66,18 +63,18 @@ SAME = {"another name": lambda model: model.rename(model.with_name("renamed")),
 @pytest.mark.parametrize("what", SAME)
 def test_what_does_not_matter_is_the_same_model(tmp_path, settled, what):
     model = shutil.copytree(TINY / "transformer", tmp_path / "model")
-    before = hash_of(model, tmp_path)
-    assert hash_of(SAME[what](model), tmp_path) == before
+    before = cache.hash_part(model, tmp_path)
+    assert cache.hash_part(SAME[what](model), tmp_path) == before
 
 def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path, settled, monkeypatch):
     model, read, real = shutil.copytree(TINY / "transformer", tmp_path / "model"), [], common.file_hash
     monkeypatch.setattr(cache, "file_hash", lambda path: read.append(path.name) or real(path))
     for want in ({"config.json", WEIGHTS}, set()):
-        hash_of(model, tmp_path)
+        cache.hash_part(model, tmp_path)
         assert set(read) == want
         read.clear()
     change_weight(model)
-    hash_of(model, tmp_path)
+    cache.hash_part(model, tmp_path)
     assert set(read) == {WEIGHTS}
 
 # ---- finished pictures and runs depend on what they are made of ------------------------------------------------------
@@ -303,9 +300,8 @@ def sees_one_sample_less():
 
 def sees_another_model():
     """For a child process: its copy of the transformer is another one."""
-    real = cache.hash_parts
-    cache.hash_parts = lambda parts, cache_dir: real(parts, cache_dir) | {
-        part: "another" for part in parts if part == "model"}
+    real = cache.hash_part
+    cache.hash_part = lambda place, cache_dir: "another" if place.name == "transformer" else real(place, cache_dir)
 
 def sees_one_validation_sample_less():
     """Likewise of --val_data."""

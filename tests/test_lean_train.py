@@ -138,11 +138,13 @@ def test_it_is_one_page_and_imports_no_extras():
         assert not any(name.split(".")[0] in ("extras", "train", "tools") for name in names)
     assert not re.search("(find|load)_extra", text)
 
-def test_it_runs_without_extras(tmp_path, training, unstopped, monkeypatch):
+def test_it_runs_without_extras(tmp_path, small, training, unstopped, monkeypatch):
+    """From the dataset and its cache: an index needs extras/indexes.py."""
     for module in [m for m in sys.modules if m.split(".")[0] == "extras"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "extras", None)
-    lean(tmp_path, *training)
+    assert training[0] == "--data"
+    lean(tmp_path, "--data", small.folder / "data", "--cache_dir", small.cache, *training[2:])
     assert_same(tmp_path, unstopped)
 
 @pytest.mark.parametrize("flags, named", [

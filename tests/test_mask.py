@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw
 
 import cache
 import common
+from extras import indexes
 from extras import mask as motion
 from tests.harness import (FULL, TINY, add_item, edited_pair, is_one_line, paint_picture, run_script, save, show,
                            toy_functions, train_and_measure)
@@ -163,7 +164,7 @@ def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
         result = run_script("cache.py", *flags, "--cache_dir", tmp_path / kind, *mask)
         assert result.status == 0, result.err
         said[kind] = result.out
-        samples = cache.read_index(tmp_path / kind / "tiny-data.json")[0]
+        samples = indexes.read_index(tmp_path / kind / "tiny-data.json")[0]
         encoded[kind] = {s.name: (s.encodings[0]["file"].name, cache.load_latents(s, s.encodings[0]))
                          for s in samples}
     assert encoded["files"]["own"][0] == encoded["auto"]["own"][0]

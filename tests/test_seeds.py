@@ -21,6 +21,7 @@ import cache
 import common
 import predict
 import rope_patch
+from extras import indexes
 from tests.harness import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one, copy_model,
                            encoder_flags, hot_model, image_lens, is_one_line, joint_mask_of, make_batch, make_cache,
                            padded_call, paint_picture, patched_model, rel, run, run_script, samples_of, stock_call,
@@ -118,7 +119,7 @@ SIX = ["pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask", "
 def tensors_of(cache_dir):
     """The one sample of a cache, whole."""
     index, = cache_dir.glob("*.json")
-    (sample, *_), *_ = cache.read_index(index)
+    (sample, *_), *_ = indexes.read_index(index)
     tensors = common.read_tensors(sample.encodings[0]["file"])[0]
     for text in sample.texts.values():
         tensors |= common.read_tensors(text["file"])[0]

@@ -24,7 +24,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import draw, resume
+from extras import draw, indexes, resume
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
                            damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
                            losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks, train,
@@ -322,7 +322,7 @@ def test_a_damaged_file_ends_the_run_in_the_step_that_needs_it(small, tmp_path):
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "whole", "--max_steps", 3).status == 0
     log = log_of(tmp_path / "whole")
     name, = set(log[2]["samples"]) - set(log[0]["samples"]) - set(log[1]["samples"]) # an epoch has 5, a step has 2
-    sample = {f"data/{s.name}": s for s in cache.read_index(folder / "tiny-data.json")[0]}[name]
+    sample = {f"data/{s.name}": s for s in indexes.read_index(folder / "tiny-data.json")[0]}[name]
     file = sample.encodings[0]["file"]
     sound = file.read_bytes()
     damage_tensors(file)

@@ -354,9 +354,6 @@ def test_a_file_as_the_model_names_the_flag(tmp_path):
     with refused("--model", "take the file as --transformer"):
         cache.find_model(str(write(OURS, tmp_path / "x.safetensors")), ["transformer"])
 
-def hash_of(file, folder):
-    return cache.hash_parts(dict(model=file), folder)["model"]
-
 def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
     """In its log, its LoRA, its last command, which works; --resume takes the same file under another name, and no
     other one; --plan takes it."""
@@ -384,7 +381,7 @@ def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
     changed = train_three(home, tmp_path / "run", *more, other)
     assert is_one_line(changed.errors[0], "--resume", "model_hash"), changed.err
     assert train_three(home, tmp_path / "run", *more, renamed).status == 0
-    assert hash_of(renamed, tmp_path) != hash_of(other, tmp_path)
+    assert cache.hash_part(renamed, tmp_path) != cache.hash_part(other, tmp_path)
 
 def test_shards_of_a_file_train_as_one_process(tmp_path, home, start):
     file = write(file_of("rows")[0], tmp_path / "x.safetensors")

@@ -11,7 +11,6 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
-import cache
 import common
 from common import InputError, Sample
 from rope_patch import get_image_shapes_multi_resolution
@@ -92,5 +91,6 @@ def convert_cache(paths, folder):
         except InputError as e:
             problems.append(str(e))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
-    cache.write_index(folder / f"{paths[0].resolve().parent.name}.json", samples, geometry, fingerprints={})
+    index = folder / f"{paths[0].resolve().parent.name}.json"
+    common.load_extra("indexes", "import_data.py").write_index(index, samples, geometry, fingerprints={})
     return samples, problems

@@ -338,11 +338,11 @@ def groups(runs):
 
 def find_samples(roots):
     """-> {"root/name": Sample} of those datasets that are on this machine."""
-    import cache # takes seconds; -h does not need it
     by_name = {}
     for root in roots:
         with contextlib.suppress(InputError):
-            samples = cache.read_index(root)[0] if cache.is_index(root) else common.read_dataset(root)[0]
+            read = common.load_extra("indexes", root).read_index if common.is_index(root) else common.read_dataset
+            samples, *_ = read(root)
             by_name |= {f"{s.root}/{s.name}": s for s in samples}
     return by_name
 

@@ -20,12 +20,13 @@ def main():
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
     parser.add_argument("--delete", action="store_true", help="delete these files")
     args = parser.parse_args()
+    indexes = common.load_extra("indexes", "prune.py")
     import cache # takes seconds; -h does not need it
     if not (args.cache_dir / "latents").is_dir():
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; give cache.py's "
                                 "--cache_dir")
     known = {file for index in args.cache_dir.glob("*.json") # an index that cannot be read ends the script here
-             for sample in cache.read_index(index)[0] for file in cache.files_of(sample)}
+             for sample in indexes.read_index(index)[0] for file in cache.files_of(sample)}
     kept = set() # of scripts at work, or killed
     for plan in args.cache_dir.glob(".planned-*"):
         kept |= {args.cache_dir / line for line in plan.read_text().splitlines()} - known

@@ -31,7 +31,7 @@ from transformers import Qwen2_5_VLConfig
 import cache
 import common
 import predict
-from extras import fit, fsdp, offload, plan, quantize # noqa: F401 (imported once, and not by each run)
+from extras import fit, fsdp, indexes, offload, plan, quantize # noqa: F401 (imported once, and not by each run)
 from tests.fake_card import card as fake
 
 HERE = Path(cache.__file__).parent
@@ -104,7 +104,7 @@ def write_samples(folder, samples, dtype=torch.bfloat16):
             name, "data", pictures[1:], ["make it snow"], target=pictures[0], sizes=pixels, texts=texts,
             encodings=[dict(img_shapes=sample["shapes"], file=file)], contents=dict.fromkeys(pictures, "0" * 64)))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
-    cache.write_index(folder / "index.json", written, geometry, {})
+    indexes.write_index(folder / "index.json", written, geometry, {})
     return folder / "index.json"
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
