@@ -1025,23 +1025,13 @@ def open_image(path, content=None):
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
     if image.format in ("PNG", "WEBP", "AVIF") and getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{path}: animated; export one frame")
-    if image.format == "PNG":
+    if image.format == "PNG" and "exif" not in image.info: # it may stand behind the pixels
         with contextlib.suppress(Exception): # damaged notes must not matter
-            image.info |= Image.open(notes_of(image.fp), formats=["PNG"]).info
+            notes = Image.open(image.fp, formats=["PNG"])
+            notes.load_prepare() # what PIL does before and after it decodes the pixels, which is left out here: sizes
+            notes.load_end() # are asked of a whole dataset
+            image.info |= notes.info
     return image
-
-def notes_of(png):
-    """An open PNG -> a copy of its texts and EXIF without the pixels: what stands behind these, PIL would see only once
-    it has decoded them, and a dataset's sizes are read from headers."""
-    png.seek(0) # PIL, too, seeks where it reads
-    kept, head = [png.read(8)], b""
-    while head[4:] != b"IEND" and (head := png.read(8))[4:].isalpha(): # a chunk's length and kind
-        length = int.from_bytes(head[:4], "big") + 4 # with the checksum
-        if head[4:] in b"IHDR eXIf tEXt zTXt iTXt IEND":
-            kept += [head, png.read(length)]
-        else:
-            png.seek(length, os.SEEK_CUR)
-    return io.BytesIO(b"".join(kept))
 
 TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
         6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
