@@ -17,7 +17,6 @@ import sys
 import tempfile
 import textwrap
 import unicodedata
-import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
+import safetensors
 from PIL import Image
 from tqdm import tqdm
 
@@ -74,6 +74,11 @@ class InputError(SystemExit):
     def __init__(self, message):
         super().__init__(error_line(message))
 
+def flag_error(line):
+    """Ends the script with status 2, as argparse does, for a flag that cannot be meant."""
+    print(error_line(line), file=sys.stderr)
+    sys.exit(2)
+
 @contextlib.contextmanager
 def noted(problems):
     """Within `with`, an InputError becomes a line of this list, and the code behind the block runs all the same."""
@@ -94,6 +99,7 @@ def first_words(e):
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
 EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that extras/FLAG.py serves
+PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # what a value of such a flag needs
 
 def load_extra(name, needed_by=None):
     """The module extras/NAME.py, which the flag --NAME needs, or `needed_by`. InputError if it, or one that it imports,
@@ -107,13 +113,6 @@ def load_extra(name, needed_by=None):
         raise InputError(f"{needed_by or '--' + name}: needs extras/{missing or name}.py; copy it here, or leave that "
                          "out")
 
-def extras_of(args):
-    """Yields (flag, its value, name in extras/) of the flags in use that a file in extras/ serves."""
-    for flag, value in vars(args).items():
-        name = flag.removesuffix("_text_encoder") # one file quantizes both models
-        if name in EXTRAS and value and value != "none":
-            yield flag, value, name
-
 def find_extra(name):
     """The module extras/NAME.py, or None if it was deleted."""
     with contextlib.suppress(InputError):
@@ -123,14 +122,14 @@ def find_extra(name):
 
 def pixels(text):
     """For argparse's type=: 'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
-    area = 0
-    if re.fullmatch(r"\d+[*x]\d+", text):
+    if text == "native":
+        return text
+    if re.fullmatch(r"\d+([*x]\d+)?", text):
         area = math.prod(map(int, re.split("[*x]", text)))
-    elif text.isdigit() and int(text) > 4096: # a smaller number is a side, as other trainers give it
-        area = int(text)
-    if text != "native" and not 32 * 32 <= area <= MAX_PIXELS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1024x1024, 1048576 or native")
-    return area or text
+        least = 4097 if text.isdigit() else 32 * 32 # a smaller number is a side, as other trainers give it
+        if least <= area <= MAX_PIXELS:
+            return area
+    raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1024x1024, 1048576 or native")
 
 def number(kind, low, high=math.inf):
     """For argparse's type=: an int or a float from low to high. argparse turns the error into a line and status 2."""
@@ -153,7 +152,7 @@ def key_value(text):
     except ValueError:
         return key, value
 
-natural, positive = number(int, 0), number(int, 1)
+natural, positive, seed_number = number(int, 0), number(int, 1), number(int, 0, 2**64 - 1)
 noise_level = number(float, 1e-6, 1)
 not_negative, fraction = number(float, 0, 1e30), number(float, 0, 1) # fp32 holds sums of such numbers
 
@@ -208,7 +207,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
             line = hints.explain(line, self._option_string_actions)
         if ";" not in line: # argparse's own, which names no remedy
             line += f"; see {self.prog} -h"
-        self.exit(2, error_line(line) + "\n")
+        flag_error(line)
 
     def given(self):
         """The words of the command line, with --flag of --flag=value."""
@@ -300,11 +299,8 @@ def only_text(value):
         raise TypeError("is no text")
     return value
 
-def noise_levels(values):
-    return list(map(noise_level, values))
-
-# Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}; and three that have another
-# form on the command line. train.py has those of SAMPLING, for its validation pictures.
+# Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}. train.py has those of
+# SAMPLING, for its validation pictures.
 SAMPLE_FLAGS = dict(
     negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
     num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
@@ -314,8 +310,6 @@ SAMPLE_FLAGS = dict(
     height=(number(int, 32, 16384), "of the result, in pixels, rounded down to 16 (default: from the area)"),
     width=(number(int, 32, 16384), "pixels, likewise"),
     size_from=(positive, "which picture gives the result its shape, from 1 (default: the last, as in stock)"))
-JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=number(int, 0, 2**64 - 1),
-                 **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
 
 def add_sample_flags(flag, names):
     for name in names:
@@ -344,12 +338,14 @@ def parse_args(parser, script):
     if own := model_defaults(args.model, script):
         parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
         args = parser.parse_args()
-    for flag, _, name in extras_of(args):
-        found = None
-        with contextlib.suppress(ModuleNotFoundError): # there is no extras/ at all
-            found = find_spec(f"extras.{name}") # looked for, not imported: it may want torch
-        if not found:
+    for flag, value in vars(args).items():
+        name = flag.removesuffix("_text_encoder") # one file quantizes both models
+        if name not in EXTRAS or not value or value == "none":
+            continue
+        if not (find_spec("extras") and find_spec(f"extras.{name}")): # looked for, not imported: it may want torch
             load_extra(name, f"--{flag}")
+        if value in PACKAGES and not find_spec(PACKAGES[value]):
+            parser.error(f"argument --{flag}: {value} needs a missing package; pip install {PACKAGES[value]}")
     return args
 
 def parse_data_args(parser, script):
@@ -389,21 +385,17 @@ def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
     return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
 
-def flag_error(line):
-    """As Parser.error, for what shows only when torch is there: status 2."""
-    print(error_line(line), file=sys.stderr)
-    sys.exit(2)
-
 def find_devices(args):
-    """Fills in devices and dtype. Refuses what cannot work: a device, a flag whose package or file in extras/ is
-    missing."""
+    """Fills in devices and dtype. Refuses what cannot work: a device, one file of a transformer."""
     import torch
     cards = find_extra("cuda") # without it a card works as torch sets it up
     if cards:
         cards.refuse_cpu(args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in [name for name in vars(args) if name.endswith("device")]:
-        device = getattr(args, name) or default
+    for name, device in list(vars(args).items()):
+        if not name.endswith("device"):
+            continue
+        device = device or default
         if device == "cuda": # each process its own
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         elif device.startswith("cuda") and world() > 1:
@@ -416,10 +408,6 @@ def find_devices(args):
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     if is_one_file(getattr(args, "transformer", None)): # looked at before anything slow
         load_extra("transformer").read_layout(args.transformer)
-    for flag, value, name in extras_of(args):
-        package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
-        if package and not find_spec(package):
-            flag_error(f"--{flag}: {value} needs a missing package; pip install {package}")
 
 def start_processes(args):
     """Lets the processes that torchrun has started find each other. Objects are sent over the CPU, gradients over
@@ -495,8 +483,7 @@ def signals_noted():
         seen.append(number)
         for stream in terminals:
             if not os.isatty(stream): # closed: the next line written there would end the run before its checkpoint
-                with open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), stream)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if terminals: # (print may be at work already)
             os.write(terminals[-1], b"\nends as soon as it can; please wait\n")
     with contextlib.ExitStack() as stack: # which puts the old handlers back
@@ -578,13 +565,6 @@ def prepare_folder(path):
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
 
-def remove_unused(folder):
-    """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""
-    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
-        if os.listdir(folder) == [".lock"]:
-            os.unlink(folder / ".lock")
-            os.rmdir(folder)
-
 NO_DIGEST = "0" * 64
 SIGNED = re.compile(r'\{".{6}": ".{64}"') # how the JSON begins that write_tensors adds, with a damaged digest too
 
@@ -596,21 +576,16 @@ def write_tensors(path, tensors, meta, meta_key="json"):
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
     dtypes = {str(v.dtype) for v in tensors.values()}
     text = json.dumps({"sha256": NO_DIGEST, "dtypes": dtypes, **meta}, default=sorted) # sets become lists
-    data = bytearray(safetensors.torch.save(tensors, {meta_key: text}))
-    place = data.index(NO_DIGEST.encode())
-    data[place:place + len(NO_DIGEST)] = content_digest(data, text).encode()
-    write_file(path, data)
+    data = safetensors.torch.save(tensors, {meta_key: text})
+    write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1))
 
 def content_digest(data, text):
     """sha256 of what a safetensors file says: of `text`, our JSON with NO_DIGEST in it, and of each tensor's name,
     dtype, shape and bytes. Other entries of the header do not count: many programs add some."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    parts, rows = json.loads(data[8:start]), memoryview(data)[start:]
     digest = hashlib.sha256(text.encode())
-    for name in sorted(parts.keys() - {"__metadata__"}):
-        first, end = parts[name]["data_offsets"]
-        digest.update(json.dumps([name, parts[name]["dtype"], parts[name]["shape"]]).encode())
-        digest.update(rows[first:end])
+    for name, tensor in sorted(safetensors.deserialize(data)):
+        digest.update(json.dumps([name, tensor["dtype"], tensor["shape"]]).encode())
+        digest.update(tensor["data"])
     return digest.hexdigest()
 
 def read_tensors(path, meta_key="json", key=None, note=None):
@@ -661,16 +636,20 @@ def number_of(path):
     """200 of checkpoint-000200, 1 of tiny-data-001."""
     return int(path.name.split("-")[-1])
 
-def checkpoints(run):
-    """The checkpoints in a run's folder, oldest first. A person's copies (checkpoint-000200.bak) are none."""
-    found = [path for path in Path(run).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+def numbered(folder, name):
+    """What is called NAME-<number> in a folder, in order. A person's copies (checkpoint-000200.bak) are none of it."""
+    found = [path for path in Path(folder).glob("*") if re.fullmatch(re.escape(name) + r"-\d+", path.name)]
     return sorted(found, key=number_of)
+
+def checkpoints(run):
+    """The checkpoints in a run's folder, oldest first."""
+    return numbered(run, "checkpoint")
 
 def find_run_folder(args, name):
     """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number."""
     # a folder without a log does not count: its run never began
-    runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(name) + r"-\d+", p.parent.name)]
-    newest = max(runs, default=None, key=number_of)
+    runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
+    newest = runs[-1] if runs else None
     next_run = f"out/{name}-{number_of(newest) + 1 if newest else 1:03d}"
     folder = Path(args.out_dir or (args.resume and newest) or next_run)
     if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
@@ -683,7 +662,6 @@ def lock_folder(args, folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
     --out_dir has just taken this folder, ours is the next number."""
     import filelock
-    made = not folder.exists()
     prepare_folder(folder)
     for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
         refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
@@ -691,8 +669,6 @@ def lock_folder(args, folder, name):
     lock = filelock.FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
-        if made:
-            weakref.finalize(lock, remove_unused, folder) # if the run fails before its log begins
         return folder, lock
     except filelock.Timeout:
         if args.out_dir or args.resume:
@@ -731,16 +707,16 @@ def root_name(data):
     data = Path(data).resolve()
     return data.parent.name if data.is_file() else data.name
 
-def read_dataset(root, job_types=None):
+def read_dataset(root, is_job=False):
     """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
-    InputError if there is no dataset at all. job_types: as for read_manifest."""
+    InputError if there is no dataset at all. is_job: a manifest is jobs.jsonl, see extras/manifest.py."""
     root = Path(root)
-    folders = find_folders(root) if root.is_dir() else {}
+    folders = find_folders(root)
     manifest = root if root.is_file() else root / "metadata.jsonl"
-    if folders and os.path.lexists(folders["target"]): # (a file of that name cannot be read as a folder)
+    if "target" in folders:
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
-        samples, problems = read_manifest(manifest, job_types)
+        samples, problems = load_extra("manifest", root).read(manifest, is_job)
     else:
         hints = find_extra("hints")
         raise InputError(hints.no_dataset(root) if hints else f"{root}: no dataset is here; {LAYOUT}")
@@ -749,13 +725,15 @@ def read_dataset(root, job_types=None):
     return samples, problems
 
 def find_folders(data):
-    """{"target": data/target, ...}, each under the name that it has here. InputError if a role has two."""
+    """{"target": data/target, ...}: those that are here, under their names. InputError if a role has two."""
     folders = {}
     for role, names in FOLDERS.items():
-        here = [data / name for name in names if os.path.lexists(data / name)]
-        if len(here) > 1:
-            raise InputError(f"{here[1]}: means the same as {here[0].name}/; keep one of them")
-        folders[role] = here[0] if here else data / role
+        for name in names:
+            if not os.path.lexists(data / name):
+                continue
+            if role in folders:
+                raise InputError(f"{data / name}: means the same as {folders[role].name}/; keep one of them")
+            folders[role] = data / name
     return folders
 
 def find_files(folder):
@@ -763,8 +741,6 @@ def find_files(folder):
     to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
-    if not os.path.lexists(folder): # control/ and mask/ need not be there
-        return {}
     found = {}
     for root, dirs, names in os.walk(folder, onerror=unreadable):
         dirs[:] = [name for name in dirs if not name.startswith(".")]
@@ -785,13 +761,13 @@ def read_folder(data, folders):
                              "is one of these, or move it elsewhere")
     left = {} # what no sample has taken yet
     for role, folder in folders.items():
-        for (stem, kind), paths in find_files(folder).items():
-            left[role, stem, kind] = paths
+        left |= {(role, *key): paths for key, paths in find_files(folder).items()}
     samples = []
     problems = []
-    for name in [stem for role, stem, kind in left if (role, kind) == ("target", "picture")]:
-        with noted(problems):
-            samples.append(take_sample(data, folders, left, name))
+    for role, name, kind in list(left):
+        if (role, kind) == ("target", "picture"):
+            with noted(problems):
+                samples.append(take_sample(data, folders, left, name))
     if (data / "metadata.jsonl").exists():
         problems.append(error_line(f"{data / 'metadata.jsonl'}: not used beside target/; give the file itself as the "
                                    "dataset, or delete it"))
@@ -815,7 +791,7 @@ def take_sample(data, folders, left, name):
     for paths in (target, caption, mask, *controls):
         if len(paths) > 1:
             raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
-    if not controls[0] and folders["control"].is_dir():
+    if not controls[0] and "control" in folders:
         raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png or .jpg")
     if further := left.get(("control", next_name, "picture")): # not taken above, as there is a target of this name
         raise InputError(f"{further[0]}: either the control of the target with its name, or one more control of "
@@ -824,21 +800,6 @@ def take_sample(data, folders, left, name):
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
     lines = list(filter(is_visible, re.split("[\r\n]", read_text(caption[0]))))
     return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, mask[0] if mask else None)
-
-def read_manifest(path, job_types=None):
-    """metadata.jsonl: lines of JSON with target, control, prompt and mask -> (samples, problems). With job_types,
-    {field: function that makes its value of a text}, it is jobs.jsonl: a line needs no target, may call its control
-    `image`, and may set these fields too."""
-    samples = []
-    problems = []
-    text = read_text(path)
-    if job_types is None and text.strip() and not re.search('"(target|prompt)"', text):
-        raise InputError(f"{path}: another trainer's manifest; python tools/import_data.py {path} NEW_FOLDER")
-    for n, line in enumerate(text.split("\n"), 1): # not splitlines, which takes U+2028 in a prompt for a line's end
-        if line.strip():
-            with noted(problems):
-                samples.append(read_row(path, n, line, job_types))
-    return samples, problems
 
 def read_json(text):
     """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
@@ -862,51 +823,6 @@ def as_list(value):
     if not isinstance(value, (str, list)):
         raise TypeError(f"{value!r} is neither a text nor a list")
     return [value] if isinstance(value, str) else value
-
-def read_row(manifest, n, line, job_types):
-    """A line of a manifest -> Sample, named as its target; without one by the line's number and its first picture."""
-    where = f"{manifest}:{n}"
-    is_job = job_types is not None
-    try:
-        row = read_object(line)
-        controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
-        prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
-        if not target and not is_job:
-            raise KeyError("target")
-        if not target and len(prompts) > 1: # a target's are wordings
-            raise ValueError("several prompts, and a job has one; write a line for each")
-    except KeyError as e:
-        want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
-        raise InputError(f"{where}: no field {e}; want {want}")
-    except json.JSONDecodeError as e:
-        raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, no comma behind its last field")
-    except Exception as e: # a line of JSON can be anything
-        raise InputError(f"{where}: {first_words(e)}; correct this line")
-    settings = {}
-    for key, value in row.items():
-        if key not in (job_types or {}):
-            raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
-        try:
-            settings[key] = job_types[key](value)
-        except Exception as e: # as a value of JSON
-            raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
-    controls = [find_picture(manifest, where, path, is_job) for path in controls]
-    target, mask = [path and find_picture(manifest, where, path, is_job) for path in (target, mask)]
-    if target:
-        name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
-    else:
-        name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
-    return make_sample(where, manifest, name, target, controls, prompts, mask, settings)
-
-def find_picture(manifest, where, name, anywhere):
-    """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
-    links; your own jobs.jsonl may name any file."""
-    folder = manifest.parent
-    with contextlib.suppress(Exception): # `name` may be a number, hold NUL, or lead through links in a circle
-        file = Path(os.path.normpath(folder / name))
-        if file.is_file() and (anywhere or file.resolve().is_relative_to(folder.resolve())):
-            return file
-    raise InputError(f"{where}: {name!r} is no file; paths begin at {folder}, and a dataset's must stay inside it")
 
 def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
