@@ -400,10 +400,13 @@ def find_devices(args):
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         elif device.startswith("cuda") and world() > 1:
             flag_error(f"--{name}: {device} for all processes; give cuda, which is one for each")
+        try:
+            torch.empty(0, device=device).cpu() # (meta has no numbers)
+        except (RuntimeError, AssertionError) as e:
+            other = "cpu" if device.startswith("cuda") else "cuda or cpu"
+            flag_error(f"--{name}: {device!r} cannot be used ({str(e).splitlines()[0]:.90}); give {other}")
         if cards:
             cards.check(name, device, args.dtype)
-        elif device != "cpu" and not torch.cuda.is_available():
-            flag_error(f"--{name}: {device} cannot be used; give cpu")
         setattr(args, name, device)
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     if is_one_file(getattr(args, "transformer", None)): # looked at before anything slow
@@ -466,8 +469,8 @@ def refuse_differences(out_dir, assumed):
     on_first_process(compare)
 
 def memory_of(device):
-    """GiB: on a GPU the most that torch has held since the encoders left or a
-    validation ended, on a CPU what the process has now."""
+    """GiB: on a GPU the most that torch has held since the encoders left or a validation ended, on a CPU what the
+    process has now."""
     import psutil
     import torch
     used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
@@ -477,7 +480,7 @@ def memory_of(device):
 def signals_noted():
     """with signals_noted() as seen: signals only fill this list, so that work that has begun can be finished."""
     seen = []
-    terminals = [stream for stream in (1, 2) if os.isatty(stream)] # stdout, stderr
+    terminals = list(filter(os.isatty, (1, 2))) # of stdout, stderr
 
     def note(number, frame):
         seen.append(number)
@@ -678,11 +681,12 @@ def lock_folder(args, folder, name):
 def find_lora(path):
     """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
     unfinished run, or user/repo[/file.safetensors] of the hub."""
-    file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
-    if not file.exists() and Path(path, PEFT_FILE).is_file():
-        return Path(path, PEFT_FILE)
+    folder = Path(path)
+    file = folder / LORA_FILE if folder.is_dir() else folder
+    if not file.exists() and (folder / PEFT_FILE).is_file():
+        return folder / PEFT_FILE
     # a run that has not finished, or was stopped
-    if not file.exists() and (saved := checkpoints(path)):
+    if not file.exists() and (saved := checkpoints(folder)):
         file = saved[-1] / LORA_FILE
         print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
     if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
@@ -923,7 +927,7 @@ def open_image(path, content=None):
     """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,
     which the file's bytes, read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
-        remedy = "download it first" if str(path).startswith(("http:", "https:")) else "add it"
+        remedy = "download it first" if re.match("https?:", str(path)) else "add it"
         raise InputError(f"{path}: no file of that name; {remedy}")
     source = path
     try:
@@ -939,7 +943,7 @@ def open_image(path, content=None):
         image = load_extra("photos", path).open_photo(path, source)
     if image.width * image.height > MAX_PIXELS:
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
-    if image.format in ("PNG", "WEBP", "AVIF") and getattr(image, "n_frames", 1) > 1:
+    if image.format in ("PNG", "WEBP", "AVIF") and image.n_frames > 1:
         raise InputError(f"{path}: animated; export one frame")
     if image.format == "PNG" and "exif" not in image.info: # it may stand behind the pixels
         with contextlib.suppress(Exception): # damaged notes must not matter
@@ -1025,4 +1029,4 @@ def fit_size(size, area, upscale=True):
         ratio = w / h
         w = math.sqrt(area * ratio)
         h = w / ratio
-    return max(round(w / 32) * 32, 32), max(round(h / 32) * 32, 32) # stock's can be 0 for long thin pictures
+    return tuple(max(round(side / 32) * 32, 32) for side in (w, h)) # stock's can be 0 for long thin pictures

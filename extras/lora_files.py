@@ -15,7 +15,6 @@ files with kohya's names that have lost their alpha tensors.
 import functools
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -28,10 +27,11 @@ from diffusers import QwenImageTransformer2DModel
 from peft.utils.other import get_pattern_key
 from tqdm import tqdm
 
-from common import InputError, first_words, read_object
+import common
+from common import PEFT_FILE, InputError, first_words, read_object
 from extras import foreign
 
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_CONFIG = "adapter_config.json" # beside common.PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
                       r"(lycoris|lora_unet|lora_transformer|lora_dit|unet|transformer(?!_blocks))_")
 # how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa
@@ -56,7 +56,7 @@ VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 @functools.cache
 def warn(line):
     """Once, although a file is read several times; in the first process."""
-    if os.environ.get("RANK", "0") == "0":
+    if common.rank() == 0:
         print(line, file=sys.stderr)
 
 
@@ -332,7 +332,7 @@ def convert(file, rank):
         line = (f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
                 f"{share:.2%} off, at worst {loss.worst[0]:.2%} ({loss.worst[1]}); a larger --rank of "
                 "tools/convert_lora.py is nearer")
-        if os.environ.get("RANK", "0") == "0":
+        if common.rank() == 0:
             print(line)
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:

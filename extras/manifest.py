@@ -11,6 +11,7 @@ target, may call its control `image`, and may set the fields of JOB_TYPES.
 import contextlib
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from common import (SAMPLE_FLAGS, InputError, as_list, first_words, make_sample, noise_level, noted, png_name,
@@ -66,8 +67,9 @@ def read_row(manifest, n, line, is_job):
             settings[key] = JOB_TYPES[key](value)
         except Exception as e: # as a value of JSON
             raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
-    controls = [find_picture(manifest, where, path, is_job) for path in controls]
-    target, mask = [path and find_picture(manifest, where, path, is_job) for path in (target, mask)]
+    find = partial(find_picture, manifest, where, is_job)
+    controls = list(map(find, controls))
+    target, mask = target and find(target), mask and find(mask)
     if target:
         name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
     else:
@@ -75,7 +77,7 @@ def read_row(manifest, n, line, is_job):
     return make_sample(where, manifest, name, target, controls, prompts, mask, settings)
 
 
-def find_picture(manifest, where, name, anywhere):
+def find_picture(manifest, where, anywhere, name):
     """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
     links; your own jobs.jsonl may name any file."""
     folder = manifest.parent
