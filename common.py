@@ -805,29 +805,6 @@ def take_sample(data, folders, left, name):
     lines = list(filter(is_visible, re.split("[\r\n]", read_text(caption[0]))))
     return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, mask[0] if mask else None)
 
-def read_json(text):
-    """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
-    def unique(pairs):
-        found = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"{key!r} is given twice")
-            found[key] = value
-        return found
-    return json.loads(text, object_pairs_hook=unique)
-
-def read_object(text):
-    """read_json's dict. ValueError if it is something else."""
-    value = read_json(text)
-    if not isinstance(value, dict):
-        raise ValueError(f"no JSON object: {text:.60}")
-    return value
-
-def as_list(value):
-    if not isinstance(value, (str, list)):
-        raise TypeError(f"{value!r} is neither a text nor a list")
-    return [value] if isinstance(value, str) else value
-
 def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
     for prompt in prompts or [""]:
@@ -859,6 +836,29 @@ def read_text(path):
         if "\0" not in text: # UTF-16 can pass for UTF-8
             return text
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
+
+def read_json(text): # these three serve extras and tools, which read JSON of a person or of another program
+    """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
+    def unique(pairs):
+        found = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{key!r} is given twice")
+            found[key] = value
+        return found
+    return json.loads(text, object_pairs_hook=unique)
+
+def read_object(text):
+    """read_json's dict. ValueError if it is something else."""
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"no JSON object: {text:.60}")
+    return value
+
+def as_list(value):
+    if not isinstance(value, (str, list)):
+        raise TypeError(f"{value!r} is neither a text nor a list")
+    return [value] if isinstance(value, str) else value
 
 def is_index(root):
     return Path(root).suffix == ".json"

@@ -28,8 +28,8 @@ from peft.utils.other import get_pattern_key
 from tqdm import tqdm
 
 import common
+import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import PEFT_FILE, InputError, first_words, read_object
-from extras import foreign
 
 PEFT_CONFIG = "adapter_config.json" # beside common.PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"

@@ -16,7 +16,7 @@ import torch
 
 import common
 from extras import hints
-from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save
+from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, refused, run_script, save
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 VALUES = dict(quantize=["int8"], offload=["1"], mask=["auto"], tracker=["tensorboard"]) # of flags that want one
@@ -104,6 +104,16 @@ def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
             result = run_script("train.py", flag, *value, "--cache_dir", folder / "cache")
         assert result.status == 1 and is_one_line(result.errors[0], flag, f"extras/{name}.py"), result.err
         assert not (folder / "cache").exists() # before anything slow
+
+@pytest.mark.parametrize("name, needed", [
+    ("lora_files", "foreign"), ("transformer", "foreign"), ("plan", "fit"), ("plan", "published"), ("probe", "resume")])
+def test_an_extra_that_needs_another_one_names_it(monkeypatch, name, needed):
+    """And what is taken if it is there is not taken."""
+    monkeypatch.delitem(sys.modules, f"extras.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, f"extras.{needed}", None) # deleted
+    assert common.find_extra(name) is None
+    with refused(f"--{name}", f"extras/{needed}.py"):
+        common.load_extra(name)
 
 def test_without_extras_a_device_that_is_none_and_the_tools_are_one_line(monkeypatch, tmp_path):
     for module in [m for m in sys.modules if m.split(".")[0] in ("extras", "tools")]:
