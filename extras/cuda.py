@@ -14,10 +14,6 @@ import torch.distributed as dist
 from common import InputError, flag_error
 
 
-def first_line(e):
-    return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
-
-
 def check(flag, device, dtype):
     """flag_error if a card is too old for this dtype (None: bfloat16 on a card)."""
     if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
@@ -71,7 +67,8 @@ def activate_flash(capability):
             torch.nn.attention.activate_flash_attention_impl(impl)
             return f"flash attention {impl[2:]}"
         except Exception as e: # a package for another torch or another CUDA can fail in any way
-            return f"flash attention 2 ({impl} cannot be loaded: {first_line(e)})"
+            why = (str(e).strip() or type(e).__name__).splitlines()[0][:90]
+            return f"flash attention 2 ({impl} cannot be loaded: {why})"
     if capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
         return f"flash attention 2; {FASTER[capability[0]][2]} would compute attention faster"
     return "flash attention 2"
