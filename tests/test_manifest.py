@@ -58,6 +58,7 @@ BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line numbe
     "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
     "no prompt": (row('"prompt": []'), "prompt"),
     "unknown column": (row('"caption": "go"'), "caption"),
+    "a field of jobs.jsonl": (row('"seed": 3'), "unknown field 'seed'"),
     "number among controls": (row('"control": ["control/cat.png", 5]'), "5"),
     "NaN": (row('"prompt": NaN'), "nan"),
     "blank prompt": (row('"prompt": ["go", " "]'), "prompt"),
