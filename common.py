@@ -17,7 +17,7 @@ import sys
 import tempfile
 import textwrap
 import unicodedata
-from collections import deque
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -335,9 +335,9 @@ def parse_args(parser, script):
     if hints := find_extra("hints"):
         parser.epilog = hints.list_defaults(model_defaults("tiny", script))
     args = parser.parse_args()
-    if own := model_defaults(args.model, script):
-        parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
-        args = parser.parse_args()
+    own = model_defaults(args.model, script)
+    parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
+    args = parser.parse_args()
     for flag, value in vars(args).items():
         name = flag.removesuffix("_text_encoder") # one file quantizes both models
         if name not in EXTRAS or not value or value == "none":
@@ -392,7 +392,7 @@ def find_devices(args):
     if cards:
         cards.refuse_cpu(args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name, device in list(vars(args).items()):
+    for name, device in vars(args).items():
         if not name.endswith("device"):
             continue
         device = device or default
@@ -506,12 +506,12 @@ def end_by_ctrl_c(kind, error, trace):
 def run_ahead(work, items, threads=1, most=1):
     """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""
     pool = ThreadPoolExecutor(threads)
-    waiting = deque()
+    waiting = []
     try:
         for item in items:
             waiting.append(pool.submit(work, item))
             if len(waiting) > most:
-                yield waiting.popleft()
+                yield waiting.pop(0)
         yield from waiting
     # Also if the caller stops early. The threads end when their pool is gone. We do not call pool.shutdown(), which
     # takes a lock: the garbage collector may run this while a thread begins, which holds that lock.
@@ -526,7 +526,6 @@ def write_file(path, data, mark=b""):
     there is the old file or the new one, never a part. mark: a regular expression for the first bytes of what may be
     replaced; by default all may be. InputError if something else is there, or if the disk is full or read-only."""
     refuse_to_replace(path, mark)
-    path = Path(path)
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -563,10 +562,17 @@ def sync_folder(path):
 def prepare_folder(path):
     """Makes the folder. InputError if no file can be written there."""
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
+
+def remove_unused(folder):
+    """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""
+    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(folder / ".lock")
+            os.rmdir(folder)
 
 NO_DIGEST = "0" * 64
 SIGNED = re.compile(r'\{".{6}": ".{64}"') # how the JSON begins that write_tensors adds, with a damaged digest too
@@ -577,8 +583,8 @@ def write_tensors(path, tensors, meta, meta_key="json"):
     keys at random. Tensors go to the CPU."""
     import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
-    dtypes = {str(v.dtype) for v in tensors.values()}
-    text = json.dumps({"sha256": NO_DIGEST, "dtypes": dtypes, **meta}, default=sorted) # sets become lists
+    about = {"sha256": NO_DIGEST, "dtypes": {str(v.dtype) for v in tensors.values()}, **meta}
+    text = json.dumps(about, default=sorted) # sets become lists
     data = safetensors.torch.save(tensors, {meta_key: text})
     write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1))
 
@@ -598,7 +604,7 @@ def read_tensors(path, meta_key="json", key=None, note=None):
     import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
-        data = Path(path).read_bytes()
+        data = path.read_bytes()
         tensors = safetensors.torch.load(data)
         entries = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         meta = json.loads(entries[meta_key])
@@ -608,7 +614,7 @@ def read_tensors(path, meta_key="json", key=None, note=None):
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
     # a flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it
     now = {str(v.dtype) for v in tensors.values()}
-    cast = bool(now) and now.isdisjoint(dtypes) and dtypes < {"torch.float32", "torch.float16", "torch.bfloat16"}
+    cast = now and now.isdisjoint(dtypes) and dtypes < {"torch.float32", "torch.float16", "torch.bfloat16"}
     if not intact and not (note and cast):
         raise InputError(f"{path}: content does not match its digest; {fix}")
     if not intact:
@@ -652,9 +658,9 @@ def find_run_folder(args, name):
     """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number."""
     # a folder without a log does not count: its run never began
     runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
-    newest = runs[-1] if runs else None
-    next_run = f"out/{name}-{number_of(newest) + 1 if newest else 1:03d}"
-    folder = Path(args.out_dir or (args.resume and newest) or next_run)
+    folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
+    if args.resume and runs and not args.out_dir:
+        folder = runs[-1]
     if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     if args.resume and not folder.exists():
@@ -665,6 +671,7 @@ def lock_folder(args, folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
     --out_dir has just taken this folder, ours is the next number."""
     import filelock
+    made = not folder.exists()
     prepare_folder(folder)
     for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
         refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
@@ -672,6 +679,8 @@ def lock_folder(args, folder, name):
     lock = filelock.FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
+        if made:
+            weakref.finalize(lock, remove_unused, folder) # if the run fails before its log begins
         return folder, lock
     except filelock.Timeout:
         if args.out_dir or args.resume:
@@ -683,16 +692,17 @@ def find_lora(path):
     unfinished run, or user/repo[/file.safetensors] of the hub."""
     folder = Path(path)
     file = folder / LORA_FILE if folder.is_dir() else folder
-    if not file.exists() and (folder / PEFT_FILE).is_file():
-        return folder / PEFT_FILE
-    # a run that has not finished, or was stopped
-    if not file.exists() and (saved := checkpoints(folder)):
-        file = saved[-1] / LORA_FILE
-        print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
-    if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
+    if not file.exists():
+        if (folder / PEFT_FILE).is_file():
+            return folder / PEFT_FILE
+        if saved := checkpoints(folder): # of a run that has not finished, or was stopped
+            file = saved[-1] / LORA_FILE
+            print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
+    hub = re.fullmatch(r"([\w-]+/[\w.-]+)(?:/(.+\.safetensors))?", str(path))
+    if hub and not file.parent.exists(): # not here
         from huggingface_hub import hf_hub_download
-        user, repo, name = [*str(path).split("/", 2), LORA_FILE][:3]
-        return from_hub(f"{path}: {name}", lambda: hf_hub_download(f"{user}/{repo}", name))
+        repo, name = hub[1], hub[2] or LORA_FILE
+        return from_hub(f"{path}: {name}", lambda: hf_hub_download(repo, name))
     if not file.is_file():
         raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
                          "user/repo of the hub")
@@ -709,7 +719,7 @@ LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; t
 def root_name(data):
     """A dataset's name: its folder's."""
     data = Path(data).resolve()
-    return data.parent.name if data.is_file() else data.name
+    return (data.parent if data.is_file() else data).name
 
 def read_dataset(root, is_job=False):
     """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
@@ -763,9 +773,8 @@ def read_folder(data, folders):
         if path not in folders.values():
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
                              "is one of these, or move it elsewhere")
-    left = {} # what no sample has taken yet
-    for role, folder in folders.items():
-        left |= {(role, *key): paths for key, paths in find_files(folder).items()}
+    # what no sample has taken yet
+    left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
     samples = []
     problems = []
     for role, name, kind in list(left):
@@ -803,7 +812,7 @@ def take_sample(data, folders, left, name):
     if not caption:
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
     lines = list(filter(is_visible, re.split("[\r\n]", read_text(caption[0]))))
-    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, mask[0] if mask else None)
+    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, *mask) # which is one, or none
 
 def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
@@ -811,7 +820,7 @@ def make_sample(where, root, name, target, controls, prompts, mask=None, setting
         if not isinstance(prompt, str) or not is_visible(prompt):
             raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
         check_text(where, prompt)
-    return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(p.strip() for p in prompts)),
+    return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(map(str.strip, prompts))),
                   target and str(target), mask and str(mask), settings=settings or {})
 
 INVISIBLE = "\u115f\u1160\u2800\u3164\uffa0" # fillers and a blank, which count as letters or symbols
@@ -821,7 +830,7 @@ def is_visible(text):
     return any(unicodedata.category(c) not in "Cc Cf Mn Zl Zp Zs" and c not in INVISIBLE for c in text)
 
 def check_text(where, prompt):
-    if "<|" in prompt or re.search("[\ud800-\udfff]", prompt):
+    if re.search("<[|]|[\ud800-\udfff]", prompt):
         raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
     if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
         raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r}; write the word itself")
@@ -832,9 +841,9 @@ def read_text(path):
     if not path.exists():
         raise InputError(f"{path}: does not exist; check the name")
     with contextlib.suppress(OSError, ValueError):
-        text = path.read_bytes().decode().replace("\ufeff", "") if path.is_file() else "\0" # a FIFO would hang
-        if "\0" not in text: # UTF-16 can pass for UTF-8
-            return text
+        # a FIFO would hang; UTF-16 can pass for UTF-8
+        if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
+            return text.replace("\ufeff", "")
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
 def read_json(text): # these three serve extras and tools, which read JSON of a person or of another program
@@ -911,9 +920,9 @@ def look_over(args):
             look, look_mask = looks(samples, args.cache_dir)
             for sample in samples:
                 with noted(problems):
-                    size = [look(path)[0] for path in pictures_of(sample)][0]
+                    sizes = [look(path)[0] for path in pictures_of(sample)]
                     if sample.mask:
-                        check_mask(sample.mask, look_mask(sample.mask)[0], size)
+                        check_mask(sample.mask, look_mask(sample.mask)[0], sizes[0])
     if problems:
         print_problems(problems)
         sys.exit("correct these samples, or go on without them: --skip_bad")
