@@ -18,13 +18,13 @@ import tempfile
 import textwrap
 import unicodedata
 import weakref
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
+import safetensors
 from PIL import Image
 from tqdm import tqdm
 
@@ -74,6 +74,11 @@ class InputError(SystemExit):
     def __init__(self, message):
         super().__init__(error_line(message))
 
+def flag_error(line):
+    """Ends the script with status 2, as argparse does, for a flag that cannot be meant."""
+    print(error_line(line), file=sys.stderr)
+    sys.exit(2)
+
 @contextlib.contextmanager
 def noted(problems):
     """Within `with`, an InputError becomes a line of this list, and the code behind the block runs all the same."""
@@ -94,6 +99,7 @@ def first_words(e):
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
 EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that extras/FLAG.py serves
+PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # what a value of such a flag needs
 
 def load_extra(name, needed_by=None):
     """The module extras/NAME.py, which the flag --NAME needs, or `needed_by`. InputError if it, or one that it imports,
@@ -107,13 +113,6 @@ def load_extra(name, needed_by=None):
         raise InputError(f"{needed_by or '--' + name}: needs extras/{missing or name}.py; copy it here, or leave that "
                          "out")
 
-def extras_of(args):
-    """Yields (flag, its value, name in extras/) of the flags in use that a file in extras/ serves."""
-    for flag, value in vars(args).items():
-        name = flag.removesuffix("_text_encoder") # one file quantizes both models
-        if name in EXTRAS and value and value != "none":
-            yield flag, value, name
-
 def find_extra(name):
     """The module extras/NAME.py, or None if it was deleted."""
     with contextlib.suppress(InputError):
@@ -123,14 +122,14 @@ def find_extra(name):
 
 def pixels(text):
     """For argparse's type=: 'native', 1048576 or 1024*1024 -> 'native' or an area in pixels."""
-    area = 0
-    if re.fullmatch(r"\d+[*x]\d+", text):
+    if text == "native":
+        return text
+    if re.fullmatch(r"\d+([*x]\d+)?", text):
         area = math.prod(map(int, re.split("[*x]", text)))
-    elif text.isdigit() and int(text) > 4096: # a smaller number is a side, as other trainers give it
-        area = int(text)
-    if text != "native" and not 32 * 32 <= area <= MAX_PIXELS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1024x1024, 1048576 or native")
-    return area or text
+        least = 4097 if text.isdigit() else 32 * 32 # a smaller number is a side, as other trainers give it
+        if least <= area <= MAX_PIXELS:
+            return area
+    raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1024x1024, 1048576 or native")
 
 def number(kind, low, high=math.inf):
     """For argparse's type=: an int or a float from low to high. argparse turns the error into a line and status 2."""
@@ -153,7 +152,7 @@ def key_value(text):
     except ValueError:
         return key, value
 
-natural, positive = number(int, 0), number(int, 1)
+natural, positive, seed_number = number(int, 0), number(int, 1), number(int, 0, 2**64 - 1)
 noise_level = number(float, 1e-6, 1)
 not_negative, fraction = number(float, 0, 1e30), number(float, 0, 1) # fp32 holds sums of such numbers
 
@@ -208,7 +207,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
             line = hints.explain(line, self._option_string_actions)
         if ";" not in line: # argparse's own, which names no remedy
             line += f"; see {self.prog} -h"
-        self.exit(2, error_line(line) + "\n")
+        flag_error(line)
 
     def given(self):
         """The words of the command line, with --flag of --flag=value."""
@@ -300,11 +299,8 @@ def only_text(value):
         raise TypeError("is no text")
     return value
 
-def noise_levels(values):
-    return list(map(noise_level, values))
-
-# Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}; and three that have another
-# form on the command line. train.py has those of SAMPLING, for its validation pictures.
+# Flags that a line of jobs.jsonl may set, too, for its own picture: {name: (type, help)}. train.py has those of
+# SAMPLING, for its validation pictures.
 SAMPLE_FLAGS = dict(
     negative_prompt=(only_text, "prompt of the unconditional pass (default: one space)"),
     num_inference_steps=(number(int, 1, 1000), "Euler steps: at least 2, or 1 with a --shift"),
@@ -314,8 +310,6 @@ SAMPLE_FLAGS = dict(
     height=(number(int, 32, 16384), "of the result, in pixels, rounded down to 16 (default: from the area)"),
     width=(number(int, 32, 16384), "pixels, likewise"),
     size_from=(positive, "which picture gives the result its shape, from 1 (default: the last, as in stock)"))
-JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=number(int, 0, 2**64 - 1),
-                 **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
 
 def add_sample_flags(flag, names):
     for name in names:
@@ -344,15 +338,16 @@ def parse_args(parser, script):
     own = model_defaults(args.model, script)
     if "--optimizer" in parser.given(): # another class, to which its arguments do not belong
         own.pop("optimizer_args", None)
-    if own:
-        parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
-        args = parser.parse_args()
-    for flag, _, name in extras_of(args):
-        found = None
-        with contextlib.suppress(ModuleNotFoundError): # there is no extras/ at all
-            found = find_spec(f"extras.{name}") # looked for, not imported: it may want torch
-        if not found:
+    parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
+    args = parser.parse_args()
+    for flag, value in vars(args).items():
+        name = flag.removesuffix("_text_encoder") # one file quantizes both models
+        if name not in EXTRAS or not value or value == "none":
+            continue
+        if not (find_spec("extras") and find_spec(f"extras.{name}")): # looked for, not imported: it may want torch
             load_extra(name, f"--{flag}")
+        if value in PACKAGES and not find_spec(PACKAGES[value]):
+            parser.error(f"argument --{flag}: {value} needs a missing package; pip install {PACKAGES[value]}")
     return args
 
 def parse_data_args(parser, script):
@@ -399,37 +394,32 @@ def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
     return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
 
-def flag_error(line):
-    """As Parser.error, for what shows only when torch is there: status 2."""
-    print(error_line(line), file=sys.stderr)
-    sys.exit(2)
-
 def find_devices(args):
-    """Fills in devices and dtype. Refuses what cannot work: a device, a flag whose package or file in extras/ is
-    missing."""
+    """Fills in devices and dtype. Refuses what cannot work: a device, one file of a transformer."""
     import torch
     cards = find_extra("cuda") # without it a card works as torch sets it up
     if cards:
         cards.refuse_cpu(args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in [name for name in vars(args) if name.endswith("device")]:
-        device = getattr(args, name) or default
+    for name, device in vars(args).items():
+        if not name.endswith("device"):
+            continue
+        device = device or default
         if device == "cuda": # each process its own
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         elif device.startswith("cuda") and world() > 1:
             flag_error(f"--{name}: {device} for all processes; give cuda, which is one for each")
+        try:
+            torch.empty(0, device=device).cpu() # (meta has no numbers)
+        except (RuntimeError, AssertionError) as e:
+            other = "cpu" if device.startswith("cuda") else "cuda or cpu"
+            flag_error(f"--{name}: {device!r} cannot be used ({str(e).splitlines()[0]:.90}); give {other}")
         if cards:
             cards.check(name, device, args.dtype)
-        elif device != "cpu" and not torch.cuda.is_available():
-            flag_error(f"--{name}: {device} cannot be used; give cpu")
         setattr(args, name, device)
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     if is_one_file(getattr(args, "transformer", None)): # looked at before anything slow
         load_extra("transformer").read_layout(args.transformer)
-    for flag, value, name in extras_of(args):
-        package = getattr(load_extra(name), "PACKAGES", {}).get(value) # what this value needs
-        if package and not find_spec(package):
-            flag_error(f"--{flag}: {value} needs a missing package; pip install {package}")
 
 def start_processes(args):
     """Lets the processes that torchrun has started find each other. Objects are sent over the CPU, gradients over
@@ -488,8 +478,8 @@ def refuse_differences(out_dir, assumed):
     on_first_process(compare)
 
 def memory_of(device):
-    """GiB: on a GPU the most that torch has held since the encoders left or a
-    validation ended, on a CPU what the process has now."""
+    """GiB: on a GPU the most that torch has held since the encoders left or a validation ended, on a CPU what the
+    process has now."""
     import psutil
     import torch
     used = torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
@@ -499,14 +489,13 @@ def memory_of(device):
 def signals_noted():
     """with signals_noted() as seen: signals only fill this list, so that work that has begun can be finished."""
     seen = []
-    terminals = [stream for stream in (1, 2) if os.isatty(stream)] # stdout, stderr
+    terminals = list(filter(os.isatty, (1, 2))) # of stdout, stderr
 
     def note(number, frame):
         seen.append(number)
         for stream in terminals:
             if not os.isatty(stream): # closed: the next line written there would end the run before its checkpoint
-                with open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), stream)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if terminals: # (print may be at work already)
             os.write(terminals[-1], b"\nends as soon as it can; please wait\n")
     with contextlib.ExitStack() as stack: # which puts the old handlers back
@@ -526,12 +515,12 @@ def end_by_ctrl_c(kind, error, trace):
 def run_ahead(work, items, threads=1, most=1):
     """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""
     pool = ThreadPoolExecutor(threads)
-    waiting = deque()
+    waiting = []
     try:
         for item in items:
             waiting.append(pool.submit(work, item))
             if len(waiting) > most:
-                yield waiting.popleft()
+                yield waiting.pop(0)
         yield from waiting
     # Also if the caller stops early. The threads end when their pool is gone. We do not call pool.shutdown(), which
     # takes a lock: the garbage collector may run this while a thread begins, which holds that lock.
@@ -546,7 +535,6 @@ def write_file(path, data, mark=b""):
     there is the old file or the new one, never a part. mark: a regular expression for the first bytes of what may be
     replaced; by default all may be. InputError if something else is there, or if the disk is full or read-only."""
     refuse_to_replace(path, mark)
-    path = Path(path)
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -583,7 +571,7 @@ def sync_folder(path):
 def prepare_folder(path):
     """Makes the folder. InputError if no file can be written there."""
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
@@ -604,23 +592,18 @@ def write_tensors(path, tensors, meta, meta_key="json"):
     keys at random. Tensors go to the CPU."""
     import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
-    dtypes = {str(v.dtype) for v in tensors.values()}
-    text = json.dumps({"sha256": NO_DIGEST, "dtypes": dtypes, **meta}, default=sorted) # sets become lists
-    data = bytearray(safetensors.torch.save(tensors, {meta_key: text}))
-    place = data.index(NO_DIGEST.encode())
-    data[place:place + len(NO_DIGEST)] = content_digest(data, text).encode()
-    write_file(path, data)
+    about = {"sha256": NO_DIGEST, "dtypes": {str(v.dtype) for v in tensors.values()}, **meta}
+    text = json.dumps(about, default=sorted) # sets become lists
+    data = safetensors.torch.save(tensors, {meta_key: text})
+    write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1))
 
 def content_digest(data, text):
     """sha256 of what a safetensors file says: of `text`, our JSON with NO_DIGEST in it, and of each tensor's name,
     dtype, shape and bytes. Other entries of the header do not count: many programs add some."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    parts, rows = json.loads(data[8:start]), memoryview(data)[start:]
     digest = hashlib.sha256(text.encode())
-    for name in sorted(parts.keys() - {"__metadata__"}):
-        first, end = parts[name]["data_offsets"]
-        digest.update(json.dumps([name, parts[name]["dtype"], parts[name]["shape"]]).encode())
-        digest.update(rows[first:end])
+    for name, tensor in sorted(safetensors.deserialize(data)):
+        digest.update(json.dumps([name, tensor["dtype"], tensor["shape"]]).encode())
+        digest.update(tensor["data"])
     return digest.hexdigest()
 
 def read_tensors(path, meta_key="json", key=None, note=None):
@@ -630,7 +613,7 @@ def read_tensors(path, meta_key="json", key=None, note=None):
     import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
-        data = Path(path).read_bytes()
+        data = path.read_bytes()
         tensors = safetensors.torch.load(data)
         entries = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         meta = json.loads(entries[meta_key])
@@ -640,7 +623,7 @@ def read_tensors(path, meta_key="json", key=None, note=None):
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
     # a flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it
     now = {str(v.dtype) for v in tensors.values()}
-    cast = bool(now) and now.isdisjoint(dtypes) and dtypes < {"torch.float32", "torch.float16", "torch.bfloat16"}
+    cast = now and now.isdisjoint(dtypes) and dtypes < {"torch.float32", "torch.float16", "torch.bfloat16"}
     if not intact and not (note and cast):
         raise InputError(f"{path}: content does not match its digest; {fix}")
     if not intact:
@@ -671,18 +654,22 @@ def number_of(path):
     """200 of checkpoint-000200, 1 of tiny-data-001."""
     return int(path.name.split("-")[-1])
 
-def checkpoints(run):
-    """The checkpoints in a run's folder, oldest first. A person's copies (checkpoint-000200.bak) are none."""
-    found = [path for path in Path(run).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+def numbered(folder, name):
+    """What is called NAME-<number> in a folder, in order. A person's copies (checkpoint-000200.bak) are none of it."""
+    found = [path for path in Path(folder).glob("*") if re.fullmatch(re.escape(name) + r"-\d+", path.name)]
     return sorted(found, key=number_of)
+
+def checkpoints(run):
+    """The checkpoints in a run's folder, oldest first."""
+    return numbered(run, "checkpoint")
 
 def find_run_folder(args, name):
     """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number."""
     # a folder without a log does not count: its run never began
-    runs = [p.parent for p in Path("out").glob("*/log.jsonl") if re.fullmatch(re.escape(name) + r"-\d+", p.parent.name)]
-    newest = max(runs, default=None, key=number_of)
-    next_run = f"out/{name}-{number_of(newest) + 1 if newest else 1:03d}"
-    folder = Path(args.out_dir or (args.resume and newest) or next_run)
+    runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
+    folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
+    if args.resume and runs and not args.out_dir:
+        folder = runs[-1]
     if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     if args.resume and not folder.exists():
@@ -712,17 +699,19 @@ def lock_folder(args, folder, name):
 def find_lora(path):
     """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
     unfinished run, or user/repo[/file.safetensors] of the hub."""
-    file = Path(path, LORA_FILE) if Path(path).is_dir() else Path(path)
-    if not file.exists() and Path(path, PEFT_FILE).is_file():
-        return Path(path, PEFT_FILE)
-    # a run that has not finished, or was stopped
-    if not file.exists() and (saved := checkpoints(path)):
-        file = saved[-1] / LORA_FILE
-        print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
-    if not file.parent.exists() and re.fullmatch(r"[\w-]+/[\w.-]+(/.+\.safetensors)?", str(path)): # not here: the hub's
+    folder = Path(path)
+    file = folder / LORA_FILE if folder.is_dir() else folder
+    if not file.exists():
+        if (folder / PEFT_FILE).is_file():
+            return folder / PEFT_FILE
+        if saved := checkpoints(folder): # of a run that has not finished, or was stopped
+            file = saved[-1] / LORA_FILE
+            print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
+    hub = re.fullmatch(r"([\w-]+/[\w.-]+)(?:/(.+\.safetensors))?", str(path))
+    if hub and not file.parent.exists(): # not here
         from huggingface_hub import hf_hub_download
-        user, repo, name = [*str(path).split("/", 2), LORA_FILE][:3]
-        return from_hub(f"{path}: {name}", lambda: hf_hub_download(f"{user}/{repo}", name))
+        repo, name = hub[1], hub[2] or LORA_FILE
+        return from_hub(f"{path}: {name}", lambda: hf_hub_download(repo, name))
     if not file.is_file():
         raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
                          "user/repo of the hub")
@@ -739,18 +728,18 @@ LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; t
 def root_name(data):
     """A dataset's name: its folder's."""
     data = Path(data).resolve()
-    return data.parent.name if data.is_file() else data.name
+    return (data.parent if data.is_file() else data).name
 
-def read_dataset(root, job_types=None):
+def read_dataset(root, is_job=False):
     """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
-    InputError if there is no dataset at all. job_types: as for read_manifest."""
+    InputError if there is no dataset at all. is_job: a manifest is jobs.jsonl, see extras/manifest.py."""
     root = Path(root)
-    folders = find_folders(root) if root.is_dir() else {}
+    folders = find_folders(root)
     manifest = root if root.is_file() else root / "metadata.jsonl"
-    if folders and os.path.lexists(folders["target"]): # (a file of that name cannot be read as a folder)
+    if "target" in folders:
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
-        samples, problems = read_manifest(manifest, job_types)
+        samples, problems = load_extra("manifest", root).read(manifest, is_job)
     else:
         hints = find_extra("hints")
         raise InputError(hints.no_dataset(root) if hints else f"{root}: no dataset is here; {LAYOUT}")
@@ -759,13 +748,15 @@ def read_dataset(root, job_types=None):
     return samples, problems
 
 def find_folders(data):
-    """{"target": data/target, ...}, each under the name that it has here. InputError if a role has two."""
+    """{"target": data/target, ...}: those that are here, under their names. InputError if a role has two."""
     folders = {}
     for role, names in FOLDERS.items():
-        here = [data / name for name in names if os.path.lexists(data / name)]
-        if len(here) > 1:
-            raise InputError(f"{here[1]}: means the same as {here[0].name}/; keep one of them")
-        folders[role] = here[0] if here else data / role
+        for name in names:
+            if not os.path.lexists(data / name):
+                continue
+            if role in folders:
+                raise InputError(f"{data / name}: means the same as {folders[role].name}/; keep one of them")
+            folders[role] = data / name
     return folders
 
 def find_files(folder):
@@ -773,8 +764,6 @@ def find_files(folder):
     to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
-    if not os.path.lexists(folder): # control/ and mask/ need not be there
-        return {}
     found = {}
     for root, dirs, names in os.walk(folder, onerror=unreadable):
         dirs[:] = [name for name in dirs if not name.startswith(".")]
@@ -793,15 +782,14 @@ def read_folder(data, folders):
         if path not in folders.values():
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
                              "is one of these, or move it elsewhere")
-    left = {} # what no sample has taken yet
-    for role, folder in folders.items():
-        for (stem, kind), paths in find_files(folder).items():
-            left[role, stem, kind] = paths
+    # what no sample has taken yet
+    left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
     samples = []
     problems = []
-    for name in [stem for role, stem, kind in left if (role, kind) == ("target", "picture")]:
-        with noted(problems):
-            samples.append(take_sample(data, folders, left, name))
+    for role, name, kind in list(left):
+        if (role, kind) == ("target", "picture"):
+            with noted(problems):
+                samples.append(take_sample(data, folders, left, name))
     if (data / "metadata.jsonl").exists():
         problems.append(error_line(f"{data / 'metadata.jsonl'}: not used beside target/; give the file itself as the "
                                    "dataset, or delete it"))
@@ -825,7 +813,7 @@ def take_sample(data, folders, left, name):
     for paths in (target, caption, mask, *controls):
         if len(paths) > 1:
             raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
-    if not controls[0] and folders["control"].is_dir():
+    if not controls[0] and "control" in folders:
         raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png or .jpg")
     if further := left.get(("control", next_name, "picture")): # not taken above, as there is a target of this name
         raise InputError(f"{further[0]}: either the control of the target with its name, or one more control of "
@@ -833,24 +821,41 @@ def take_sample(data, folders, left, name):
     if not caption:
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
     lines = list(filter(is_visible, re.split("[\r\n]", read_text(caption[0]))))
-    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, mask[0] if mask else None)
+    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, *mask) # which is one, or none
 
-def read_manifest(path, job_types=None):
-    """metadata.jsonl: lines of JSON with target, control, prompt and mask -> (samples, problems). With job_types,
-    {field: function that makes its value of a text}, it is jobs.jsonl: a line needs no target, may call its control
-    `image`, and may set these fields too."""
-    samples = []
-    problems = []
-    text = read_text(path)
-    if job_types is None and text.strip() and not re.search('"(target|prompt)"', text):
-        raise InputError(f"{path}: another trainer's manifest; python tools/import_data.py {path} NEW_FOLDER")
-    for n, line in enumerate(text.split("\n"), 1): # not splitlines, which takes U+2028 in a prompt for a line's end
-        if line.strip():
-            with noted(problems):
-                samples.append(read_row(path, n, line, job_types))
-    return samples, problems
+def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
+    """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
+    for prompt in prompts or [""]:
+        if not isinstance(prompt, str) or not is_visible(prompt):
+            raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
+        check_text(where, prompt)
+    return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(map(str.strip, prompts))),
+                  target and str(target), mask and str(mask), settings=settings or {})
 
-def read_json(text):
+INVISIBLE = "\u115f\u1160\u2800\u3164\uffa0" # fillers and a blank, which count as letters or symbols
+
+def is_visible(text):
+    """Whether it has a character that can be seen: no space, control or format character (such as U+200B), or mark."""
+    return any(unicodedata.category(c) not in "Cc Cf Mn Zl Zp Zs" and c not in INVISIBLE for c in text)
+
+def check_text(where, prompt):
+    if re.search("<[|]|[\ud800-\udfff]", prompt):
+        raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
+    if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
+        raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r}; write the word itself")
+
+def read_text(path):
+    """A text file in UTF-8, without the marks that editors on Windows write before it (and that `cat` leaves inside).
+    InputError names the file."""
+    if not path.exists():
+        raise InputError(f"{path}: does not exist; check the name")
+    with contextlib.suppress(OSError, ValueError):
+        # a FIFO would hang; UTF-16 can pass for UTF-8
+        if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
+            return text.replace("\ufeff", "")
+    raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
+
+def read_json(text): # these three serve extras and tools, which read JSON of a person or of another program
     """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
     def unique(pairs):
         found = {}
@@ -872,83 +877,6 @@ def as_list(value):
     if not isinstance(value, (str, list)):
         raise TypeError(f"{value!r} is neither a text nor a list")
     return [value] if isinstance(value, str) else value
-
-def read_row(manifest, n, line, job_types):
-    """A line of a manifest -> Sample, named as its target; without one by the line's number and its first picture."""
-    where = f"{manifest}:{n}"
-    is_job = job_types is not None
-    try:
-        row = read_object(line)
-        controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
-        prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
-        if not target and not is_job:
-            raise KeyError("target")
-        if not target and len(prompts) > 1: # a target's are wordings
-            raise ValueError("several prompts, and a job has one; write a line for each")
-    except KeyError as e:
-        want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
-        raise InputError(f"{where}: no field {e}; want {want}")
-    except json.JSONDecodeError as e:
-        raise InputError(f"{where}: {first_words(e)}; want one JSON object a line, no comma behind its last field")
-    except Exception as e: # a line of JSON can be anything
-        raise InputError(f"{where}: {first_words(e)}; correct this line")
-    settings = {}
-    for key, value in row.items():
-        if key not in (job_types or {}):
-            raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
-        try:
-            settings[key] = job_types[key](value)
-        except Exception as e: # as a value of JSON
-            raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
-    controls = [find_picture(manifest, where, path, is_job) for path in controls]
-    target, mask = [path and find_picture(manifest, where, path, is_job) for path in (target, mask)]
-    if target:
-        name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
-    else:
-        name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
-    return make_sample(where, manifest, name, target, controls, prompts, mask, settings)
-
-def find_picture(manifest, where, name, anywhere):
-    """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
-    links; your own jobs.jsonl may name any file."""
-    folder = manifest.parent
-    with contextlib.suppress(Exception): # `name` may be a number, hold NUL, or lead through links in a circle
-        file = Path(os.path.normpath(folder / name))
-        if file.is_file() and (anywhere or file.resolve().is_relative_to(folder.resolve())):
-            return file
-    raise InputError(f"{where}: {name!r} is no file; paths begin at {folder}, and a dataset's must stay inside it")
-
-def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
-    """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
-    for prompt in prompts or [""]:
-        if not isinstance(prompt, str) or not is_visible(prompt):
-            raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
-        check_text(where, prompt)
-    return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(p.strip() for p in prompts)),
-                  target and str(target), mask and str(mask), settings=settings or {})
-
-INVISIBLE = "\u115f\u1160\u2800\u3164\uffa0" # fillers and a blank, which count as letters or symbols
-
-def is_visible(text):
-    """Whether it has a character that can be seen: no space, control or format character (such as U+200B), or mark."""
-    return any(unicodedata.category(c) not in "Cc Cf Mn Zl Zp Zs" and c not in INVISIBLE for c in text)
-
-def check_text(where, prompt):
-    if "<|" in prompt or re.search("[\ud800-\udfff]", prompt):
-        raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
-    if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
-        raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r}; write the word itself")
-
-def read_text(path):
-    """A text file in UTF-8, without the marks that editors on Windows write before it (and that `cat` leaves inside).
-    InputError names the file."""
-    if not path.exists():
-        raise InputError(f"{path}: does not exist; check the name")
-    with contextlib.suppress(OSError, ValueError):
-        text = path.read_bytes().decode().replace("\ufeff", "") if path.is_file() else "\0" # a FIFO would hang
-        if "\0" not in text: # UTF-16 can pass for UTF-8
-            return text
-    raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
 def is_index(root):
     return Path(root).suffix == ".json"
@@ -1031,7 +959,7 @@ def open_image(path, content=None):
     """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,
     which the file's bytes, read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
-        remedy = "download it first" if str(path).startswith(("http:", "https:")) else "add it"
+        remedy = "download it first" if re.match("https?:", str(path)) else "add it"
         raise InputError(f"{path}: no file of that name; {remedy}")
     source = path
     try:
@@ -1047,25 +975,15 @@ def open_image(path, content=None):
         image = load_extra("photos", path).open_photo(path, source)
     if image.width * image.height > MAX_PIXELS:
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
-    if image.format in ("PNG", "WEBP", "AVIF") and getattr(image, "n_frames", 1) > 1:
+    if image.format in ("PNG", "WEBP", "AVIF") and image.n_frames > 1:
         raise InputError(f"{path}: animated; export one frame")
-    if image.format == "PNG":
+    if image.format == "PNG" and "exif" not in image.info: # it may stand behind the pixels
         with contextlib.suppress(Exception): # damaged notes must not matter
-            image.info |= Image.open(notes_of(image.fp), formats=["PNG"]).info
+            notes = Image.open(image.fp, formats=["PNG"])
+            notes.load_prepare() # what PIL does before and after it decodes the pixels, which is left out here: sizes
+            notes.load_end() # are asked of a whole dataset
+            image.info |= notes.info
     return image
-
-def notes_of(png):
-    """An open PNG -> a copy of its texts and EXIF without the pixels: what stands behind these, PIL would see only once
-    it has decoded them, and a dataset's sizes are read from headers."""
-    png.seek(0) # PIL, too, seeks where it reads
-    kept, head = [png.read(8)], b""
-    while head[4:] != b"IEND" and (head := png.read(8))[4:].isalpha(): # a chunk's length and kind
-        length = int.from_bytes(head[:4], "big") + 4 # with the checksum
-        if head[4:] in b"IHDR eXIf tEXt zTXt iTXt IEND":
-            kept += [head, png.read(length)]
-        else:
-            png.seek(length, os.SEEK_CUR)
-    return io.BytesIO(b"".join(kept))
 
 TURN = {2: Image.FLIP_LEFT_RIGHT, 3: Image.ROTATE_180, 4: Image.FLIP_TOP_BOTTOM, 5: Image.TRANSPOSE,
         6: Image.ROTATE_270, 7: Image.TRANSVERSE, 8: Image.ROTATE_90} # by EXIF orientation
@@ -1143,4 +1061,4 @@ def fit_size(size, area, upscale=True):
         ratio = w / h
         w = math.sqrt(area * ratio)
         h = w / ratio
-    return max(round(w / 32) * 32, 32), max(round(h / 32) * 32, 32) # stock's can be 0 for long thin pictures
+    return tuple(max(round(side / 32) * 32, 32) for side in (w, h)) # stock's can be 0 for long thin pictures

@@ -38,8 +38,8 @@ from time import monotonic
 from types import SimpleNamespace
 
 import common
-from common import (JOB_TYPES, LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
-                    is_one_file, load_extra, make_sample, noise_level, number, pixels, png_name, positive)
+from common import (LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora, is_one_file, load_extra,
+                    make_sample, noise_level, number, pixels, png_name, positive, seed_number)
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -54,7 +54,7 @@ def read_flags():
          "NAME-2.png and so on if that is another picture)", type=png_name)
     flag("--out_dir", "out/predict", "folder for all other PNGs", type=Path)
     flag("--seed", [0],
-         "seed of the noise; several: each sample is generated once per seed", type=JOB_TYPES["seed"], nargs="+")
+         "seed of the noise; several: each sample is generated once per seed", type=seed_number, nargs="+")
     flag = parser.group("with which LoRA")
     strength = number(float, -10, 10)
     flag("--lora", [], "LoRA file(s), run folders or user/repo[/file] of the hub, all active together (default: "
@@ -492,7 +492,7 @@ def find_geometry(args):
 def read_samples(args):
     """What the flags ask for -> (samples, problems)."""
     if args.jobs:
-        return common.read_dataset(args.jobs, JOB_TYPES)
+        return common.read_dataset(args.jobs, is_job=True)
     folder = args.image[0]
     if args.image[1:] and any(map(Path.is_dir, args.image)):
         raise InputError("--image: a folder stands alone; give one folder, or files")

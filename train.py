@@ -92,7 +92,7 @@ SAMPLING_FLAGS = "num_inference_steps true_cfg_scale shift negative_prompt".spli
 common.add_sample_flags(flag, SAMPLING_FLAGS)
 flag = parser.group("run")
 flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
-flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=number(int, 0, 2**64 - 1))
+flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=common.seed_number)
 flag("--out_dir", None, "run folder (default: out/<model>-<data>-001, next number for the next run)")
 flag("--sample_every", 0, "steps between validations; 0: only at the end", type=natural)
 flag("--val_pictures", 24, "generate at most this many validation pictures, spread over all samples; the validation "

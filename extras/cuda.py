@@ -14,17 +14,8 @@ import torch.distributed as dist
 from common import InputError, flag_error
 
 
-def first_line(e):
-    return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
-
-
 def check(flag, device, dtype):
-    """flag_error if torch cannot train or sample on this flag's device in this dtype (None: bfloat16 on a card)."""
-    try:
-        torch.empty(0, device=device).cpu() # (meta has no numbers)
-    except (RuntimeError, AssertionError) as e:
-        other = "cpu" if device.startswith("cuda") else "cuda or cpu"
-        flag_error(f"--{flag}: {device!r} cannot be used ({first_line(e)}); give {other}")
+    """flag_error if a card is too old for this dtype (None: bfloat16 on a card)."""
     if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
             and torch.cuda.get_device_capability(device) < (8, 0)):
         flag_error(f"--{flag}: {torch.cuda.get_device_name(device)} has no bfloat16 attention; take an "
@@ -76,7 +67,8 @@ def activate_flash(capability):
             torch.nn.attention.activate_flash_attention_impl(impl)
             return f"flash attention {impl[2:]}"
         except Exception as e: # a package for another torch or another CUDA can fail in any way
-            return f"flash attention 2 ({impl} cannot be loaded: {first_line(e)})"
+            why = (str(e).strip() or type(e).__name__).splitlines()[0][:90]
+            return f"flash attention 2 ({impl} cannot be loaded: {why})"
     if capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
         return f"flash attention 2; {FASTER[capability[0]][2]} would compute attention faster"
     return "flash attention 2"

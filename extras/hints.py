@@ -114,13 +114,22 @@ def refuse_slips(parser):
         examples = [line for line in parser.description.splitlines() if line.startswith("$")]
         lines = ["usage: predict.py FLAGS; predict.py -h lists them. For instance:", *examples[:4], ""]
         parser.exit(2, "\n".join(lines))
-    refuse_empty(parser)
-    words = []
+    for flag, value in values_given():
+        if not value and re.fullmatch("--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)", flag):
+            parser.error(f"argument {flag}: empty; give a name, or leave it out") # it would mean this folder
+        if flag in ("--model", "--transformer") and (meant := near_model(value)):
+            parser.error(f"argument {flag}: {value} is no folder; give {meant}")
+
+
+def values_given():
+    """Yields (flag, value) for each value of the command line, also of --flag=value."""
+    flag = ""
     for word in sys.argv[1:]:
-        words += word.split("=", 1) if word.startswith("--") else [word]
-    for flag, name in zip(words, words[1:]):
-        if flag in ("--model", "--transformer") and (meant := near_model(name)):
-            parser.error(f"argument {flag}: {name} is no folder; give {meant}")
+        if word.startswith("--"):
+            flag, equals, word = word.partition("=")
+            if not equals:
+                continue
+        yield flag, word
 
 
 def near_model(name):
@@ -176,19 +185,6 @@ def fold(lines):
             names = textwrap.shorten(", ".join(name for _, name in others), 300, placeholder=" ...")
             folded.append(f"{first[0]}; and {len(others)} others likewise: {names}")
     return folded
-
-
-def refuse_empty(parser):
-    """parser.error for a flag whose empty value would mean this folder."""
-    flag = ""
-    for word in sys.argv[1:]:
-        name, _, value = word.partition("=")
-        if name.startswith("--"):
-            flag, empty = name, word == f"{name}="
-        else:
-            empty = word == ""
-        if empty and re.fullmatch("--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)", flag):
-            parser.error(f"argument {flag}: empty; give a name, or leave it out")
 
 
 def how_many(samples):

@@ -28,10 +28,10 @@ from peft.utils.other import get_pattern_key
 from tqdm import tqdm
 
 import common
-from common import InputError, first_words, read_object
-from extras import foreign
+import extras.foreign as foreign # so that load_extra can name it, where it is missing
+from common import PEFT_FILE, InputError, first_words, read_object
 
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_CONFIG = "adapter_config.json" # beside common.PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
                       r"(lycoris|lora_unet|lora_transformer|lora_dit|unet|transformer(?!_blocks))_")
 # how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+import extras.fit as fit # so that load_extra can name it, where it is missing
 import rope_patch
 from common import find_extra
-from extras import fit
 from extras.published import stand_in # noqa: F401 (train.py calls it as plan's)
 
 GIB = 2**30

@@ -20,7 +20,6 @@ import sys
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-PACKAGES = dict(nf4="bitsandbytes") # what a value of the flag needs
 TOP = dict(int8=127, fp8=448) # the greatest value of a format
 
 

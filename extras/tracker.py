@@ -5,7 +5,6 @@ import numpy as np
 
 from common import InputError
 
-PACKAGES = dict(tensorboard="tensorboard", wandb="wandb") # what each value of the flag needs
 
 def open_tracker(kind, out_dir, step, config):
     """-> track(step, values, pictures={}), with PIL images. A resumed run, which is at `step`, continues its curves.

@@ -1,5 +1,5 @@
 """
-Folders and manifests -> samples, pictures -> pixels. What is right is read as a person means it; what is wrong is one
+Folders -> samples, pictures -> pixels. What is right is read as a person means it; what is wrong is one
 line that names it, and the rest of the dataset goes on.
 """
 import json
@@ -203,22 +203,10 @@ def test_marks_and_blank_lines_are_no_part_of_a_prompt_and_joiners_are(tmp_path)
              "\U0001fae9", "!"]
     data = add_item(tmp_path, "cat", caption="\ufeff" + "\n\u200b\n\ufeff".join(lines))
     (tmp_path / "target/dog.png").write_bytes((tmp_path / "target/cat.png").read_bytes())
-    write_rows(tmp_path / "m.jsonl", dict(target="target/cat.png", control=[], prompt=lines))
+    (tmp_path / "m.jsonl").write_text(json.dumps(dict(target="target/cat.png", control=[], prompt=lines)))
     for root in (data, tmp_path / "m.jsonl"):
         samples, _ = common.read_dataset(root)
         assert samples[0].prompts == lines
-
-def test_a_job_has_one_prompt(tmp_path):
-    """Several would be drawn by the first alone. The wordings of a dataset's target stay."""
-    add_item(tmp_path, "cat")
-    rows = [dict(image="control/cat.png", prompt=prompt) for prompt in ("go", ["go"], ["go", "so"], [])]
-    path = write_rows(tmp_path / "jobs.jsonl", *rows, dict(target="target/cat.png", control=[], prompt=["a", "b"]))
-    jobs, problems = common.read_manifest(path, {})
-    assert [job.prompts for job in jobs] == [["go"], ["go"], ["a", "b"]] and len(problems) == 2
-    assert is_one_line(problems[0], "jobs.jsonl:5", "one", "a line for each") and "empty prompt" in problems[1]
-    path.write_text('{"image": "control/cat.png", "prompt": "go", "seed": 1, "seed": 2}')
-    [problem] = common.read_manifest(path, dict(seed=int))[1]
-    assert is_one_line(problem, "jobs.jsonl:1", "'seed' is given twice")
 
 def test_a_broken_picture_is_listed_and_left_out(tmp_path, data):
     broken = add_item(data, "bad", [(64, 64)] * 3) / "control/bad_1.png"
@@ -242,91 +230,6 @@ def test_an_aspect_that_rounding_bends_by_a_tenth_is_a_warning(tmp_path, width, 
     result = make_cache(tmp_path / "data", tmp_path / "c", *NATIVE)
     assert (f"warning: cat: sides rounded to 32 change its aspect by {1 - 64 / width:.1%}" in result.err) == warned
     assert ("warning" in result.err) == warned and result.status == 0, result.err
-
-# ---- manifests -------------------------------------------------------------------------------------------------------
-
-PROMPT = 'say "hi",\u2028 and\u0085go\u00a0on' # str.splitlines, but not JSON, takes two of these for ends of lines
-
-def write_rows(path, *rows, ascii=False):
-    """As an editor on Windows would, with a mark, line ends of two bytes, and blank lines."""
-    lines = [json.dumps(row, ensure_ascii=ascii) for row in rows]
-    path.write_text("\ufeff" + "\r\n\r\n".join(lines), encoding="utf-8", newline="")
-    return path
-
-@pytest.mark.parametrize("absolute", [False, True])
-@pytest.mark.parametrize("ascii", [False, True])
-def test_a_manifest_gives_the_same_samples_as_the_folder(tmp_path, plus, ascii, absolute):
-    data = add_item(tmp_path / "data", "cat", [(64, 32)] + [(32, 32 * (1 + k % 3)) for k in range(12)], PROMPT,
-                    mask=paint_picture((64, 32), mode="L"))
-    add_item(data, "sub/[1] \U0001f431", [(64, 64), (32, 32)], "one\ntwo")
-    want, problems = samples_of(plus, data)
-    assert len(want) == 2 and not problems
-    named = lambda path: path if absolute or path is None else os.path.relpath(path, data)
-    rows = [dict(target=named(s.target), control=list(map(named, s.controls)), prompt=s.prompts, mask=named(s.mask))
-            for s in want.values()]
-    got, problems = samples_of(plus, write_rows(data / "rows.jsonl", *rows, ascii=ascii))
-    assert all(name.startswith("target/") for name in got)
-    assert not problems and [cache.files_of(s) for s in got.values()] == [cache.files_of(s) for s in want.values()]
-
-def test_a_folder_with_a_manifest_but_no_target_folder_is_read_by_its_manifest(tmp_path, plus):
-    for name in "ab":
-        save(paint_picture(seed=ord(name)), tmp_path / f"{name}.png")
-    write_rows(tmp_path / "metadata.jsonl", dict(target="a.png", control="b.png", prompt="add a border"))
-    samples, problems = samples_of(plus, tmp_path)
-    assert samples["a"].controls == [str(tmp_path / "b.png")] and not problems
-
-def row(changes=""):
-    """A line of JSON: one of `changes`, as it is written there, stands for the field of its name."""
-    fields = dict(target='"target/cat.png"', control='["control/cat.png"]', prompt='"go"')
-    name, _, value = changes.partition(": ")
-    fields |= {name.strip('"'): value} if name else {}
-    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
-
-BAD_ROWS = { # line 2 of metadata.jsonl, and what is named beside the line number
-    "no JSON": ('{"target": "target/cat.png", ',),
-    "no object": ('["target/cat.png"]',),
-    "numbers": ("[1, 2]", "no JSON object: [1, 2]"),
-    "deep": ("[" * 100_000,),
-    "no target": (row('"target": null'), "target"),
-    "no control": ('{"target": "target/cat.png", "prompt": "go"}', "control"),
-    "no prompt": (row('"prompt": []'), "prompt"),
-    "unknown column": (row('"caption": "go"'), "caption"),
-    "number among controls": (row('"control": ["control/cat.png", 5]'), "5"),
-    "NaN": (row('"prompt": NaN'), "nan"),
-    "blank prompt": (row('"prompt": ["go", " "]'), "prompt"),
-    "invisible prompt": (row(r'"prompt": "\u200b\u2060"'), "empty prompt"),
-    "a placeholder": (row('"prompt": "[trigger] so"'), "[trigger]", "write the word itself"),
-    "a key twice": (row()[:-1] + ', "control": "control/good.png"}', "'control' is given twice"),
-    "a key twice inside": (row('"prompt": {"a": 1, "a": 2}'), "'a' is given twice; correct this line"),
-    "a number as prompt": (row('"prompt": 5'), "5 is neither a text nor a list; correct this line"),
-    "half a character": (row(r'"prompt": "add a \ud83d"'), r"\ud83d"),
-    "missing picture": (row('"control": ["control/tom.png"]'), "control/tom.png"),
-    "parent": (row('"control": ["../secret.png"]'), "../secret.png"),
-    "absolute": (row('"target": "/etc/passwd"'), "/etc/passwd"),
-    "URL": (row('"control": ["http://localhost:1/cat.png"]'), "http://localhost:1/cat.png"),
-    "link to the outside": (row('"control": ["control/link.png"]'), "link.png"),
-    "link by a detour": (row('"control": ["into/../link.png"]'), "link.png"),
-    "empty target": (row('"target": ""'), "target"),
-    "link to itself": (row('"control": ["control/loop.png"]'), "loop.png"),
-    "folder": (row('"target": "."'), "'.'"),
-    "NUL": (row(r'"target": "a\u0000.png"'), r"a\x00.png"),
-    "half a character in a name": (row(r'"target": "\ud83d.png"'), r"\ud83d.png"),
-}
-
-@pytest.mark.parametrize("kind", BAD_ROWS)
-def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
-    """Outside the folder lies secret.png, inside it a link to that."""
-    save(paint_picture(), data / "../secret.png")
-    (data / "control/link.png").symlink_to("../../secret.png")
-    (data / "link.png").symlink_to("../secret.png")
-    (data / "into").symlink_to(data / "target")
-    (data / "control/loop.png").symlink_to("loop.png")
-    line, *named = BAD_ROWS[kind]
-    good = row().replace("cat", "good")
-    (data / "metadata.jsonl").write_text(f"{good}\n{line}\n")
-    samples, problems = samples_of(plus, data / "metadata.jsonl")
-    assert list(samples) == ["target/good"]
-    assert len(problems) == 1 and is_one_line(problems[0], "metadata.jsonl:2", *named), problems
 
 def test_a_picture_that_may_not_be_read_is_one_line(data, monkeypatch):
     def no(*args, **kwargs):
@@ -378,12 +281,6 @@ def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_tr
     run = run_script("train.py", *flags, "--val_data", "--cache_dir", tmp_path / "c", "--max_steps", 2)
     picked = [run.globals["pick"](p).sample.name for p in range(6)]
     assert run.status == 0 and sorted(picked) == ["cat", "cat", "face", "good", "good", "more/face"], run.err
-
-def test_a_manifest_says_that_a_picture_has_no_control(data, plus):
-    rows = [dict(target="target/cat.png", control=[], prompt="a cat"), dict(target="target/good.png", prompt="a cat")]
-    path = write_rows(data / "rows.jsonl", *rows)
-    samples, problems = samples_of(plus, path)
-    assert list(samples) == ["target/cat"] and is_one_line(*problems, "rows.jsonl:3", "control")
 
 def test_version_1_of_the_model_takes_exactly_one_control(data, tmp_path, pipes):
     paint_picture().save(data / "control/cat_1.png")

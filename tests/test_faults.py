@@ -411,3 +411,13 @@ def test_no_damage_to_a_file_is_silent(tmp_path, small, unbroken, file):
         with refused(path):
             common.read_tensors(path, kind, key)
     print(f"{file}: {len(damages) + len(bits)} damages, none silent")
+
+@pytest.mark.parametrize("old, new", [(b'"F32"', b'"I32"'), (b'"one"', b'"two"'), (b"[2,3]", b"[3,2]")])
+def test_a_tensor_of_another_type_name_or_shape_is_refused(tmp_path, old, new):
+    path = tmp_path / "a.safetensors"
+    common.write_tensors(path, dict(one=torch.arange(6).reshape(2, 3).float()), {})
+    sound = path.read_bytes()
+    assert sound.count(old) == 1
+    path.write_bytes(sound.replace(old, new))
+    with refused(path, "content does not match its digest"):
+        common.read_tensors(path)

@@ -16,7 +16,7 @@ import torch
 
 import common
 from extras import hints
-from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save
+from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, refused, run_script, save
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
 VALUES = dict(quantize=["int8"], offload=["1"], mask=["auto"], tracker=["tensorboard"]) # of flags that want one
@@ -92,18 +92,31 @@ def test_the_five_files_alone_cache_train_and_sample(tmp_path):
     assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text()
     assert len(list((folder / "out/predict").glob("*.png"))) == 4
 
+def take_away(patch, name, folder):
+    """From now on imports find a copy of extras/ in this folder, without one file."""
+    shutil.copytree(HERE / "extras", folder / "extras", ignore=shutil.ignore_patterns(f"{name}.py", "__pycache__"))
+    for module in [m for m in sys.modules if m.split(".")[0] == "extras"]:
+        patch.delitem(sys.modules, module)
+    patch.setattr(sys, "path", [str(folder)] + [p for p in sys.path if p not in ("", str(HERE))])
+
 def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
     """Each extra by itself: the others stay, and are not missed."""
     for name in common.EXTRAS:
         flag, value, folder = f"--{name}", VALUES.get(name, []), tmp_path / name
-        shutil.copytree(HERE / "extras", folder / "extras", ignore=shutil.ignore_patterns(f"{name}.py", "__pycache__"))
         with monkeypatch.context() as patch:
-            for module in [m for m in sys.modules if m.split(".")[0] == "extras"]:
-                patch.delitem(sys.modules, module)
-            patch.setattr(sys, "path", [str(folder)] + [p for p in sys.path if p not in ("", str(HERE))])
+            take_away(patch, name, folder)
             result = run_script("train.py", flag, *value, "--cache_dir", folder / "cache")
         assert result.status == 1 and is_one_line(result.errors[0], flag, f"extras/{name}.py"), result.err
         assert not (folder / "cache").exists() # before anything slow
+
+@pytest.mark.parametrize("name, needed", [
+    ("lora_files", "foreign"), ("transformer", "foreign"), ("plan", "fit"), ("plan", "published"), ("probe", "resume")])
+def test_an_extra_that_needs_another_one_names_it(tmp_path, monkeypatch, name, needed):
+    """And what is taken if it is there is not taken."""
+    take_away(monkeypatch, needed, tmp_path)
+    assert common.find_extra(name) is None
+    with refused(f"--{name}", f"extras/{needed}.py"):
+        common.load_extra(name)
 
 def test_without_extras_a_device_that_is_none_and_the_tools_are_one_line(monkeypatch, tmp_path):
     for module in [m for m in sys.modules if m.split(".")[0] in ("extras", "tools")]:

@@ -1,0 +1,88 @@
+"""
+Manifests -> samples: metadata.jsonl, a dataset as a list, and jobs.jsonl, what predict.py shall generate. Each line is
+one JSON object; paths begin at the manifest's folder.
+
+{"target": "target/cat.png", "control": ["control/cat.png"], "prompt": "make it snow", "mask": "mask/cat.png"}
+{"image": "photo.jpg", "prompt": "make it snow", "seed": 3}
+
+The first is a line of metadata.jsonl, where the mask may be left out. The second is one of jobs.jsonl, which needs no
+target, may call its control `image`, and may set the fields of JOB_TYPES.
+"""
+import contextlib
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+from common import (SAMPLE_FLAGS, InputError, as_list, first_words, make_sample, noise_level, noted, png_name,
+                    read_object, read_text, seed_number)
+
+
+def noise_levels(values):
+    return list(map(noise_level, values))
+
+
+# {field: function that makes its value}: flags of predict.py; three of them have another form on the command line
+JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=seed_number,
+                 **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
+
+
+def read(manifest, is_job=False):
+    """-> (samples, problems): a line for each thing that is wrong. InputError for another trainer's manifest."""
+    samples = []
+    problems = []
+    text = read_text(manifest)
+    if not is_job and text.strip() and not re.search('"(target|prompt)"', text):
+        raise InputError(f"{manifest}: another trainer's manifest; python tools/import_data.py {manifest} NEW_FOLDER")
+    for n, line in enumerate(text.split("\n"), 1): # not splitlines, which takes U+2028 in a prompt for a line's end
+        if line.strip():
+            with noted(problems):
+                samples.append(read_row(manifest, n, line, is_job))
+    return samples, problems
+
+
+def read_row(manifest, n, line, is_job):
+    """A line -> Sample, named as its target; without one by the line's number and its first picture."""
+    where = f"{manifest}:{n}"
+    remedy = "want one JSON object a line, each key once, no comma behind its last field"
+    try:
+        row = read_object(line)
+        remedy = "correct this line"
+        controls = as_list(row.pop("image" if is_job and "image" in row else "control"))
+        prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
+        if not target and not is_job:
+            raise KeyError("target")
+    except KeyError as e:
+        want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
+        raise InputError(f"{where}: no field {e}; want {want}")
+    except Exception as e: # a line of JSON can be anything
+        raise InputError(f"{where}: {first_words(e)}; {remedy}")
+    if not target and len(prompts) > 1: # a target's are wordings
+        raise InputError(f"{where}: several prompts, and a job has one; write a line for each")
+    settings = {}
+    for key, value in row.items():
+        if not is_job or key not in JOB_TYPES:
+            raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
+        try:
+            settings[key] = JOB_TYPES[key](value)
+        except Exception as e: # as a value of JSON
+            raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
+    find = partial(find_picture, manifest, where, is_job)
+    controls = list(map(find, controls))
+    target, mask = target and find(target), mask and find(mask)
+    if target:
+        name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
+    else:
+        name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
+    return make_sample(where, manifest, name, target, controls, prompts, mask, settings)
+
+
+def find_picture(manifest, where, anywhere, name):
+    """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
+    links; your own jobs.jsonl may name any file."""
+    folder = manifest.parent
+    with contextlib.suppress(Exception): # `name` may be a number, hold NUL, or lead through links in a circle
+        file = Path(os.path.normpath(folder / name))
+        if file.is_file() and (anywhere or file.resolve().is_relative_to(folder.resolve())):
+            return file
+    raise InputError(f"{where}: {name!r} is no file; paths begin at {folder}, and a dataset's must stay inside it")
