@@ -69,13 +69,12 @@ import torch
 import transformers
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
 from PIL import Image
-from tqdm import tqdm
 
 import cache
 import predict
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed
+from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
-                                run_with_pads, seconds, share, with_lora, with_pads)
+                                run_on, seconds, share, with_lora, with_pads)
 
 dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
 torch.set_num_threads(args.threads)
@@ -89,6 +88,7 @@ if args.checkpointing is None:
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
 PADDED = ("padded", "sorted")
+MODES = dict(packed="packed", **dict.fromkeys(PADDED, "with pads")) # of run_on; all other ways are stock
 
 def batches_of(samples, way):
     n = args.padded_batch
@@ -106,14 +106,7 @@ def step(way, models, samples):
         p.grad = None
     total = 0.0
     for batch in batches_of(samples, way):
-        latents, prompts = [s.latents for s in batch], [s.prompt for s in batch]
-        times, shapes = torch.stack([s.timestep for s in batch]), [s.shapes for s in batch]
-        if way == "packed" or way in PADDED:
-            preds = (run_packed if way == "packed" else run_with_pads)(model, latents, prompts, times, shapes)
-        else:
-            preds = model(torch.stack(latents), torch.stack(prompts), timestep=times.to(dtype), img_shapes=shapes,
-                          return_dict=False)[0]
-        loss = loss_of(batch, preds)
+        loss = loss_of(batch, run_on(model, batch, MODES.get(way, "stock")))
         loss.backward()
         total = total + loss.detach()
     return total
@@ -124,7 +117,7 @@ def interleave(ways, rounds):
     """{name: call} -> {name: seconds of every round}. Every second round reverses the order, so that a machine that
     gets slower or faster affects all of them alike."""
     times = {name: [] for name in ways}
-    for r in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
+    for r in common.progress("rounds", range(rounds)):
         for name in list(ways) if r % 2 == 0 else reversed(list(ways)):
             times[name].append(seconds(ways[name], args.device))
     return {name: np.array(t) for name, t in times.items()}
@@ -178,7 +171,7 @@ def flops_of(way, batches):
 def bench_training(preset, models):
     samples = make_samples(config, PRESETS[preset], dtype, args.device)
     lens = [s.lens for s in samples]
-    equal_shapes = all(s.shapes == samples[0].shapes and s.lens == samples[0].lens for s in samples)
+    equal_shapes = all(sizes == PRESETS[preset][0] for sizes in PRESETS[preset])
     ways = {way: lambda way=way: step(way, models, samples) for way in models if way != "bucketed" or equal_shapes}
     head(f"preset {preset}: (image, text) tokens {' '.join(map(str, lens))}")
 
@@ -264,8 +257,8 @@ def bench_predict():
         for i, (width, height) in enumerate(sizes):
             file = f"{flags.cache_dir}/{i}.png"
             Image.fromarray(np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)).save(file)
-            jobs.append(common.make_sample("--predict", file, i, None, [file], ["add a red border"]))
-            jobs[-1].settings = common.SAMPLING | dict(num_inference_steps=4, width=width, height=height)
+            settings = common.SAMPLING | dict(num_inference_steps=4, width=width, height=height)
+            jobs.append(common.make_sample("--predict", file, i, None, [file], ["add a red border"], settings=settings))
 
         def batch():
             encoded = []

@@ -46,14 +46,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1") # our own threads use all cores already; numpy reads this when it loads
 import numpy as np
 from PIL import Image, ImageChops
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import common
 from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import picture_suffix, places_of, write_caption
-from tools.page_common import OURS, PAGE, card, link, node, save_page, section, table, tile, to_jpeg
+from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
 
 try:
     from extras.hints import how_many
@@ -194,59 +193,53 @@ def examine_sample(sample, args):
     small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
     return row, findings, small, [small_copy(target), small_copy(control)], looks_of(target) - looks_of(control)
 
-def find_strangers(samples, findings, copies, changes):
-    """-> [(kind, index, words)] of pairs that are unlike the others. findings: as of `examine`."""
+def find_strangers(samples, found, copies, changes):
+    """-> what is found of pairs that are unlike the others; this and `found`: [(kind, [index], words)]."""
     pairs = [i for i, sample in enumerate(samples) if sample.controls]
-    excused = {i for kind in ("moved", "other shape") for _, (i, *_) in findings[kind]}
-    found = odd_pairs([samples[i].name for i in pairs], [copies[i] for i in pairs],
-                      {place for place, i in enumerate(pairs) if i in excused})
-    found = [(kind, pairs[place], words) for kind, place, words in found]
+    excused = [i for kind, (i,), _ in found if kind in ("moved", "other shape")]
+    odd = odd_pairs([samples[i].name for i in pairs], [copies[i] for i in pairs],
+                    {place for place, i in enumerate(pairs) if i in excused})
+    strangers = [(kind, [pairs[place]], words) for kind, place, words in odd]
     by_prompt = {}
     for i in pairs:
         by_prompt.setdefault(samples[i].prompts[0], []).append(i)
     for same in by_prompt.values():
         for place in swapped_pairs(np.array([changes[i] for i in same])):
-            found.append(("swapped", same[place], "changes the other way round than the others with this prompt"))
-    return found
+            strangers.append(("swapped", [same[place]], "changes the other way round than the others with this prompt"))
+    return strangers
 
 def examine(samples, pipe, args):
     """-> (good samples, rows of report.json, {kind: [(description, index of the sample and of its twin, if it has
     one)]}, problems)."""
-    good, rows, findings, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
-    copies, changes = [], []
+    good, rows, found, thumbnails, copies, changes, problems = [], [], [], [], [], [], []
     import cache
     threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
     examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
-    bar = tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)
-    for sample, future in zip(bar, examined):
-        try:
+    for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
+        with common.noted(problems):
             row, of_sample, small, copy, change = future.result()
-        except InputError as e:
-            problems.append(str(e))
-            continue
-        if pipe: # outside of the threads, as a tokenizer serves one thread at a time
-            area, upscale = (args.control_pixels, args.upscale)
-            if cache.is_plus(pipe):
-                area, upscale = cache.CONDITION_IMAGE_SIZE, True
-            prompt_sizes = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
-            row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
-        for kind, words in of_sample.items():
-            findings[kind].append((f"{sample.name}: {words}", [len(good)]))
-        rows.append(row | dict(findings=[f"{kind}: {words}" for kind, words in of_sample.items()]))
-        thumbnails.append(small)
-        copies.append(copy)
-        changes.append(change)
-        good.append(sample)
-    for kind, i, words in find_strangers(good, findings, copies, changes):
-        if kind == "other picture": # between different pictures these say nothing
-            for other in ("moved", "recoloured"):
-                findings[other] = [entry for entry in findings[other] if entry[1] != [i]]
-                rows[i]["findings"] = [line for line in rows[i]["findings"] if not line.startswith(f"{other}: ")]
-        findings[kind].append((f"{good[i].name}: {words}", [i]))
-        rows[i]["findings"].append(f"{kind}: {words}")
+            if pipe: # outside of the threads, as a tokenizer serves one thread at a time
+                area, upscale = (args.control_pixels, args.upscale)
+                if cache.is_plus(pipe):
+                    area, upscale = cache.CONDITION_IMAGE_SIZE, True
+                prompt_sizes = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
+                row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
+            found += [(kind, [len(good)], words) for kind, words in of_sample.items()]
+            rows.append(row | dict(findings=[]))
+            thumbnails.append(small)
+            copies.append(copy)
+            changes.append(change)
+            good.append(sample)
+    strangers = find_strangers(good, found, copies, changes)
+    # between different pictures these say nothing
+    different = [indices for kind, indices, _ in strangers if kind == "other picture"]
+    found = [one for one in found if one[0] not in ("moved", "recoloured") or one[1] not in different] + strangers
     for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)) if good else []:
-        findings[kind].append((f"{good[i].name}: and {good[j].name}", [i, j]))
-        rows[i]["findings"].append(f"{kind}: and {good[j].name}")
+        found.append((kind, [i, j], f"and {good[j].name}"))
+    findings = {kind: [] for kind in KINDS}
+    for kind, indices, words in found:
+        findings[kind].append((f"{good[indices[0]].name}: {words}", indices))
+        rows[indices[0]]["findings"].append(f"{kind}: {words}")
     return good, rows, findings, problems
 
 def cells_of(sample):
@@ -291,17 +284,9 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
         count = f", {len(entries)} of {len(samples)}"
     if len(entries) > 24:
         count = f", the first 24 of {len(entries)}"
-    meaning = [node("p", KINDS[kind], class_="detail")] if kind in KINDS else []
-    part = section(kind.capitalize() + count, *meaning, node("div", *cards, class_="pairs four"))
-    part.set("id", kind.replace(" ", "-"))
-    return part
-
-def fold(part):
-    """A section, whose heading then opens it."""
-    heading, *rest = part
-    folded = node("section", node("h2", heading.text), node("details", node("summary", "show"), *rest))
-    folded.set("id", part.get("id"))
-    return folded
+    meaning = detail(KINDS[kind]) if kind in KINDS else None
+    return section(kind.capitalize() + count, meaning, node("div", *cards, class_="pairs four"),
+                   id=kind.replace(" ", "-"))
 
 def copies(folder, name, cells, words):
     """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: {title: picture, or
@@ -407,7 +392,7 @@ def write_aligned(out, samples, moved, sheets):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
             folder = Path(tmp, "out")
-            for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
+            for i, sample in enumerate(common.progress("aligning", samples, unit=" samples")):
                 if f"target/{sample.name}" in taken: # a manifest may use a target twice
                     sample = replace(sample, name=f"{sample.name}-{i}")
                 copy = copy_to(folder, sample, taken)
@@ -517,7 +502,8 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
         overview.append((f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [i]))
     parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
     if probably_meant is not None:
-        parts.append(fold(probably_meant))
+        heading, *rest = probably_meant
+        parts.append(section(heading.text, fold("show", *rest), id=probably_meant.get("id")))
     links = []
     for part in parts:
         if part is not None:
@@ -527,7 +513,7 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
     errors = section("Errors", *[node("p", problem) for problem in problems])
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
     tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]),
-                     node("p", NUMBERS, class_="detail"), counts)
+                     detail(NUMBERS), counts)
     save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
     print(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 

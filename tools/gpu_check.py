@@ -117,10 +117,6 @@ class Item: # of train.py's items, what a step needs; make_samples has the same 
     img_shapes: list
 
     @property
-    def shapes(self):
-        return self.img_shapes
-
-    @property
     def latents(self):
         return torch.cat([self.target.to(dtype), self.controls])
 

@@ -62,8 +62,9 @@ def step(setup, model, mode="packed", turned=False):
         s.timestep = s.timestep.to(setup.dtype).float()
         s.latents, s.prompt = s.latents.to(model.dtype), s.prompt.to(model.dtype)
         if turned:
-            s.shapes = [(f, w, h) for f, h, w in s.shapes]
-    preds = run_on(model, samples, mode)
+            s.img_shapes = [(f, w, h) for f, h, w in s.img_shapes]
+    batches = [[s] for s in samples] if mode == "stock" else [samples]
+    preds = [pred for batch in batches for pred in run_on(model, batch, mode)]
     loss_of(samples, preds).backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.lora.items()}
     model.zero_grad()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import safetensors
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import cache
@@ -74,8 +73,8 @@ def convert_cache(paths, folder):
     """Converts these files to a cache in `folder` -> (samples, problems). The files tell neither prompt nor model: the
     file's name serves as the prompt. Nor do they tell the areas: predict.py will generate at the stock area."""
     samples, problems = [], []
-    for path in tqdm(paths, desc="converting", unit=" files", disable=None, leave=False):
-        try:
+    for path in common.progress("converting", paths, unit=" files"):
+        with common.noted(problems):
             tensors, name, files = read_old(path), path.stem, {}
             shapes = tensors["img_shapes"].tolist()
             sizes = [(16 * w, 16 * h) for _, h, w in shapes]
@@ -89,8 +88,6 @@ def convert_cache(paths, folder):
             encodings = [dict(img_shapes=shapes, file=files["pixel_latent"])]
             samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, encodings=encodings,
                                   texts=texts))
-        except InputError as e:
-            problems.append(str(e))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
     cache.write_index(folder / f"{paths[0].resolve().parent.name}.json", samples, geometry, fingerprints={})
     return samples, problems

@@ -105,11 +105,13 @@ def list_files(folders):
                 files[role, stem, kind] = paths
     return files
 
+def stems_of(role, kind, files):
+    return {stem for r, stem, k in files if (r, k) == (role, kind)}
+
 def count_agreeing(files):
     """-> the number of controls that have the name of a target, or this name with a number behind it."""
-    names = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
-    controls = [(role, stem, kind) for role, stem, kind in files if isinstance(role, int)]
-    return sum(bool(meanings(*key, names)) for key in controls if key[2] == "picture")
+    names = stems_of("target", "picture", files)
+    return sum(bool(meanings(*key, names)) for key in files if isinstance(key[0], int) and key[2] == "picture")
 
 def cut_endings(files):
     """list_files's files, with stems without their ending of ENDINGS."""
@@ -174,9 +176,9 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     files = list_files(folders)
     if controls and count_agreeing(cut := cut_endings(files)) > count_agreeing(files):
         files = cut
-    images = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
+    images = stems_of("target", "picture", files)
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
-    beside -= {stem for role, stem, kind in files if (role, kind) == ("target", "caption")} # only targets have captions
+    beside -= stems_of("target", "caption", files) # only targets have captions
     targets, samples, problems = {name: {} for name in sorted(images - beside)}, [], []
     for key, paths in files.items():
         owners = meanings(*key, targets)
@@ -190,14 +192,12 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
                          f"({why_none_agrees(files, folders)}); rename one side, or name other folders: OUT --target "
                          "DIR --control DIR, or add --alone if there are no controls")
     for name, own in targets.items():
-        try:
+        with common.noted(problems):
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
             path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings)
             samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, captions,
                                               *own.get("mask", [])))
-        except InputError as e:
-            problems.append(str(e))
     return samples, problems
 
 def check_files(name, files, targets, controls, alone):
@@ -313,32 +313,33 @@ def read_column(column):
 class NoColumn(InputError):
     """A row lacks a column. In csv and parquet files all rows do then, so the first such error ends the script."""
 
-def rename(row, where, columns):
-    """-> a row in which the columns that --columns names have our names, and other columns of these roles are gone.
-    columns: {role: [names]}."""
+def by_role(row, where, columns):
+    """A row -> ({role: [cells]} for each role that has a column, the columns that hold something and are not read). A
+    role's columns are those that `columns` names, {role: [names]}, or else those with names in COLUMNS. InputError if
+    two of these have the same role."""
     chosen = sum(columns.values(), [])
     if missing := [name for name in chosen if name not in row]:
         raise NoColumn(f"{where}: no column {missing[0]}, only {', '.join(row)}; correct --columns")
-    renamed = {name: cell for name, cell in row.items() if name not in chosen and read_column(name)[0] not in columns}
-    for role, names in columns.items():
-        for n, name in enumerate(names):
-            renamed[f"control_{n}" if role == "control" else role] = row[name]
-    return renamed
-
-def by_role(row, where):
-    """A row whose columns have names in COLUMNS -> {role: [cells]}, for each role that has a column. InputError if two
-    columns have the same role."""
-    roles, spelled = {}, {}
-    for column, cell in row.items():
+    numbered = {role: {n: row[name] for n, name in enumerate(names)} for role, names in columns.items()}
+    spelled, unread = {}, []
+    for column in [column for column in row if column not in chosen]:
         role, base, number = read_column(column)
-        cells = roles.setdefault(role, {})
-        if role is None or cell is None:
+        wanted = role is not None and role not in columns
+        cells = numbered.setdefault(role, {}) if wanted else {}
+        if row[column] is None:
             continue
-        if spelled.setdefault(role, base) != base or number in cells:
+        if not wanted:
+            unread.append(column)
+        elif spelled.setdefault(role, base) != base or number in cells:
             raise InputError(f"{where}: column {column!r} and another one both mean {role}; choose one: --columns "
                              f"{role}={column}")
-        cells[number] = cell if isinstance(cell, list) else [cell]
-    return {role: sum([cells[n] for n in sorted(cells)], []) for role, cells in roles.items()}
+        cells[number] = row[column]
+    roles = {role: [] for role in numbered}
+    for role, cells in numbered.items():
+        for n in sorted(cells):
+            if cells[n] is not None:
+                roles[role] += cells[n] if isinstance(cells[n], list) else [cells[n]]
+    return roles, unread
 
 def parse_row(where, row):
     """A row of read_rows -> {column: cell}."""
@@ -349,19 +350,10 @@ def parse_row(where, row):
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{where}: {common.first_words(e)}; write one JSON object for each sample")
 
-def unread(row, columns):
-    """-> the columns of a row that hold something and have no role, or one that --columns gives to others."""
-    chosen, found = sum(columns.values(), []), []
-    for name, cell in row.items():
-        role = read_column(name)[0]
-        if cell is not None and name not in chosen and (role is None or role in columns):
-            found.append(name)
-    return found
-
 def read_row(number, where, row, place, columns, alone):
-    """-> Sample. number: goes into its name, as several rows may share a target. place(where, cell) -> the picture's
-    file."""
-    cells = by_role(rename(row, where, columns), where)
+    """-> (Sample, the columns that are not read). number: goes into its name, as several rows may share a target.
+    place(where, cell) -> the picture's file."""
+    cells, unread = by_role(row, where, columns)
     if "more cells" in row:
         raise InputError(f"{where}: more cells than columns; put a prompt that contains a comma in quotes")
     roles = ["target", "prompt"] if alone else ["target", "control", "prompt"]
@@ -378,7 +370,7 @@ def read_row(number, where, row, place, columns, alone):
     if target[1:] or mask[1:]:
         raise InputError(f"{where}: several targets or masks; keep one, or name another column: --columns")
     name = f"{number:06}-{target[0].stem}"
-    return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], *mask)
+    return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], *mask), unread
 
 def find_file(table, anywhere, folder, where, cell):
     """A cell of a table -> the picture's file. A path is relative to the table's folder, where the file must lie; with
@@ -414,11 +406,11 @@ def read_tables(tables, anywhere, folder, columns, alone):
         try:
             row = parse_row(where, row)
             place = functools.partial(find_file, table, anywhere, folder)
-            sample = read_row(number, where, row, place, columns, alone)
+            sample, unread = read_row(number, where, row, place, columns, alone)
             first_table, first = seen.setdefault(str([sample.target, sample.controls, sample.prompts]), (table, where))
             if first == where:
                 samples.append(sample)
-                others.update(unread(row, columns))
+                others.update(unread)
             elif first_table == table:
                 raise InputError(f"{where}: the same as {first}; delete one of them")
         except InputError as e:
@@ -482,9 +474,9 @@ def read_config(path):
             datasets = [config.get("general", {}) | dataset for dataset in config["datasets"]]
             parts, read = [musubi_part(path, dataset) for dataset in datasets], MUSUBI
         elif path.suffix == ".json":
-            targets, others = simpletuner_rows(path, common.read_json(text))
-            parts, read = [simpletuner_part(path, row, others) for row in targets], SIMPLETUNER
-            datasets = targets + others
+            pairs, others = simpletuner_rows(path, common.read_json(text))
+            parts, read = [simpletuner_part(path, row, own) for row, own in pairs], SIMPLETUNER
+            datasets = [row for row, _ in pairs] + others
         else:
             pairs = [(process, dataset) for process in yaml.load(text, Loader)["config"]["process"]
                      for dataset in process["datasets"]]
@@ -502,17 +494,12 @@ def read_config(path):
             print(f"{path}: {key} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
         print(f"{path}: captions without {trigger!r}, the trigger word, will begin with it")
-    return once(path, parts)
-
-def once(config, parts):
-    """-> parts of a configuration without those that are there already, as other programs have a dataset once for each
-    of its sizes. Twice, a pair could be trained and held out."""
     different = []
-    for part in parts:
+    for part in parts: # other programs have a dataset once for each of its sizes: a pair could be trained and held out
         if part not in different:
             different.append(part)
         else:
-            print(f"{config}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
+            print(f"{path}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
                   "sizes are train.py --target_pixels, more weight is --repeats")
     return different
 
@@ -546,8 +533,7 @@ def aitoolkit_part(config, dataset):
     are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
     for key in sorted(dataset.keys() & set(CONTROLS)):
-        if dataset[key]:
-            controls += dataset[key] if isinstance(dataset[key], list) else [dataset[key]]
+        controls += common.as_list(dataset[key] or [])
     trigger = dataset.get("trigger_word")
     if isinstance(trigger, (list, dict)):
         raise ValueError(f"trigger_word {trigger} is no word")
@@ -569,8 +555,9 @@ def is_simpletuners(source):
                                                        common.read_text(source)))
 
 def simpletuner_rows(config, rows):
-    """SimpleTuner's list of datasets -> (those of targets, those of conditions). Others are printed, but for its caches
-    of texts and latents. ValueError for pictures that lie in no folder, and for conditions of no target."""
+    """SimpleTuner's list of datasets -> ([(one of targets, its datasets of conditions)], all datasets of conditions).
+    Others are printed, but for its caches of texts and latents. ValueError for pictures that lie in no folder, and for
+    conditions of no target."""
     targets, others, idle = [], [], set() # idle: what may belong to a disabled dataset
     for row in rows:
         kind = row.get("dataset_type", "image")
@@ -583,11 +570,12 @@ def simpletuner_rows(config, rows):
         if row.get("type", "local") != "local":
             raise ValueError(f"{row['id']}: its type is {row['type']}, and only local folders are read")
         (targets if kind == "image" else others).append(row)
-    used = [row["id"] for target in targets for row in conditions_of(target, others)]
+    pairs = [(target, conditions_of(target, others)) for target in targets]
+    used = [row["id"] for _, own in pairs for row in own]
     for row in others:
         if row["id"] not in used and idle.isdisjoint([row["id"], row.get("source_dataset_id")]):
             raise ValueError(f"{row['id']}: no dataset has it as conditioning_data")
-    return targets, others
+    return pairs, others
 
 def conditions_of(target, others):
     """-> those of these datasets of conditions that belong to this one of targets, which each of the two may say."""
@@ -595,14 +583,13 @@ def conditions_of(target, others):
     own = {row["id"]: row for row in others if row["id"] in named or row.get("source_dataset_id") == target["id"]}
     return [own[name] for name in dict.fromkeys([*named, *own]) if name in own] # in the order in which they are named
 
-def simpletuner_part(config, row, others):
-    """SimpleTuner's settings of a dataset, and those of all conditions -> arguments of read_folders."""
+def simpletuner_part(config, row, own):
+    """SimpleTuner's settings of a dataset, and those of its conditions -> arguments of read_folders."""
     def folder(row):
         name = row.get("instance_data_dir") or row.get("instance_data_root") # its older name
         if not name:
             raise ValueError(f"{row['id']}: no instance_data_dir")
         return locate(config, name)
-    own = conditions_of(row, others)
     masks = [folder(other) for other in own if other.get("conditioning_type") == "mask"]
     controls = [folder(other) for other in own if other.get("conditioning_type") != "mask"]
     if masks[1:]:
@@ -657,8 +644,7 @@ def fit_masks(samples, folder, invert=False, alpha=False):
         return f"mask of {sample.name}" if path.is_relative_to(folder.parent) else str(path)
     bad, empty, problems = [], [], []
     found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
-    for sample, future in zip(masked, tqdm(found, desc="reading masks", unit=" masks", total=len(masked),
-                                           disable=None if masked else True, leave=False)):
+    for sample, future in zip(common.progress("reading masks", masked, unit=" masks"), found):
         try:
             mask = future.result()
             if mask is None:

@@ -54,14 +54,13 @@ import diffusers
 import numpy as np
 import torch
 from PIL import Image, ImageFilter
-from tqdm import tqdm
 
 import cache
 from predict import decode, picture_stem
 
 try:
     from extras.draw import psnr
-    from extras.mask import auto_mask
+    from extras.mask import auto_mask, from_middle
 except ModuleNotFoundError as e:
     raise InputError(f"tools/measure.py: needs {e.name}, which is missing; copy extras/ beside tools/")
 
@@ -72,14 +71,13 @@ def drift(image, reference, keep):
     ignore pixels: here also those within 4 of the edit, whose soft edge would look like a zoom. It underestimates
     motions of more than a pixel."""
     a, b = np.asarray(image, float), np.asarray(reference, float)
-    h, w = keep.shape
     inner = np.asarray(Image.fromarray(keep).convert("L").filter(ImageFilter.MinFilter(9))) > 0
     dy, dx = np.gradient(b.mean(-1))
-    y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
+    y, x = from_middle(keep.shape)
     drifts = dict(colour=float(np.abs((a - b)[keep].mean(0)).max()))
     if np.hypot(dx, dy)[inner].sum() > 1000: # with fewer edges no motion could be seen
         # a(x) = b(x - shift - zoom * x) + colour
-        shift, zoom = np.stack([-dx, -dy, np.ones((h, w))], -1)[inner], -(dx * x + dy * y)[inner]
+        shift, zoom = np.stack([-dx, -dy, np.ones(keep.shape)], -1)[inner], -(dx * x + dy * y)[inner]
         own = zoom - shift @ np.linalg.lstsq(shift, zoom, rcond=None)[0] # the part that no shift explains
         # a zoom and a shift of a single shape look alike if it is far from the middle
         has_zoom = own @ own > 0.25 * zoom @ zoom
@@ -117,12 +115,13 @@ def measure(result, against, pipe):
         values["vae"] = psnr(against.reference, against.target)
     if against.control:
         values["input"] = psnr(against.control, against.target)
-        for name, part in (("inside", against.edited), ("outside", ~against.edited)):
-            if against.edited.any() and part.any():
-                values[name] = psnr(np.asarray(result)[part], np.asarray(against.target)[part])
+        parts = dict(inside=against.edited, outside=~against.edited) if against.edited.any() else {}
         if against.keep.mean() > 0.1:
-            values["kept"] = psnr(np.asarray(result)[against.keep], np.asarray(against.target)[against.keep])
+            parts["kept"] = against.keep
             values |= drift(result, against.reference, against.keep)
+        for name, part in parts.items():
+            if part.any():
+                values[name] = psnr(np.asarray(result)[part], np.asarray(against.target)[part])
     return values
 
 def read_result(path, by_vae):
@@ -177,18 +176,15 @@ def main(args):
         pipe.vae.to(args.device)
 
     groups = {}
-    for stem, sample in tqdm(stems.items(), desc="measuring", unit=" samples", disable=None, leave=False):
+    for stem, sample in common.progress("measuring", stems.items(), unit=" samples"):
         by_size = {} # what `prepare` returned: the scales and seeds of a sample share it
         for end, scale in ends.items():
-            try:
+            with common.noted(problems):
                 result = read_result(args.results / f"{stem}{end}.png", by_vae=pipe is not None)
                 if result.size not in by_size:
                     by_size[result.size] = prepare(sample, result.size, pipe)
-            except InputError as e:
-                problems.append(str(e))
-                continue
-            name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
-            groups.setdefault(name, []).append(measure(result, by_size[result.size], pipe))
+                name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
+                groups.setdefault(name, []).append(measure(result, by_size[result.size], pipe))
     for problem in problems:
         print(problem, file=sys.stderr)
     if not groups:

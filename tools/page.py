@@ -27,7 +27,8 @@ import numpy as np
 
 import common
 from common import InputError, Parser, natural
-from tools.page_common import PAGE, card, link, node, save_page, section, size_of, table, thumbnail, tile
+from tools.page_common import (PAGE, card, detail, fold, link, node, save_page, section, size_of, table, thumbnail,
+                               tile)
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 30 # a smoothed value is the mean of 1/30 of the run
@@ -226,8 +227,7 @@ def curves(runs):
                 "them at random, and a validation always has the same four.")
     if "training pairs" in str(charts):
         said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
-    said, figures = node("p", said, class_="detail"), node("div", *figures, class_="charts") if figures else None
-    return section("Curves", said, figures) if figures is not None else None
+    return section("Curves", detail(said), node("div", *figures, class_="charts")) if figures else None
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
@@ -314,15 +314,15 @@ def pictures(runs, page):
         slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
                       max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
         at = "; the arrow keys change the step"
-    remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
-                  f"picture to compare it with another one{at}.", class_="detail")
+    remark = ("PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a picture to "
+              f"compare it with another one{at}.")
     if not cards:
-        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
-                       "what the LoRA makes of them. predict.py --image draws any picture with it.")
+        remark = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
+                  "what the LoRA makes of them. predict.py --image draws any picture with it.")
         if any(run.flags.get("val_data") for run in runs):
-            remark.text = "There are none yet: validations draw them, each --sample_every steps and at the end."
-    rest = node("details", node("summary", f"{len(cards) - SHOWN} more pictures"), *cards[SHOWN:])
-    return section("Validation pictures", remark, slider, *cards[:SHOWN], rest if cards[SHOWN:] else None)
+            remark = "There are none yet: validations draw them, each --sample_every steps and at the end."
+    rest = fold(f"{len(cards) - SHOWN} more pictures", *cards[SHOWN:]) if cards[SHOWN:] else None
+    return section("Validation pictures", detail(remark), slider, *cards[:SHOWN], rest)
 
 def groups(runs):
     """-> the section with the mean PSNRs of all groups but the first dataset's, in the last validation; or None."""
@@ -333,7 +333,7 @@ def groups(runs):
             means["all pictures"] = mean_psnr(run.validations[-1])
         rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in KINDS]] for name, m in means.items()]
     remark = "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures."
-    return section("Groups of validation pictures", node("p", remark, class_="detail"),
+    return section("Groups of validation pictures", detail(remark),
                    table(rows, ["", "input", "base", "LoRA", "VAE alone"])) if rows else None
 
 def find_samples(roots):
@@ -363,7 +363,7 @@ def hardest_pairs(run, most):
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
         cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
-    return lines, section(f"Hardest training pairs{run.title}", node("p", said, class_="detail"),
+    return lines, section(f"Hardest training pairs{run.title}", detail(said),
                           node("div", *cards, class_="pairs"))
 
 def to_share(word):
@@ -416,7 +416,7 @@ def settings(run):
     for name, value in run.flags.items():
         rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
-    usual = node("details", node("summary", "Flags that were not given, and versions"), table(rows[False] + versions))
+    usual = fold("Flags that were not given, and versions", table(rows[False] + versions))
     return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual)
 
 # ---- command line ----------------------------------------------------------------------------------------------------
