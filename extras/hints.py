@@ -4,6 +4,7 @@ folder. What a person should know of the data before a training, and what may su
 """
 import contextlib
 import difflib
+import inspect
 import logging
 import math
 import os
@@ -70,6 +71,7 @@ VALUES = [ # argparse's message, and what it means
     ("--offload: invalid number_of_blocks value", "give a number of blocks, or all"),
     ("--max_grad_norm: ", "inf turns it off")]
 MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Edit-2511".split()
+NAMED = "--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)" # flags whose value is a name
 FEW = 3 # so many lines that are alike are printed one by one
 
 
@@ -115,13 +117,17 @@ def refuse_slips(parser):
         examples = [line for line in parser.description.splitlines() if line.startswith("$")]
         lines = ["usage: predict.py FLAGS; predict.py -h lists them. For instance:", *examples[:4], ""]
         parser.exit(2, "\n".join(lines))
-    refuse_empty(parser)
     words = []
     for word in sys.argv[1:]:
         words += word.split("=", 1) if word.startswith("--") else [word]
-    for flag, name in zip(words, words[1:]):
-        if flag in ("--model", "--transformer") and (meant := near_model(name)):
-            parser.error(f"argument {flag}: {name} is no folder; give {meant}")
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = word
+        elif not word and re.fullmatch(NAMED, flag):
+            parser.error(f"argument {flag}: empty; give a name, or leave it out") # it would mean this folder
+        elif flag in ("--model", "--transformer") and (meant := near_model(word)):
+            parser.error(f"argument {flag}: {word} is no folder; give {meant}")
 
 
 def near_model(name):
@@ -177,19 +183,6 @@ def fold(lines):
             names = textwrap.shorten(", ".join(name for _, name in others), 300, placeholder=" ...")
             folded.append(f"{first[0]}; and {len(others)} others likewise: {names}")
     return folded
-
-
-def refuse_empty(parser):
-    """parser.error for a flag whose empty value would mean this folder."""
-    flag = ""
-    for word in sys.argv[1:]:
-        name, _, value = word.partition("=")
-        if name.startswith("--"):
-            flag, empty = name, word == f"{name}="
-        else:
-            empty = word == ""
-        if empty and re.fullmatch("--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)", flag):
-            parser.error(f"argument {flag}: empty; give a name, or leave it out")
 
 
 def how_many(samples):
@@ -361,30 +354,25 @@ def one_text_in_lines(samples):
 
 
 def bend_of(samples):
-    """How much the aspect of a target changes at most, at each of its sizes: sides are rounded to 32."""
-    worst = 0.1, None
+    """The target whose aspect changes most, if that is by more than 10 %, at one of its sizes."""
+    bends = [] # (by how much, the new aspect, sample)
     for sample in samples:
         width, height = sample.sizes[0]
-        own = {"height", "width"} & {key for key, value in sample.settings.items() if value}
         for encoding in sample.encodings:
             _, h, w = encoding["img_shapes"][0]
-            bend = abs(w / h * height / width - 1)
-            if bend > worst[0]:
-                why, remedy = "sides rounded to 32 change", "a larger area bends it less"
-                if own:
-                    why, remedy = f"{min(own)} alone changes", "give --height and --width"
-                worst = bend, f"{sample.name}: {why} its aspect by {bend:.1%}; {remedy}"
-                if len(own) > 1:
-                    worst = bend, f"{sample.name}: {other_shape(sample, w / h)}"
-    if worst[1]:
-        yield worst[1]
-
-
-def other_shape(sample, aspect):
-    """What --width and --height do to a picture, which gets this aspect."""
-    (width, height), wide = sample.sizes[0], sample.settings["width"]
-    return (f"--width and --height change its shape from {width / height:.2f} to {aspect:.2f}; give --width {wide} "
-            f"--height {round(wide * height / width)}, or leave one out")
+            bends.append((abs(w / h * height / width - 1), w / h, sample))
+    bend, aspect, sample = max(bends, key=lambda one: one[0])
+    own = [side for side in ("height", "width") if sample.settings.get(side)]
+    if bend <= 0.1:
+        return
+    if len(own) > 1:
+        (width, height), wide = sample.sizes[0], sample.settings["width"]
+        yield (f"{sample.name}: --width and --height change its shape from {width / height:.2f} to {aspect:.2f}; give "
+               f"--width {wide} --height {round(wide * height / width)}, or leave one out")
+    elif own:
+        yield f"{sample.name}: {own[0]} alone changes its aspect by {bend:.1%}; give --height and --width"
+    else:
+        yield f"{sample.name}: sides rounded to 32 change its aspect by {bend:.1%}; a larger area bends it less"
 
 
 def smaller(samples, tokens):
@@ -434,14 +422,11 @@ def of_masks(samples, mask_foreground_weight, mask_background_weight):
         yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"
 
 
-WARNINGS = dict( # a flag that tells which script asks: its warnings, and what these read
-    model=[(bend_of, "samples"), (size_for_tiny, "samples model")], # of all scripts
-    data=[(one_text_in_lines, "samples")], # of all that train or encode
-    max_steps=[(too_wide, "lora_rank"), (longest_of, "samples max_tokens"), # of trainings
-               (of_masks, "samples mask_foreground_weight mask_background_weight"),
-               (no_pictures, "val_samples sample_every"), (without_cfg, "true_cfg_scale")],
-    jobs=[(overwritten, "samples jobs out_dir"), (one_result, "samples image"), # of predict.py
-          (results_without_cfg, "samples negative_prompt")])
+WARNINGS = dict( # a flag that tells which script asks: its warnings, whose parameters are flags
+    model=[bend_of, size_for_tiny], # of all scripts
+    data=[one_text_in_lines], # of all that train or encode
+    max_steps=[too_wide, longest_of, of_masks, no_pictures, without_cfg], # of trainings
+    jobs=[overwritten, one_result, results_without_cfg]) # of predict.py
 
 
 def warnings(args, samples, val_samples=()):
@@ -450,9 +435,9 @@ def warnings(args, samples, val_samples=()):
     known, lines = vars(args) | dict(samples=samples, val_samples=val_samples), []
     if not samples: # all have errors, which are listed
         return []
-    for flag, rows in WARNINGS.items():
-        for warn, names in rows:
-            read = names.split()
+    for flag, functions in WARNINGS.items():
+        for warn in functions:
+            read = inspect.signature(warn).parameters
             if known.keys() >= {flag, *read}:
                 lines += warn(*[known[name] for name in read]) or ()
     return [f"warning: {line}" for line in lines]

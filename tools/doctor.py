@@ -56,8 +56,8 @@ from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_p
 
 try:
     from extras.hints import how_many
-    from extras.mask import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
-                             remaining_motion)
+    from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
+                             remaining_motion, same_shape)
     from extras.sheet import contact_sheet, shown_prompt, thumbnail
 except ModuleNotFoundError as e:
     raise InputError(f"tools/doctor.py: needs {e.name}, which is missing; copy extras/ beside tools/")
@@ -65,7 +65,7 @@ except ModuleNotFoundError as e:
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
-SCALE = 2.0 # other shape: ratio of the two sides (ASPECT: ratio of the two aspects)
+SCALE = 2.0 # other shape: ratio of the two sides (extras/mask.py's ASPECT: ratio of the two aspects)
 ENLARGED = 1.5 # ratio of the side in training to the side in the file
 # --align: what counts as repaired
 TURNED = 4.0 # most degrees: tests/test_mask.py plants up to 3
@@ -107,8 +107,8 @@ ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels a
 def examine_pair(target, control):
     """-> {kind of finding: its description} for two PIL images."""
     findings, (w, h), (cw, ch) = {}, target.size, control.size
-    aspect, scale = abs(math.log(w / h / (cw / ch))), abs(math.log(w * h / (cw * ch))) / 2
-    if aspect > math.log(ASPECT) or scale > math.log(SCALE):
+    scale = math.sqrt(w * h / (cw * ch))
+    if not same_shape(target.size, control.size) or max(scale, 1 / scale) > SCALE:
         findings["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
     size = copy_size((w, h))
 
