@@ -42,25 +42,22 @@ PRESETS = dict(
     single_1024=[([(64, 64), (64, 64)], 500)])
 
 parser = common.Parser(__doc__)
-parser.add_argument("--size", choices=["small", "full"], default="small",
-                    help="full: the real shape, with 41 GB of weights")
-parser.add_argument("--preset", nargs="+", choices=PRESETS,
-                    help="which samples (default: mixed mild uniform; with --size full four others)")
-parser.add_argument("--rounds", type=common.number(int, 1), default=9,
-                    help="number of timed rounds; use 9 or more for a figure that you quote")
-parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-parser.add_argument("--dtype", choices=["float32", "bfloat16"],
-                    help="dtype of the model (default: float32; with --size full bfloat16)")
-parser.add_argument("--threads", type=common.number(int, 1), default=1,
-                    help="CPU threads; with 1 the clock is processor time, with more wall time")
-parser.add_argument("--padded_batch", type=common.number(int, 1), default=4, help="samples per padded batch")
-parser.add_argument("--checkpointing", type=common.number(int, 0), metavar="BLOCKS",
-                    help="recompute this many blocks in the backward pass; stock can recompute only all or none "
-                    "(default: none; with --size full all)")
-parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed")
-parser.add_argument("--cost", action="store_true",
-                    help="measure how the time grows with the tokens, and with the number of samples")
-parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
+flag = parser.group("what to time")
+flag("--cost", False, "measure how the time grows with the tokens, and with the number of samples")
+flag("--predict", False, "time sampling instead of training")
+flag("--size", "small", "full: the real shape, with 41 GB of weights", choices=["small", "full"])
+flag("--preset", None, "which samples (default: mixed mild uniform; with --size full four others)", nargs="+",
+     choices=PRESETS)
+flag = parser.group("how")
+flag("--rounds", 9, "number of timed rounds; use 9 or more for a figure that you quote", type=common.positive)
+flag("--device", "cpu", "cpu, cuda, cuda:1, ...")
+flag("--dtype", None, "dtype of the model (default: float32; with --size full bfloat16)",
+     choices=["float32", "bfloat16"])
+flag("--threads", 1, "CPU threads; with 1 the clock is processor time, with more wall time", type=common.positive)
+flag("--padded_batch", 4, "samples per padded batch", type=common.positive)
+flag("--checkpointing", None, "recompute this many blocks in the backward pass; stock can recompute only all or none "
+     "(default: none; with --size full all)", type=common.natural, metavar="BLOCKS")
+flag("--compile", False, "torch.compile the blocks of packed")
 args = parser.parse_args()
 
 # What follows takes seconds to import, so it comes behind the flags.

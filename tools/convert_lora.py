@@ -90,15 +90,15 @@ def copy_file(source, target):
 def main():
     parser = common.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
-    parser.add_argument("--to", choices=["comfyui", "diffusers", "model"], required=True, help="what to convert it to")
-    parser.add_argument("--out", type=Path, required=True,
-                        help="the .safetensors file to write; with --to model the folder to write")
-    parser.add_argument("--model", help="with --to model: hub id or folder of the base model (default: tiny)")
-    parser.add_argument("--scale", type=number(float, -10, 10), nargs="+",
-                        help="with --to model: one number for each LoRA (default: 1)")
-    parser.add_argument("--rank", type=positive, help="of the LoRA that is made of a LoKr or LoHa (default: 64)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
-                        help="with --to model: dtype of the merged weights (default: bfloat16)")
+    flag = parser.group("flags")
+    flag("--to", None, "what to convert it to", choices=["comfyui", "diffusers", "model"], required=True)
+    flag("--out", None, "the .safetensors file to write; with --to model the folder to write", type=Path, required=True)
+    flag("--model", None, "with --to model: hub id or folder of the base model (default: tiny)")
+    flag("--scale", None, "with --to model: one number for each LoRA (default: 1)", type=number(float, -10, 10),
+         nargs="+")
+    flag("--rank", None, "of the LoRA that is made of a LoKr or LoHa (default: 64)", type=positive)
+    flag("--dtype", None, "with --to model: dtype of the merged weights (default: bfloat16)",
+         choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
     if args.to != "model" and (len(args.lora) > 1 or args.model or args.scale or args.dtype):
         parser.error(f"argument --to: {args.to} works with one LoRA, without --model, --scale and --dtype; leave the "

@@ -32,7 +32,6 @@ $ python tools/doctor.py photos drawings --out report
 $ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 """
-import argparse
 import functools
 import json
 import math
@@ -419,18 +418,18 @@ def write_aligned(out, samples, moved, sheets):
 def read_flags():
     parser = common.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
-    parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
-    parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-                        help="target areas of the training, as for cache.py; tokens are counted at each of them")
-    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA",
-                        help="control area of the training, as for cache.py")
-    parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
-                        help="training enlarges smaller pictures to the area, as for cache.py")
-    parser.add_argument("--model", help="hub id or folder; its tokenizer counts the prompts' tokens (default: none)")
-    parser.add_argument("--skip_bad", action="store_true", help="exit with status 0 even if there are errors")
-    parser.add_argument("--mask", choices=["auto"], help="show the masks that this flag of train.py would make at the "
-                        "first of --target_pixels, in sheet_mask_*.png (default: none)")
-    parser.add_argument("--align", type=Path, metavar="DIR", help="new folder for a copy with moved targets repaired")
+    flag = parser.group("flags")
+    flag("--out", None, "folder of the report (default: out/doctor-<data>)", type=Path)
+    flag("--target_pixels", [1024 * 1024],
+         "target areas of the training, as for cache.py; tokens are counted at each of them", type=pixels, nargs="+",
+         metavar="AREA")
+    flag("--control_pixels", 1024 * 1024, "control area of the training, as for cache.py", type=pixels, metavar="AREA")
+    flag("--upscale", True, "training enlarges smaller pictures to the area, as for cache.py")
+    flag("--model", None, "hub id or folder; its tokenizer counts the prompts' tokens (default: none)")
+    flag("--skip_bad", False, "exit with status 0 even if there are errors")
+    flag("--mask", None, "show the masks that this flag of train.py would make at the first of --target_pixels, in "
+         "sheet_mask_*.png (default: none)", choices=["auto"])
+    flag("--align", None, "new folder for a copy with moved targets repaired", type=Path, metavar="DIR")
     args = parser.parse_args()
     if args.align and not (args.align.is_dir() and not any(args.align.iterdir())):
         common.refuse_to_replace(args.align)

@@ -55,13 +55,14 @@ TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/t
 STAGES = ["claims", "numbers", "fit", "speed", "nccl"]
 
 parser = common.Parser(__doc__)
-parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="which to run; they keep this order")
-parser.add_argument("--minutes", type=common.number(float, 0, 1e5), default=10.0,
-                    help="stop after this time, with the results so far; the stage claims gets two fifths of it")
-parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; cpu: shows only that this script runs")
-parser.add_argument("--tests", choices=TESTS, default="quick",
-                    help="claims: quick runs test_consistency.py; all adds the other tests that depend on the device")
-parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file with all results")
+flag = parser.group("flags")
+flag("--stages", STAGES, "which to run; they keep this order", nargs="+", choices=STAGES)
+flag("--minutes", 10.0, "stop after this time, with the results so far; the stage claims gets two fifths of it",
+     type=common.number(float, 0, 1e5))
+flag("--device", "cuda", "cuda, cuda:1, ...; cpu: shows only that this script runs")
+flag("--tests", "quick", "claims: quick runs test_consistency.py; all adds the other tests that depend on the device",
+     choices=TESTS)
+flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Path)
 args = parser.parse_args()
 common.refuse_to_replace(args.out, rb'\A\{\n "about": \{\n  "command": "python ')
 common.prepare_folder(args.out.absolute().parent)

@@ -773,17 +773,18 @@ def main():
     parser.add_argument("source", type=Path, nargs="?" if by_flags else None,
                         help="a folder, a table or a configuration, as above; none beside --target")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist yet")
-    parser.add_argument("--target", type=Path, metavar="DIR", help="the folder of the targets, in place of SOURCE")
-    parser.add_argument("--control", type=Path, nargs="+", action="extend", default=[], metavar="DIR",
-                        help="the folders of the controls, in the order that samples should have")
-    parser.add_argument("--mask", type=Path, metavar="DIR", help="the folder of the masks, if there are any")
-    parser.add_argument("--prompt", metavar="TEXT", help="the prompt of each target that has no caption file")
-    parser.add_argument("--columns", type=column, nargs="+", action="extend", default=[], metavar="ROLE=NAME",
-                        help="the table's columns for target, control (several with commas), prompt and mask")
-    parser.add_argument("--alone", action="store_true", help="there are no controls, and OUT gets no control/")
-    parser.add_argument("--hold_out", type=common.number(int, 2), default=0, metavar="N",
-                        help="write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT")
-    parser.add_argument("--skip_bad", action="store_true", help="leave out the samples that have an error")
+    flag = parser.group("flags")
+    flag("--target", None, "the folder of the targets, in place of SOURCE", type=Path, metavar="DIR")
+    flag("--control", [], "the folders of the controls, in the order that samples should have", type=Path, nargs="+",
+         action="extend", metavar="DIR")
+    flag("--mask", None, "the folder of the masks, if there are any", type=Path, metavar="DIR")
+    flag("--prompt", None, "the prompt of each target that has no caption file", metavar="TEXT")
+    flag("--columns", [], "the table's columns for target, control (several with commas), prompt and mask", type=column,
+         nargs="+", action="extend", metavar="ROLE=NAME")
+    flag("--alone", False, "there are no controls, and OUT gets no control/")
+    flag("--hold_out", 0, "write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT",
+         type=common.number(int, 2), metavar="N")
+    flag("--skip_bad", False, "leave out the samples that have an error")
     args = parser.parse_args()
     columns = {}
     for role, names in args.columns:

@@ -37,11 +37,10 @@ def read_flags():
     parser = common.Parser(__doc__)
     parser.add_argument("results", type=Path, help="folder of the generated PNGs: predict.py's --out_dir")
     parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
-    parser.add_argument("--model", default="tiny",
-                        help="hub id or folder of the model that generated them, for its VAE; none: use no VAE")
-    parser.add_argument("--device", choices=["cpu", "cuda"],
-                        help="where the VAE runs (default: cuda if there is one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file (default: none)")
+    flag = parser.group("flags")
+    flag("--model", "tiny", "hub id or folder of the model that generated them, for its VAE; none: use no VAE")
+    flag("--device", None, "where the VAE runs (default: cuda if there is one)", choices=["cpu", "cuda"])
+    flag("--json", None, "also write the numbers to this file (default: none)", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.json: # it begins like this
         common.refuse_to_replace(args.json, rb'\A\{\n "[^"]*": \{\n  "pictures": \d+')

@@ -463,11 +463,10 @@ def refuse_no_run(folder, watch):
 def main():
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.py, or its copy")
-    parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
-    parser.add_argument("--hardest", type=natural, default=6, metavar="N",
-                        help="how many of the hardest samples to print and to show (0: none)")
-    parser.add_argument("--watch", action="store_true",
-                        help="write the page again as the log grows, until the run ends; browsers then load it again")
+    flag = parser.group("flags")
+    flag("--out", None, "the page's file (default: index.html in the first run's folder)", type=Path)
+    flag("--hardest", 6, "how many of the hardest samples to print and to show (0: none)", type=natural, metavar="N")
+    flag("--watch", False, "write the page again as the log grows, until the run ends; browsers then load it again")
     args = parser.parse_args()
     for folder in args.run:
         refuse_no_run(folder, args.watch)
