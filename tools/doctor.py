@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import common
 from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
-from tools.import_data import picture_suffix, places_of, write_caption
+from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
 
 try:
@@ -319,15 +319,11 @@ def numbers_of(rows):
 def copy_to(folder, sample, taken):
     """Copies a sample's files to a dataset's folder -> Sample of the copies. taken: the places of earlier samples; it
     adds its own."""
-    files = {}
     for place, file in places_of(sample).items():
         if place in taken: # the names in a manifest need not be distinct in a folder
             raise InputError(f"--align: {file}: another sample also needs the name {place}; rename its target")
-        taken.add(place)
-        path = folder / (place + picture_suffix(file))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files[place] = shutil.copyfile(file, str(path))
-    write_caption(sample, folder)
+    files = write_sample(sample, folder, shutil.copyfile)
+    taken.update(files)
     return replace(sample, target=files[f"target/{sample.name}"], mask=files.get(f"mask/{sample.name}"),
                    controls=[path for place, path in files.items() if place.startswith("control/")])
 
@@ -366,44 +362,43 @@ def shared_box(motion, size, control_size):
     return (math.ceil(max(0, xs[0], xs[3])), math.ceil(max(0, ys[0], ys[1])),
             math.floor(min(control_w, xs[1], xs[2])), math.floor(min(control_h, ys[2], ys[3])))
 
-def repair(sample):
-    """Aligns a copied sample in place, and saves it as PNG -> None, or why it cannot be repaired."""
+def repair(sample, folder):
+    """-> the sample with aligned pictures, PNGs in `folder`; or a text that says why it cannot be repaired."""
     from predict import save_png
-    target, control = read_image(sample.target), read_image(sample.controls[0])
     mask = read_mask(sample.mask) if sample.mask else None
-    aligned = align_pair(target, control, mask)
+    aligned = align_pair(read_image(sample.target), read_image(sample.controls[0]), mask)
     if isinstance(aligned, str):
         return aligned
-    target, control, mask = aligned
-    if "moved" in examine_pair(target, control) or remaining_motion(target, control) > REMAINS:
+    if "moved" in examine_pair(*aligned[:2]) or remaining_motion(*aligned[:2]) > REMAINS:
         return "still moves"
-    for path, image in ((sample.target, target), (sample.controls[0], control), (sample.mask, mask)):
+    for role, image in zip(("target", "control", "mask"), aligned):
         if image:
-            os.unlink(path)
-            save_png(image, Path(path).with_suffix(".png"))
+            save_png(image, folder / f"{role}.png")
+    return replace(sample, target=folder / "target.png", controls=[folder / "control.png", *sample.controls[1:]],
+                   mask=sample.mask and folder / "mask.png")
 
 def write_aligned(out, samples, moved, sheets):
     """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`
     repaired. Also writes sheets of the differences before and after to the folder `sheets`, and prints the result
     -> a section of the page."""
-    left_out, entries, pairs, taken = [], [], [], set()
+    left_out, entries, pairs, names, taken = [], [], [], set(), set()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
             folder = Path(tmp, "out")
+            folder.mkdir()
             for i, sample in enumerate(common.progress("aligning", samples, unit=" samples")):
-                if f"target/{sample.name}" in taken: # a manifest may use a target twice
+                if sample.name in names: # a manifest may use a target twice
                     sample = replace(sample, name=f"{sample.name}-{i}")
-                copy = copy_to(folder, sample, taken)
-                if i in moved and (why := repair(copy)):
-                    left_out.append(f"{sample.name} ({why})")
-                    caption = Path(copy.target).with_suffix(".txt")
-                    for path in filter(None, (copy.target, copy.mask, caption, *copy.controls)):
-                        os.unlink(path)
-                elif i in moved:
-                    pngs = [str(Path(path).with_suffix(".png")) for path in (copy.target, copy.controls[0])]
+                names.add(sample.name)
+                repaired = repair(sample, Path(tmp)) if i in moved else sample
+                if isinstance(repaired, str):
+                    left_out.append(f"{sample.name} ({repaired})")
+                    continue
+                copy = copy_to(folder, repaired, taken)
+                if i in moved:
                     entries.append((sample.name, [len(pairs), len(pairs) + 1]))
-                    pairs += [sample, replace(copy, target=pngs[0], controls=[pngs[1]])]
+                    pairs += [sample, copy]
             titles = ["difference before", "difference after"]
             page_section = write_sheets(sheets, "aligned", entries, pairs, difference_cells, titles)
             os.replace(folder, out)

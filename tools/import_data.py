@@ -671,21 +671,22 @@ def picture_suffix(file):
     suffix = Path(file).suffix
     return suffix if common.KINDS.get(suffix.lower()) == "picture" else ".png"
 
-def write_caption(sample, folder):
-    lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # each line is a prompt
-    (folder / f"target/{sample.name}.txt").write_text("\n".join(lines), encoding="utf-8")
+def link_or_copy(file, path):
+    try:
+        os.link(os.path.realpath(file), path)
+    except OSError: # another disk, or one without hard links
+        shutil.copyfile(file, path)
 
-def write_dataset(samples, folder):
-    """Writes FOLDER/target, control and mask. Pictures are hard links, or copies where the disk has no links."""
-    for s in samples:
-        for place, file in places_of(s).items():
-            path = folder / (place + picture_suffix(file).lower())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(os.path.realpath(file), path)
-            except OSError:
-                shutil.copyfile(file, path)
-        write_caption(s, folder)
+def write_sample(sample, folder, put=link_or_copy):
+    """Writes FOLDER/target, control and mask -> {place: file there}. put(file, path) copies a picture, or links it."""
+    files = {}
+    for place, file in places_of(sample).items():
+        files[place] = path = folder / (place + picture_suffix(file).lower())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(file, path)
+    lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # each line is a prompt
+    files[f"target/{sample.name}"].with_suffix(".txt").write_text("\n".join(lines), encoding="utf-8")
+    return files
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -760,8 +761,8 @@ def convert(args, columns, tmp):
     n = args.hold_out or len(samples) + 1
     if args.hold_out and len(samples) < n and (args.skip_bad or not problems):
         raise InputError(f"--hold_out {n}: there are only {len(samples)} samples; give a smaller number")
-    write_dataset([sample for i, sample in enumerate(samples, 1) if i % n], tmp / "out")
-    write_dataset(samples[n - 1::n], tmp / "held_out")
+    for i, sample in enumerate(samples, 1):
+        write_sample(sample, tmp / ("out" if i % n else "held_out"))
     return samples, problems
 
 def main():
