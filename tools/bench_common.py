@@ -103,17 +103,23 @@ def heat(model):
             weight.data.mul_(4)
     return model
 
+def read_sample(text):
+    """"64x64 32x48 500" -> ([(1, 64, 64), (1, 32, 48)], 500): the shapes of a target and of its controls, and the
+    length of a text, all in tokens."""
+    *pictures, length = text.split()
+    return [(1, *map(int, sides.split("x"))) for sides in pictures], int(length)
+
 def make_samples(config, preset, dtype, device):
-    """-> samples of noise. preset: for each sample the (height, width) of its target and controls, and the length of
-    its text, all in tokens."""
+    """-> samples of noise. preset: a text for each, as read_sample has it."""
     def randn(*shape):
         return torch.randn(*shape, generator=g).to(device)
     g, samples = torch.Generator().manual_seed(2), []
-    for pictures, txt_len in preset:
-        lengths = [h * w for h, w in pictures]
+    for text in preset:
+        img_shapes, txt_len = read_sample(text)
+        lengths = [h * w for _, h, w in img_shapes]
         samples.append(SimpleNamespace(
-            img_shapes=[(1, h, w) for h, w in pictures], lens=(sum(lengths), txt_len),
-            latents=randn(sum(lengths), 64).to(dtype), prompt=randn(txt_len, config["joint_attention_dim"]).to(dtype),
+            img_shapes=img_shapes, lens=(sum(lengths), txt_len), latents=randn(sum(lengths), 64).to(dtype),
+            prompt=randn(txt_len, config["joint_attention_dim"]).to(dtype),
             timestep=torch.rand((), generator=g).to(device), target=randn(lengths[0], 64)))
     return samples
 
@@ -216,7 +222,7 @@ def peak_gib(f, device):
     f()
     return proc_status("VmHWM") - before
 
-def timed(f, device, before=lambda: None):
+def timed(f, device, before):
     """-> dict: the seconds of the first call, which may compile; the median of three later ones; the GiB that they add.
     before() runs once, after the warm-up."""
     first, times = seconds(f, device), []

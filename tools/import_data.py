@@ -56,17 +56,16 @@ from common import InputError, error_line
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
 FOLDERS = dict(
-    target=("target", "targets", "target_images", "training_images", "images", "image_dir", "edited_images"),
-    control=("control", "controls", "control_images", "control_dir", "reference_images"),
-    mask=("mask", "masks", "mask_images"))
+    target="target targets target_images training_images images image_dir edited_images".split(),
+    control="control controls control_images control_dir reference_images".split(),
+    mask="mask masks mask_images".split())
 COLUMNS = dict(
-    target=("target", "target_image", "target_img", "image", "output", "output_image", "edited", "edited_image",
-            "file_name"),
-    control=("control", "control_image", "control_images", "edit_image", "edit_images", "source", "source_image",
-             "source_img", "input", "input_image", "original", "original_image", "conditioning_image", "reference",
-             "reference_image", "reference_images"), # also numbered, from 0 or 1
-    mask=("mask", "mask_image", "mask_img", "edit_mask", "control_mask"),
-    prompt=("prompt", "caption", "text", "instruction", "edit_prompt", "edit_instruction"))
+    target="target target_image target_img image output output_image edited edited_image file_name".split(),
+    control="control control_image control_images edit_image edit_images source source_image source_img input "
+            "input_image original original_image conditioning_image reference reference_image reference_images"
+            .split(), # also numbered, from 0 or 1
+    mask="mask mask_image mask_img edit_mask control_mask".split(),
+    prompt="prompt caption text instruction edit_prompt edit_instruction".split())
 TABLES, CONFIGS = (".jsonl", ".json", ".csv", ".tsv"), (".toml", ".yaml", ".yml")
 CACHES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
