@@ -210,13 +210,13 @@ def find_strangers(samples, found, copies, changes):
 def examine(samples, pipe, args):
     """-> (good samples, rows of report.json, {kind: [(description, index of the sample and of its twin, if it has
     one)]}, problems)."""
-    good, rows, found, thumbnails, copies, changes, problems = [], [], [], [], [], [], []
+    good, rows, found, seen, problems = [], [], [], [], []
     import cache
     threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
     examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
     for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
         with common.noted(problems):
-            row, of_sample, small, copy, change = future.result()
+            row, of_sample, *looks = future.result()
             if pipe: # outside of the threads, as a tokenizer serves one thread at a time
                 area, upscale = (args.control_pixels, args.upscale)
                 if cache.is_plus(pipe):
@@ -225,15 +225,16 @@ def examine(samples, pipe, args):
                 row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
             found += [(kind, [len(good)], words) for kind, words in of_sample.items()]
             rows.append(row | dict(findings=[]))
-            thumbnails.append(small)
-            copies.append(copy)
-            changes.append(change)
+            seen.append(looks)
             good.append(sample)
+    if not good:
+        return [], [], {}, problems
+    thumbnails, copies, changes = zip(*seen)
     strangers = find_strangers(good, found, copies, changes)
     # between different pictures these say nothing
     different = [indices for kind, indices, _ in strangers if kind == "other picture"]
     found = [one for one in found if one[0] not in ("moved", "recoloured") or one[1] not in different] + strangers
-    for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)) if good else []:
+    for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)):
         found.append((kind, [i, j], f"and {good[j].name}"))
     findings = {kind: [] for kind in KINDS}
     for kind, indices, words in found:
@@ -486,8 +487,7 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
     some = [(samples[i].name, [i]) for i in by_hand[::max(1, len(by_hand) // 24)][:24]]
     parts.append(write_sheets(out, "mask by hand", some, samples, masked_cells, titles))
     if args.mask:
-        def with_mask(sample):
-            return masked_cells(sample, args.target_pixels[0], args.upscale)
+        with_mask = functools.partial(masked_cells, area=args.target_pixels[0], upscale=args.upscale)
         used = set(by_hand) - {i for _, indices in findings["empty mask"] for i in indices}
         entries = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and i not in used]
         parts.append(write_sheets(out, "mask", entries, samples, with_mask, titles))
@@ -506,8 +506,7 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
                 node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", *links[:-1]))
     errors = section("Errors", *[node("p", problem) for problem in problems])
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
-    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]),
-                     detail(NUMBERS), counts)
+    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), detail(NUMBERS), counts)
     save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
     print(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 

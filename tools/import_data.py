@@ -163,7 +163,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     for folder in folders.values():
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; {near(folder)}, or {ASK}")
-    prompts = [prompt] if isinstance(prompt, str) else prompt or []
+    prompts = common.as_list(prompt or [])
     if not trigger:
         for prompt in prompts:
             common.check_text("--prompt", prompt)
@@ -230,10 +230,9 @@ def read_captions(files, controls, suffix, prompts, trigger, wordings):
     file; suffix, trigger, wordings: as for read_folders."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
-    if suffix is None:
-        captions = []
-    elif suffix != ".txt":
-        captions = [path.with_suffix(suffix) for path in (target, *controls) if path.with_suffix(suffix).exists()]
+    if suffix != ".txt":
+        beside = [path.with_suffix(suffix) for path in (target, *controls)] if suffix else []
+        captions = list(filter(Path.exists, beside))
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
@@ -247,12 +246,12 @@ def read_captions(files, controls, suffix, prompts, trigger, wordings):
     else:
         raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all targets "
                          "without one")
-    if not trigger and any(text != fill(text, "") for text in prompts):
+    filled = [fill(text, trigger or "") for text in prompts]
+    if trigger: # as ai-toolkit does
+        prompts = [text if trigger in text else f"{trigger} {text}" for text in filled]
+    elif filled != prompts:
         raise InputError(f"{file}: contains [trigger] or [name]; write the word itself, or give the .yaml with its "
                          "trigger_word as SOURCE")
-    if trigger: # as ai-toolkit does
-        filled = [fill(text, trigger) for text in prompts]
-        prompts = [text if trigger in text else f"{trigger} {text}" for text in filled]
     return file, prompts
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -342,9 +341,9 @@ def by_role(row, where, columns):
 
 def parse_row(where, row):
     """A row of read_rows -> {column: cell}."""
+    if isinstance(row, dict):
+        return row
     try:
-        if isinstance(row, dict):
-            return dict(row)
         return common.read_object(row if isinstance(row, str) else json.dumps(row))
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{where}: {common.first_words(e)}; write one JSON object for each sample")
@@ -665,11 +664,6 @@ def places_of(sample):
         f"control/{sample.name}" + f"_{n}" * (n > 0): file for n, file in enumerate(sample.controls)}
     return {place: file for place, file in files.items() if file}
 
-def picture_suffix(file):
-    """-> the file's suffix, or .png if that is not a picture's: PIL recognises pictures by their content."""
-    suffix = Path(file).suffix
-    return suffix if common.KINDS.get(suffix.lower()) == "picture" else ".png"
-
 def link_or_copy(file, path):
     try:
         os.link(os.path.realpath(file), path)
@@ -680,7 +674,10 @@ def write_sample(sample, folder, put=link_or_copy):
     """Writes FOLDER/target, control and mask -> {place: file there}. put(file, path) copies a picture, or links it."""
     files = {}
     for place, file in places_of(sample).items():
-        files[place] = path = folder / (place + picture_suffix(file).lower())
+        suffix = Path(file).suffix.lower()
+        if suffix not in common.PICTURES: # PIL recognises pictures by their content
+            suffix = ".png"
+        files[place] = path = folder / (place + suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         put(file, path)
     lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # each line is a prompt
