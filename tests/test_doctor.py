@@ -271,9 +271,9 @@ def test_pairs_are_examined_side_by_side(tmp_path, data, monkeypatch):
         add_item(data, name)
     both, examine_sample = threading.Barrier(2, timeout=20), doctor.examine_sample
 
-    def together(sample, args):
+    def together(sample, **others):
         both.wait()
-        return examine_sample(sample, args)
+        return examine_sample(sample, **others)
     monkeypatch.setattr(doctor, "examine_sample", together)
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
     samples, _ = common.read_dataset(data)

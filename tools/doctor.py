@@ -170,14 +170,14 @@ def enlargement(uses):
     whose, (w, h), (to_w, to_h) = uses[factors.index(worst)]
     return {"enlarged": f"{whose}{w}x{h} -> {to_w}x{to_h}"} if worst >= ENLARGED else {}
 
-def examine_sample(sample, args):
+def examine_sample(sample, pipe, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
     and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
-    (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
-    pictures = [read_image(path) for path in [sample.target, *sample.controls]]
-    controls = [fit_size(size, args.control_pixels, args.upscale) for size in control_sizes]
-    targets = [fit_size((w, h), area, args.upscale) for area in args.target_pixels]
-    row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(sample.controls),
+    import cache
+    targets, controls = cache.plan_sizes(pipe, sample, vars(args), lambda path: [common.image_size(path)])
+    (w, h), *control_sizes = sample.sizes
+    pictures = [read_image(path) for path in common.pictures_of(sample)]
+    row = dict(name=sample.name, prompts=sample.prompts, sizes=sample.sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
     findings = examine_pair(*pictures[:2]) if sample.controls else {}
@@ -213,16 +213,13 @@ def examine(samples, pipe, args):
     good, rows, found, seen, problems = [], [], [], [], []
     import cache
     threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
-    examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
+    work = functools.partial(examine_sample, pipe=pipe, args=args)
+    examined = common.run_ahead(work, samples, threads, 2 * threads)
     for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
         with common.noted(problems):
             row, of_sample, *looks = future.result()
             if pipe: # outside of the threads, as a tokenizer serves one thread at a time
-                area, upscale = (args.control_pixels, args.upscale)
-                if cache.is_plus(pipe):
-                    area, upscale = cache.CONDITION_IMAGE_SIZE, True
-                prompt_sizes = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
-                row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
+                row["text_tokens"] = [cache.prompt_length(pipe, text, sample.prompt_sizes) for text in sample.prompts]
             found += [(kind, [len(good)], words) for kind, words in of_sample.items()]
             rows.append(row | dict(findings=[]))
             seen.append(looks)
