@@ -375,29 +375,21 @@ def bend_of(samples):
         yield f"{sample.name}: sides rounded to 32 change its aspect by {bend:.1%}; a larger area bends it less"
 
 
-def smaller(samples, tokens):
-    """The flags that make those pictures small that have more tokens than this."""
-    flags = []
-    for sample in samples:
-        for (_, h, w), *controls in [encoding["img_shapes"] for encoding in sample.encodings]:
-            both = sample.settings.get("width") and sample.settings.get("height") # one alone keeps the area
-            if h * w > tokens:
-                flags.append("a smaller --width and --height" if both else "--target_pixels 160x160")
-            if any(h * w > tokens for _, h, w in controls):
-                flags.append("--control_pixels 160x160")
-    return " ".join(sorted(set(flags), reverse=True))
-
-
 def size_for_tiny(samples, model):
     """tiny was made for pictures of 160x160: a photograph of 12 megapixels would take it minutes a step."""
-    if not common.is_tiny(model):
-        return
-    sizes = [(w * h, 16 * w, 16 * h, sample.name) for sample in samples for encoding in sample.encodings
-             for _, h, w in encoding["img_shapes"]]
-    tokens, width, height, name = max(sizes)
-    if tokens > 400:
+    large, remedies = [], set()
+    for sample in samples if common.is_tiny(model) else []:
+        both = sample.settings.get("width") and sample.settings.get("height") # one alone keeps the area
+        of_target = "a smaller --width and --height" if both else "--target_pixels 160x160"
+        for encoding in sample.encodings:
+            for n, (_, h, w) in enumerate(encoding["img_shapes"]):
+                if h * w > 400:
+                    large.append((h * w, 16 * w, 16 * h, sample.name))
+                    remedies.add("--control_pixels 160x160" if n else of_target)
+    if large:
+        _, width, height, name = max(large)
         yield (f"{name}: {width}x{height} is slow with the model tiny, which knows small pictures; give "
-               f"{smaller(samples, 400)}")
+               f"{' '.join(sorted(remedies, reverse=True))}")
 
 
 def longest_of(samples, max_tokens):

@@ -588,8 +588,9 @@ def simpletuner_part(config, row, own):
         if not name:
             raise ValueError(f"{row['id']}: no instance_data_dir")
         return locate(config, name)
-    masks = [folder(other) for other in own if other.get("conditioning_type") == "mask"]
-    controls = [folder(other) for other in own if other.get("conditioning_type") != "mask"]
+    masks, controls = [], []
+    for other in own:
+        (masks if other.get("conditioning_type") == "mask" else controls).append(folder(other))
     if masks[1:]:
         raise ValueError(f"{row['id']}: two datasets of masks, and a sample has one")
     if controls[1:]: # there --conditioning_multidataset_sampling says whether a sample gets all or one of them

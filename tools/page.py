@@ -282,28 +282,24 @@ def figures(runs):
 def pictures(runs, page):
     """-> the section with each validation picture, and what the base and the LoRAs made of it."""
     shown, steps = {}, set() # {(heading, remark): {name of a tile: its pictures}}
-
-    def show(where, name, path, step=0, number=None):
-        """Adds a picture, if its file exists. Step 0 means that it is the same at all steps."""
-        t = shown.setdefault(where, {}).setdefault(name, SimpleNamespace(links={}, values={}, size=None))
-        if step not in t.links and (size := size_of(path)):
-            t.links[step], t.size = link(path, page), size
-            if number is not None:
-                t.values[step] = f"{number:.1f} dB"
-            steps.add(step)
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
         for record, picture in [(r, picture) for r in run.validations for picture in r.get("pictures", [])]:
-            file, step, samples = picture["file"], record["step"], run.folder / "samples"
-            of_input, of_base, of_lora, of_vae = picture["psnr"]
-            where = picture["prompt"], file
-            show(where, "control", samples / "control" / file, number=of_input)
-            for n in range(1, picture["controls"]):
-                show(where, f"control {n + 1}", samples / f"control_{n}" / file)
-            show(where, "base", samples / "base" / file, number=of_base)
-            show(where, lora, samples / f"step_{step:06d}" / file, step, of_lora)
-            show(where, "target", samples / "target" / file, number=of_vae)
-            shown[where]["target"] = shown[where].pop("target") # it comes last, behind the LoRAs of all runs
+            step, (of_input, of_base, of_lora, of_vae) = record["step"], picture["psnr"]
+            tiles = shown.setdefault((picture["prompt"], picture["file"]), {})
+            # name, folder in samples/, step (0: the same at all steps) and number of each picture
+            further = [(f"control {n + 1}", f"control_{n}", 0, None) for n in range(1, picture["controls"])]
+            rows = [("control", "control", 0, of_input), *further, ("base", "base", 0, of_base),
+                    (lora, f"step_{step:06d}", step, of_lora), ("target", "target", 0, of_vae)]
+            for name, folder, at, number in rows:
+                t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
+                path = run.folder / "samples" / folder / picture["file"]
+                if at not in t.links and (size := size_of(path)):
+                    t.links[at], t.size = link(path, page), size
+                    if number is not None:
+                        t.values[at] = f"{number:.1f} dB"
+                    steps.add(at)
+            tiles["target"] = tiles.pop("target") # it comes last, behind the LoRAs of all runs
     cards = []
     for (heading, remark), tiles in shown.items():
         row = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
