@@ -79,8 +79,9 @@ def explain(message, known):
     """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag; "--c: invalid int value" with what
     it takes; another message stays as it is. known: the script's own flags, {flag: argparse's action}."""
     begin = "unrecognized arguments: "
-    if m := re.match(r"--optimizer: found no '(\w+)'", message):
-        message = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}" if m[1].lower() in OPTIMIZERS else message
+    m = re.match(r"--optimizer: found no '(\w+)'", message)
+    if m and m[1].lower() in OPTIMIZERS:
+        message = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}"
     message = explain_area(message) or explain_missing(message) or message
     for start, remedy in VALUES:
         message += f"; {remedy}" if message.startswith(start) else ""

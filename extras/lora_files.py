@@ -46,8 +46,8 @@ OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used
           r"[wb]_norm$": "with trained norms", r"oft_|boft": "an OFT", r"\.[ab][12]\.weight$": "a GLoRA",
           r"lora_embedding": "a LoRA with token embeddings", r"lora_(B|up)\.(\w+\.)?bias$": "a LoRA with biases",
           r"lora.*(scale_weight|weight_scale)$": "a LoRA in scaled fp8"}
-FLAT = dict(alpha=("lora_alpha", "network_alpha", "alpha", "transformer.lora_alpha"),
-            rank=("lora_rank", "network_dim", "rank", "r", "transformer.r"))
+FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
+            rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 

@@ -72,7 +72,7 @@ from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples
 
 dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
 torch.set_num_threads(args.threads)
-device_name, cuda = open_device(args.device, dtype), args.device.startswith("cuda")
+device_name = open_device(args.device, dtype)
 transformers.utils.logging.disable_progress_bar()
 config = dict(MODELS[args.size])
 layers = config["num_layers"]
@@ -176,8 +176,9 @@ def bench_training(preset, models):
     limit = 1e-4 if dtype == torch.float32 else 0.05
     for way in list(ways):
         try:
-            first = seconds(lambda: ways[way](), args.device)
-            for _ in range(2 if cuda or args.compile else 0): # the GPU's clocks and allocator, or the compiler, warm up
+            first = seconds(ways[way], args.device)
+            if args.device.startswith("cuda") or args.compile: # its clocks and allocator, or the compiler, warm up
+                ways[way]()
                 ways[way]()
             loss = ways[way]()
         except torch.OutOfMemoryError:

@@ -13,7 +13,6 @@ $ python tools/convert_lora.py out/RUN LIGHTNING --scale 0.8 1 --model Qwen/Qwen
 $ python predict.py --model merged ...
 """
 import contextlib
-import math
 import os
 import shutil
 import sys
@@ -27,29 +26,23 @@ from common import InputError, number, positive
 # torch, predict.py and the like take seconds to import; the functions import them, so that -h and typos do not wait
 LARGE = 2**26 # bytes: larger files are linked, not copied
 
-def with_prefix(named):
-    """-> this dictionary with the names that diffusers gives to tensors and settings of a transformer's LoRA."""
-    return {f"transformer.{k}": v for k, v in named.items()}
-
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 def convert(path, to, out):
     """Writes a LoRA that predict.py can read as a file for ComfyUI or diffusers."""
     import predict
     import torch
-    from peft.utils.other import get_pattern_key
+    from extras import lora_files
     (state, meta), config = predict.read_lora(path), predict.lora_config(path)
     train = {k: v for k, v in meta.items() if k.startswith("train.")}
     if to == "diffusers":
-        return common.write_tensors(out, state, with_prefix(config) | train, "lora_adapter_metadata")
+        named = {f"transformer.{k}": v for k, v in config.items()} # as diffusers has them
+        return common.write_tensors(out, state, named | train, "lora_adapter_metadata")
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
-    patterns = config["alpha_pattern"]
-    for key in [k.removeprefix("transformer.") for k in state if k.endswith(".lora_A.weight")]:
-        layer, rank = key.removesuffix(".lora_A.weight"), len(state[f"transformer.{key}"])
-        alpha = patterns.get(get_pattern_key(patterns, layer), config["lora_alpha"])
-        if config.get("use_rslora"): # it multiplies by alpha / sqrt(rank), but ComfyUI by alpha / rank
-            alpha *= math.sqrt(rank)
-        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(float(alpha))
+    for key in [k for k in state if k.endswith(".lora_A.weight")]:
+        layer, rank = key.removeprefix("transformer.").removesuffix(".lora_A.weight"), len(state[key])
+        scale = lora_files.of_config(path, config, layer, rank)
+        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * rank) # ComfyUI divides it by the rank
     # not as lora_adapter_metadata: diffusers would read rank and alpha there, and apply them a second time
     common.write_tensors(out, tensors, train, "train")
 

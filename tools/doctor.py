@@ -259,7 +259,8 @@ def difference_cells(sample):
     target = read_image(sample.target)
     return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
 
-def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
+def write_sheets(folder, kind, entries, samples, cells=cells_of,
+                 titles=("control", "target", "its control", "its target")):
     """Writes FOLDER/sheet_KIND_PAGE.png, with 24 entries on each sheet -> the section of the page with the first 24.
     entries: [(description, indices of samples)]; cells(sample) -> its pictures; titles: one for each cell."""
     from predict import save_png
@@ -268,10 +269,10 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
         rows = []
         for words, indices in entries[start:start + 24]:
             shown = [cell for i in indices for cell in cells(samples[i])]
-            names = (titles or ["control", "target", "its control", "its target"])[:len(shown)]
+            names = titles[:len(shown)]
             rows.append([words, *map(thumbnail, shown)])
             if page == 1:
-                tiles = copies(folder, f"{kind}-{len(cards)}", dict(zip(names, shown)), words)
+                tiles = copies(folder, f"{kind}-{len(cards)}", zip(names, shown), words)
                 cards.append(card(words, samples[indices[0]].prompts[0], tiles))
         save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
     if not cards:
@@ -286,10 +287,10 @@ def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
                    id=kind.replace(" ", "-"))
 
 def copies(folder, name, cells, words):
-    """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: {title: picture, or
-    list of pictures, or text}."""
+    """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: pairs (title,
+    picture or list of pictures or text)."""
     tiles = []
-    for title, cell in cells.items():
+    for title, cell in cells:
         for n, image in enumerate(cell if isinstance(cell, list) else [cell]):
             if isinstance(image, Image.Image): # and not the text "no mask"
                 path = folder / "pictures" / f"{name}-{len(tiles)}.jpg".replace(" ", "_")
@@ -526,7 +527,8 @@ def main():
         path.unlink(missing_ok=True)
     samples, rows, findings, faults = examine(samples, pipe, args)
     problems += faults
-    print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
+    for problem in problems:
+        print(problem, file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
         title = how_many(samples)

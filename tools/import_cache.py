@@ -45,7 +45,7 @@ def read_old(path):
             raise ValueError(f"a batch of {batches[0]} samples: write a file for each of them")
         shapes = get_image_shapes_multi_resolution(tensors, 1)[0]
         tensors = {k: t[0] if t.ndim == 3 or k.endswith("_mask") and t.ndim == 2 else t for k, t in tensors.items()}
-        for name in [name for name in ("prompt_embed", "empty_prompt_embed") if name in tensors]: # remove the padding
+        for name in {"prompt_embed", "empty_prompt_embed"} & tensors.keys(): # remove the padding
             tensors[name] = tensors[name][tensors.get(name + "s_mask", torch.ones(len(tensors[name]))).bool()]
             tensors[name + "s_mask"] = torch.ones(len(tensors[name]), dtype=torch.bool)
         rows = [tensors[name] for name in ("pixel_latent", "control_latent", "prompt_embed")]

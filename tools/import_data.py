@@ -66,8 +66,8 @@ COLUMNS = dict(
             .split(), # also numbered, from 0 or 1
     mask="mask mask_image mask_img edit_mask control_mask".split(),
     prompt="prompt caption text instruction edit_prompt edit_instruction".split())
-TABLES, CONFIGS = (".jsonl", ".json", ".csv", ".tsv"), (".toml", ".yaml", ".yml")
-CACHES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
+TABLES, CONFIGS = ".jsonl .json .csv .tsv".split(), ".toml .yaml .yml".split()
+CACHES = ".safetensors .pt .pth .bin .ckpt .pkl".split() # all but the first are pickles: refused
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
 
 def role_of(name, names_of):
@@ -638,20 +638,20 @@ def fit_masks(samples, folder, invert=False, alpha=False):
 
     def work(item):
         return fit_mask(item[1], folder / f"{item[0]}.png", invert, alpha)
-    def shown(sample): # a table's picture has no file of its own
-        path = Path(sample.target if alpha else sample.mask)
-        return f"mask of {sample.name}" if path.is_relative_to(folder.parent) else str(path)
     bad, empty, problems = [], [], []
     found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
     for sample, future in zip(common.progress("reading masks", masked, unit=" masks"), found):
+        file = sample.target if alpha else sample.mask
+        # a table's picture has no file of its own
+        shown = f"mask of {sample.name}" if Path(file).is_relative_to(folder.parent) else file
         try:
             mask = future.result()
             if mask is None:
-                empty.append(shown(sample))
+                empty.append(shown)
             sample.mask = mask
         except InputError as e:
             bad.append(id(sample))
-            problems.append(str(e) if alpha else str(e).replace(str(sample.mask), shown(sample)))
+            problems.append(str(e).replace(file, shown))
     if empty:
         print(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
               + (", ..." if len(empty) > 8 else ""))
@@ -746,13 +746,12 @@ def convert(args, columns, tmp):
             new, faults = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
             new, faults = read_folders(**dict(prompt=args.prompt) | part, alone=args.alone)
-        new, more = fit_masks(new, tmp / f"masks{n}", **changes)
-        faults += more
+        new, of_masks = fit_masks(new, tmp / f"masks{n}", **changes)
         for sample in new:
             if len(parts) > 1: # each part gets a folder, as two parts may have the same names
                 sample.name = f"{n}/{sample.name}"
         samples += new
-        problems += faults
+        problems += faults + of_masks
     if not samples and not problems:
         problems.append(error_line(f"{source}: no sample in it; see -h for the layouts, or {ASK}"))
     n = args.hold_out or len(samples) + 1

@@ -136,7 +136,7 @@ def read_result(path, by_vae):
 def ends_of(folder, stems):
     """Finds out with which --seed and --scales predict.py has generated the pictures in `folder`: several seeds add
     endings such as -s1 to the file names, several scales -x0.5. stems: the names without an ending -> {ending: its
-    scale, as a text}, sorted by scale; {"": ""} if there are no pictures."""
+    scale, as a text}, sorted by scale."""
     scale, readings = r"-x(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)", []
     for file in sorted(folder.glob("*.png")):
         matches = [re.fullmatch(f"(?s)(.+)({end})", file.stem) for end in ("()", r"-s\d+()", scale, r"-s\d+" + scale)]
@@ -144,7 +144,7 @@ def ends_of(folder, stems):
     # a name may itself end in -s1, and then has two readings: the ending that more files have is the right one
     times = Counter(end for of_file in readings for end in of_file)
     ends = dict(max(of_file, key=times.get) for of_file in readings if of_file)
-    return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf"))) or {"": ""}
+    return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf")))
 
 COLUMNS = dict(input="7.1f", result="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
                outside="7.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
@@ -166,7 +166,7 @@ def main(args):
     diffusers.utils.logging.disable_progress_bar()
     stems = {picture_stem(sample): sample for sample in samples}
     ends = ends_of(args.results, stems)
-    if stems and not any((args.results / f"{stem}{end}.png").exists() for stem in stems for end in ends):
+    if stems and not ends:
         raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
     pipe = None
     if args.model != "none":

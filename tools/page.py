@@ -387,8 +387,8 @@ def commands(run):
     for validation in run.validations[-1:]:
         flags = flags | validation.get("flags", {})
     predict = ["python", "predict.py", "--model", flags.get("model", "tiny")]
-    for name in ("transformer", "quantize", "quantize_text_encoder", "offload", "negative_prompt",
-                 "num_inference_steps", "true_cfg_scale", "shift"):
+    for name in ("transformer quantize quantize_text_encoder offload negative_prompt num_inference_steps "
+                 "true_cfg_scale shift").split():
         changed = f"--{name}" in given or flags.get(name) != run.flags.get(name)
         if changed and flags.get(name) is not None:
             predict += [f"--{name}", "all" if flags[name] == common.ALL_BLOCKS else flags[name]]
