@@ -159,7 +159,9 @@ def no_dataset(root):
             return f"{root}: {what}; give {folder.parent}"
     names = sorted(path.name for path in root.glob("*"))
     holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
-    return f"{root}: {what}{holds}; {explain_folder(names, common.FOLDERS) or common.LAYOUT}"
+    # nearly a folder of a dataset, such as Targets or controls
+    renames = [f"rename {name} to {near}" for name in names if (near := name.lower().rstrip("s")) in common.FOLDERS]
+    return f"{root}: {what}{holds}; {renames[0] if renames else common.LAYOUT}"
 
 
 def is_dataset(folder):
@@ -257,13 +259,6 @@ def common_files(sample):
     """Those files of a sample that another one has only if it has the same pictures."""
     texts = [text["file"] for (_, with_pictures), text in sample.texts.items() if with_pictures]
     return [encoding["file"] for encoding in sample.encodings] + (texts if sample.controls else [])
-
-
-def explain_folder(names, wanted):
-    """-> what to rename, if one of these names is nearly a folder of a dataset, such as Targets or controls."""
-    for name in names:
-        if (near := name.lower().rstrip("s")) in wanted:
-            return f"rename {name} to {near}"
 
 
 def explain_word(word, known):

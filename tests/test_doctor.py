@@ -319,7 +319,7 @@ def test_sheets_write_any_name_and_keep_thumbnails_only(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(doctor, "contact_sheet", lambda rows, titles: kept.extend(rows) or Image.new("L", (8, 8)))
     sample = SimpleNamespace(prompts=["a prompt"])
-    doctor.write_sheets(tmp_path, "moved", [("words", [0])], [sample], lambda sample: cells)
+    doctor.write_sheets(tmp_path, "moved", [("words", [sample])], lambda sample: cells)
     (words, one, beside, *others), = kept
     assert words == "words" and others == cells[2:] and max(one.size + beside.size) == sheet.CELL
 

@@ -137,8 +137,7 @@ def make_ours():
     if args.checkpointing:
         checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
-        for block in ours.transformer_blocks:
-            block.compile(dynamic=True)
+        common.load_extra("compile").compile_blocks(ours.transformer_blocks)
     return ours
 
 def make_models():

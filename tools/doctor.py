@@ -259,27 +259,28 @@ def difference_cells(sample):
     target = read_image(sample.target)
     return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
 
-def write_sheets(folder, kind, entries, samples, cells=cells_of,
-                 titles=("control", "target", "its control", "its target")):
+def write_sheets(folder, kind, entries, cells=cells_of,
+                 titles=("control", "target", "its control", "its target"), of=0):
     """Writes FOLDER/sheet_KIND_PAGE.png, with 24 entries on each sheet -> the section of the page with the first 24.
-    entries: [(description, indices of samples)]; cells(sample) -> its pictures; titles: one for each cell."""
+    entries: [(description, samples)]; cells(sample) -> its pictures; titles: one for each cell; of: how many there are,
+    if these are some of them."""
     from predict import save_png
     cards = []
     for page, start in enumerate(range(0, len(entries), 24), 1):
         rows = []
-        for words, indices in entries[start:start + 24]:
-            shown = [cell for i in indices for cell in cells(samples[i])]
+        for words, samples in entries[start:start + 24]:
+            shown = [cell for sample in samples for cell in cells(sample)]
             names = titles[:len(shown)]
             rows.append([words, *map(thumbnail, shown)])
             if page == 1:
                 tiles = copies(folder, f"{kind}-{len(cards)}", zip(names, shown), words)
-                cards.append(card(words, samples[indices[0]].prompts[0], tiles))
+                cards.append(card(words, samples[0].prompts[0], tiles))
         save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
     if not cards:
         return None
     count = f", {len(entries)}" if kind in KINDS else ""
-    if kind == "overview" and len(entries) < len(samples):
-        count = f", {len(entries)} of {len(samples)}"
+    if len(entries) < of:
+        count = f", {len(entries)} of {of}"
     if len(entries) > 24:
         count = f", the first 24 of {len(entries)}"
     meaning = detail(KINDS[kind]) if kind in KINDS else None
@@ -380,7 +381,7 @@ def write_aligned(out, samples, moved, sheets):
     """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`
     repaired. Also writes sheets of the differences before and after to the folder `sheets`, and prints the result
     -> a section of the page."""
-    left_out, entries, pairs, names, taken = [], [], [], set(), set()
+    left_out, entries, names, taken = [], [], set(), set()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
@@ -396,10 +397,9 @@ def write_aligned(out, samples, moved, sheets):
                     continue
                 copy = copy_to(folder, repaired, taken)
                 if i in moved:
-                    entries.append((sample.name, [len(pairs), len(pairs) + 1]))
-                    pairs += [sample, copy]
+                    entries.append((sample.name, [sample, copy]))
             titles = ["difference before", "difference after"]
-            page_section = write_sheets(sheets, "aligned", entries, pairs, difference_cells, titles)
+            page_section = write_sheets(sheets, "aligned", entries, difference_cells, titles)
             os.replace(folder, out)
     except OSError as e:
         raise InputError(f"{out}: cannot be written ({e.strerror}); give another folder, or free some space")
@@ -477,22 +477,25 @@ def print_findings(title, numbers, findings, verdict, judged):
 
 def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
-    of_kinds = {kind: write_sheets(out, kind, entries, samples) for kind, entries in findings.items()}
+    of_kinds = {}
+    for kind, entries in findings.items():
+        shown = [(words, [samples[i] for i in indices]) for words, indices in entries]
+        of_kinds[kind] = write_sheets(out, kind, shown)
     probably_meant = of_kinds.pop("recoloured") if is_perhaps_the_edit(samples, findings) else None
     parts = [aligned, *of_kinds.values()]
-    by_hand = [i for i, sample in enumerate(samples) if sample.mask]
+    by_hand = [(sample.name, [sample]) for sample in samples if sample.mask]
     titles = ["control", "target", "edited (dark = not)"]
-    some = [(samples[i].name, [i]) for i in by_hand[::max(1, len(by_hand) // 24)][:24]]
-    parts.append(write_sheets(out, "mask by hand", some, samples, masked_cells, titles))
+    some = by_hand[::max(1, len(by_hand) // 24)][:24]
+    parts.append(write_sheets(out, "mask by hand", some, masked_cells, titles))
     if args.mask:
         with_mask = functools.partial(masked_cells, area=args.target_pixels[0], upscale=args.upscale)
-        used = set(by_hand) - {i for _, indices in findings["empty mask"] for i in indices}
-        entries = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and i not in used]
-        parts.append(write_sheets(out, "mask", entries, samples, with_mask, titles))
-    overview = []
-    for i, sample in enumerate(samples):
-        overview.append((f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [i]))
-    parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
+        empty = [i for _, indices in findings["empty mask"] for i in indices]
+        entries = [(sample.name, [sample]) for i, sample in enumerate(samples)
+                   if sample.controls and (not sample.mask or i in empty)]
+        parts.append(write_sheets(out, "mask", entries, with_mask, titles))
+    some = samples[::max(1, len(samples) // 12)][:12]
+    overview = [(f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [sample]) for sample in some]
+    parts.append(write_sheets(out, "overview", overview, of=len(samples)))
     if probably_meant is not None:
         heading, *rest = probably_meant
         parts.append(section(heading.text, fold("show", *rest), id=probably_meant.get("id")))
