@@ -479,7 +479,9 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
     of_kinds = {}
     for kind, entries in findings.items():
-        shown = [(words, [samples[i] for i in indices]) for words, indices in entries]
+        shown = []
+        for words, indices in entries:
+            shown.append((words, [samples[i] for i in indices]))
         of_kinds[kind] = write_sheets(out, kind, shown)
     probably_meant = of_kinds.pop("recoloured") if is_perhaps_the_edit(samples, findings) else None
     parts = [aligned, *of_kinds.values()]
