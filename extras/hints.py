@@ -3,6 +3,7 @@ What a person may have meant by a flag that a script does not have: another trai
 folder. What a person should know of the data before a training, and what may surprise in flags and pictures.
 """
 import difflib
+import inspect
 import logging
 import math
 import os
@@ -69,6 +70,7 @@ VALUES = [ # argparse's message, and what it means
     ("--offload: invalid number_of_blocks value", "give a number of blocks, or all"),
     ("--max_grad_norm: ", "inf turns it off")]
 MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Edit-2511".split()
+NAMED = "--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)" # flags whose value is a name
 FEW = 3 # so many lines that are alike are printed one by one
 
 
@@ -76,8 +78,9 @@ def explain(message, known):
     """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag; "--c: invalid int value" with what
     it takes; another message stays as it is. known: the script's own flags, {flag: argparse's action}."""
     begin = "unrecognized arguments: "
-    if m := re.match(r"--optimizer: found no '(\w+)'", message):
-        message = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}" if m[1].lower() in OPTIMIZERS else message
+    m = re.match(r"--optimizer: found no '(\w+)'", message)
+    if m and m[1].lower() in OPTIMIZERS:
+        message = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}"
     message = explain_area(message) or explain_missing(message) or message
     for start, remedy in VALUES:
         message += f"; {remedy}" if message.startswith(start) else ""
@@ -115,7 +118,7 @@ def refuse_slips(parser):
         lines = ["usage: predict.py FLAGS; predict.py -h lists them. For instance:", *examples[:4], ""]
         parser.exit(2, "\n".join(lines))
     for flag, value in values_given():
-        if not value and re.fullmatch("--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)", flag):
+        if not value and re.fullmatch(NAMED, flag):
             parser.error(f"argument {flag}: empty; give a name, or leave it out") # it would mean this folder
         if flag in ("--model", "--transformer") and (meant := near_model(value)):
             parser.error(f"argument {flag}: {value} is no folder; give {meant}")
@@ -160,7 +163,9 @@ def no_dataset(root):
             return f"{root}: {what}; give {folder.parent}"
     names = sorted(path.name for path in root.glob("*"))
     holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
-    return f"{root}: {what}{holds}; {explain_folder(names, common.FOLDERS) or common.LAYOUT}"
+    # nearly a folder of a dataset, such as Targets or controls
+    renames = [f"rename {name} to {near}" for name in names if (near := name.lower().rstrip("s")) in common.FOLDERS]
+    return f"{root}: {what}{holds}; {renames[0] if renames else common.LAYOUT}"
 
 
 def is_dataset(folder):
@@ -241,13 +246,6 @@ def common_files(sample):
     """Those files of a sample that another one has only if it has the same pictures."""
     texts = [text["file"] for (_, with_pictures), text in sample.texts.items() if with_pictures]
     return [encoding["file"] for encoding in sample.encodings] + (texts if sample.controls else [])
-
-
-def explain_folder(names, wanted):
-    """-> what to rename, if one of these names is nearly a folder of a dataset, such as Targets or controls."""
-    for name in names:
-        if (near := name.lower().rstrip("s")) in wanted:
-            return f"rename {name} to {near}"
 
 
 def explain_word(word, known):
@@ -339,55 +337,42 @@ def one_text_in_lines(samples):
 
 
 def bend_of(samples):
-    """How much the aspect of a target changes at most, at each of its sizes: sides are rounded to 32."""
-    worst = 0.1, None
+    """The target whose aspect changes most, if that is by more than 10 %, at one of its sizes."""
+    bends = [] # (by how much, the new aspect, sample)
     for sample in samples:
         width, height = sample.sizes[0]
-        own = {"height", "width"} & {key for key, value in sample.settings.items() if value}
         for encoding in sample.encodings:
             _, h, w = encoding["img_shapes"][0]
-            bend = abs(w / h * height / width - 1)
-            if bend > worst[0]:
-                why, remedy = "sides rounded to 32 change", "a larger area bends it less"
-                if own:
-                    why, remedy = f"{min(own)} alone changes", "give --height and --width"
-                worst = bend, f"{sample.name}: {why} its aspect by {bend:.1%}; {remedy}"
-                if len(own) > 1:
-                    worst = bend, f"{sample.name}: {other_shape(sample, w / h)}"
-    if worst[1]:
-        yield worst[1]
-
-
-def other_shape(sample, aspect):
-    """What --width and --height do to a picture, which gets this aspect."""
-    (width, height), wide = sample.sizes[0], sample.settings["width"]
-    return (f"--width and --height change its shape from {width / height:.2f} to {aspect:.2f}; give --width {wide} "
-            f"--height {round(wide * height / width)}, or leave one out")
-
-
-def smaller(samples, tokens):
-    """The flags that make those pictures small that have more tokens than this."""
-    flags = []
-    for sample in samples:
-        for (_, h, w), *controls in [encoding["img_shapes"] for encoding in sample.encodings]:
-            both = sample.settings.get("width") and sample.settings.get("height") # one alone keeps the area
-            if h * w > tokens:
-                flags.append("a smaller --width and --height" if both else "--target_pixels 160x160")
-            if any(h * w > tokens for _, h, w in controls):
-                flags.append("--control_pixels 160x160")
-    return " ".join(sorted(set(flags), reverse=True))
+            bends.append((abs(w / h * height / width - 1), w / h, sample))
+    bend, aspect, sample = max(bends, key=lambda one: one[0])
+    own = [side for side in ("height", "width") if sample.settings.get(side)]
+    if bend <= 0.1:
+        return
+    if len(own) > 1:
+        (width, height), wide = sample.sizes[0], sample.settings["width"]
+        yield (f"{sample.name}: --width and --height change its shape from {width / height:.2f} to {aspect:.2f}; give "
+               f"--width {wide} --height {round(wide * height / width)}, or leave one out")
+    elif own:
+        yield f"{sample.name}: {own[0]} alone changes its aspect by {bend:.1%}; give --height and --width"
+    else:
+        yield f"{sample.name}: sides rounded to 32 change its aspect by {bend:.1%}; a larger area bends it less"
 
 
 def size_for_tiny(samples, model):
     """tiny was made for pictures of 160x160: a photograph of 12 megapixels would take it minutes a step."""
-    if not common.is_tiny(model):
-        return
-    sizes = [(w * h, 16 * w, 16 * h, sample.name) for sample in samples for encoding in sample.encodings
-             for _, h, w in encoding["img_shapes"]]
-    tokens, width, height, name = max(sizes)
-    if tokens > 400:
+    large, remedies = [], set()
+    for sample in samples if common.is_tiny(model) else []:
+        both = sample.settings.get("width") and sample.settings.get("height") # one alone keeps the area
+        of_target = "a smaller --width and --height" if both else "--target_pixels 160x160"
+        for encoding in sample.encodings:
+            for n, (_, h, w) in enumerate(encoding["img_shapes"]):
+                if h * w > 400:
+                    large.append((h * w, 16 * w, 16 * h, sample.name))
+                    remedies.add("--control_pixels 160x160" if n else of_target)
+    if large:
+        _, width, height, name = max(large)
         yield (f"{name}: {width}x{height} is slow with the model tiny, which knows small pictures; give "
-               f"{smaller(samples, 400)}")
+               f"{' '.join(sorted(remedies, reverse=True))}")
 
 
 def longest_of(samples, max_tokens):
@@ -422,14 +407,11 @@ def of_empty_masks(samples, val_samples):
                "without a mask")
 
 
-WARNINGS = dict( # a flag that tells which script asks: its warnings, and what these read
-    model=[(bend_of, "samples"), (size_for_tiny, "samples model")], # of all scripts
-    data=[(one_text_in_lines, "samples"), (of_empty_masks, "samples val_samples")], # of all that train or encode
-    max_steps=[(too_wide, "lora_rank"), (longest_of, "samples max_tokens"), # of trainings
-               (of_masks, "samples mask_foreground_weight mask_background_weight"),
-               (no_pictures, "val_samples sample_every"), (without_cfg, "true_cfg_scale")],
-    jobs=[(overwritten, "samples jobs out_dir"), (one_result, "samples image"), # of predict.py
-          (results_without_cfg, "samples negative_prompt")])
+WARNINGS = dict( # a flag that tells which script asks: its warnings, whose parameters are flags
+    model=[bend_of, size_for_tiny], # of all scripts
+    data=[one_text_in_lines, of_empty_masks], # of all that train or encode
+    max_steps=[too_wide, longest_of, of_masks, no_pictures, without_cfg], # of trainings
+    jobs=[overwritten, one_result, results_without_cfg]) # of predict.py
 
 
 def warnings(args, samples, val_samples=()):
@@ -438,9 +420,9 @@ def warnings(args, samples, val_samples=()):
     known, lines = vars(args) | dict(samples=samples, val_samples=val_samples), []
     if not samples: # all have errors, which are listed
         return []
-    for flag, rows in WARNINGS.items():
-        for warn, names in rows:
-            read = names.split()
+    for flag, functions in WARNINGS.items():
+        for warn in functions:
+            read = inspect.signature(warn).parameters
             if known.keys() >= {flag, *read}:
                 lines += warn(*[known[name] for name in read]) or ()
     return [f"warning: {line}" for line in lines]

@@ -25,13 +25,12 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 from peft.utils.other import get_pattern_key
-from tqdm import tqdm
 
 import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import PEFT_FILE, InputError, first_words, read_object
 
-PEFT_CONFIG = "adapter_config.json" # beside common.PEFT_FILE
+PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
                       r"(lycoris|lora_unet|lora_transformer|lora_dit|unet|transformer(?!_blocks))_")
 # how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa
@@ -47,8 +46,8 @@ OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used
           r"[wb]_norm$": "with trained norms", r"oft_|boft": "an OFT", r"\.[ab][12]\.weight$": "a GLoRA",
           r"lora_embedding": "a LoRA with token embeddings", r"lora_(B|up)\.(\w+\.)?bias$": "a LoRA with biases",
           r"lora.*(scale_weight|weight_scale)$": "a LoRA in scaled fp8"}
-FLAT = dict(alpha=("lora_alpha", "network_alpha", "alpha", "transformer.lora_alpha"),
-            rank=("lora_rank", "network_dim", "rank", "r", "transformer.r"))
+FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
+            rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 
@@ -180,16 +179,21 @@ def flat_config(header, names):
 
 def find_configs(file, header, tensors):
     """-> [(where, a config that says alpha)] but for the tensors' own, and our entries of the header."""
+    # diffusers' entry, and what tools/convert_lora.py writes for ComfyUI
+    texts = {f"{key} in its header": header.get(key, "{}") for key in ("lora_adapter_metadata", "train")}
+    peft_s = file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
+    if peft_s and (file.parent / PEFT_CONFIG).is_file():
+        texts[f"{PEFT_CONFIG} beside it"] = (file.parent / PEFT_CONFIG).read_text(errors="replace")
     sources, train = [], {}
-    for key in ("lora_adapter_metadata", "train"): # diffusers' entry, and what tools/convert_lora.py writes for ComfyUI
+    for where, text in texts.items():
         try:
-            meta = read_object(header.get(key, "{}"))
+            meta = read_object(text)
         except (ValueError, TypeError) as e:
-            if key == "train": # another program's
+            if where.startswith("train "): # another program's
                 continue
-            raise error_of(file, f"{key} in its header cannot be read ({first_words(e)})")
+            raise error_of(file, f"{where} cannot be read ({first_words(e)})")
         train |= {k: v for k, v in meta.items() if k.startswith("train.")}
-        sources.append((f"{key} in its header", {k.removeprefix("transformer."): v for k, v in meta.items()}))
+        sources.append((where, {k.removeprefix("transformer."): v for k, v in meta.items()}))
     sources.append(("alpha in its header", flat_config(header, FLAT)))
     with_alpha = any(key.endswith("alpha") for key in tensors)
     noted = {} if with_alpha else flat_config(header, NOTES)
@@ -198,12 +202,6 @@ def find_configs(file, header, tensors):
     elif noted and noted["lora_alpha"].removesuffix(".0") != noted.get("r"):
         warn(f"warning: {file}: ss_network_alpha {noted['lora_alpha']} in its header is taken for a note about the "
              "training, whose alpha is in the weights, as musubi-tuner's converter puts it there; if not, --lora_scale")
-    peft_s = file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
-    if peft_s and (file.parent / PEFT_CONFIG).is_file():
-        try:
-            sources.append((PEFT_CONFIG, read_object((file.parent / PEFT_CONFIG).read_text())))
-        except (ValueError, TypeError) as e:
-            raise error_of(file, f"{PEFT_CONFIG} beside it cannot be read ({first_words(e)})")
     for where, config in sources:
         for name in VARIANTS:
             if config.get(name):
@@ -266,6 +264,11 @@ def decompose(factors, rank):
     return u, s[kept], v, max(0, size - s[kept].square().sum().item()), size
 
 
+def share(lost, size):
+    """-> how far the LoRA of a LoKr or LoHa is off, as a share of its change of the weights. Both squared."""
+    return math.sqrt(lost / max(size, 1e-300))
+
+
 def has_factors(file):
     """Whether a file is a LoKr or LoHa. False for one that cannot be read, which gets its error line later."""
     try:
@@ -303,23 +306,21 @@ def convert(file, rank):
         raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
     layers = sort_tensors(file, tensors)
     configs, train = find_configs(file, header, tensors)
-    state, alphas, losses = {}, {}, []
+    state, alphas, off = {}, {}, {}
     factored = any({"A", "B"}.isdisjoint(parts) for parts in layers.values())
+    each = common.progress("decomposing", layers.items(), unit=" layers") if factored else layers.items()
     try:
-        for layer, parts in tqdm(layers.items(), "decomposing", unit=" layers", disable=None if factored else True,
-                                 leave=False):
-            a, b, alpha = to_lora(layer, parts, rank, configs, losses)
+        for layer, parts in each:
+            a, b, alphas[layer], off[layer] = to_lora(layer, parts, rank, configs)
             state[f"transformer.{layer}.lora_A.weight"], state[f"transformer.{layer}.lora_B.weight"] = a, b
-            alphas[layer] = alpha
     except ValueError as e:
         raise error_of(file, first_words(e))
     except Exception as e: # a foreign file can fail in any way
         raise error_of(file, f"{layer}: {first_words(e)}")
     if factored and common.rank() == 0:
-        _, _, lost, size = zip(*losses)
-        share = math.sqrt(sum(lost) / max(sum(size), 1e-300))
+        worst, layer = max((share(*errors), layer) for layer, errors in off.items())
         print(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
-              f"{share:.2%} off, at worst {max(losses)[0]:.2%} ({max(losses)[1]}); a larger --rank of "
+              f"{share(*map(sum, zip(*off.values()))):.2%} off, at worst {worst:.2%} ({layer}); a larger --rank of "
               "tools/convert_lora.py is nearer")
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:
@@ -330,26 +331,24 @@ def convert(file, rank):
     return state, meta
 
 
-def to_lora(layer, parts, rank, configs, losses):
-    """A layer's tensors -> (lora_A (r, inputs), lora_B (outputs, r), alpha). ValueError says what is wrong. A LoKr's or
-    LoHa's adds to losses how far its LoRA is off: (as a share of the change of its weight, the layer, how far, and how
-    large the change is, both squared)."""
+def to_lora(layer, parts, rank, configs):
+    """A layer's tensors -> (lora_A (r, inputs), lora_B (outputs, r), alpha, `share`'s arguments). ValueError says what
+    is wrong."""
     matrices = {name: to_matrix(layer, name, tensor) for name, tensor in parts.items() if name != "alpha"}
     if not {"A", "B"} & matrices.keys():
         if not matrices:
             raise ValueError(f"{layer} has an alpha and no matrices")
         scale = scale_of(layer, parts, None, configs)
-        u, s, v, lost, size = decompose(matrices, rank)
-        losses.append((math.sqrt(lost / max(size, 1e-300)), layer, scale**2 * lost, scale**2 * size))
+        u, s, v, *off = decompose(matrices, rank)
         dtype, root = next(iter(matrices.values())).dtype, s.sqrt() # in equal shares, so that half precision holds both
-        return (root[:, None] * v).to(dtype), (scale * u * root).to(dtype), len(s)
+        return (root[:, None] * v).to(dtype), (scale * u * root).to(dtype), len(s), [scale**2 * n for n in off]
     if matrices.keys() != {"A", "B"}:
         words = " and ".join(f"lora_{name}" for name in sorted(matrices))
         raise ValueError(f"{layer} has {words}, and not just lora_A and lora_B")
     a, b = matrices["A"], matrices["B"]
     if len(a) != b.shape[1]:
         raise ValueError(f"{layer} has matrices of different ranks, {list(a.shape)} and {list(b.shape)}")
-    return a, b, scale_of(layer, parts, len(a), configs) * len(a)
+    return a, b, scale_of(layer, parts, len(a), configs) * len(a), (0, 0)
 
 
 def to_matrix(layer, name, tensor):

@@ -58,6 +58,14 @@ def high_pass(image, size):
     coarse = x.resize([max(2, round(24 * n / max(size))) for n in size], Image.BOX)
     return np.asarray(x), np.asarray(x) - np.asarray(coarse.resize(size, Image.BICUBIC))
 
+def same_shape(size, other):
+    """Whether two (width, height) have the same aspect, but for a stretch that is hardly visible."""
+    return abs(math.log(size[0] / size[1] / (other[0] / other[1]))) < math.log(ASPECT)
+
+def scaled(motion, factor):
+    """The same motion in pixels of copies that are `factor` times as large."""
+    return motion * np.array([factor, factor, 1, 1])
+
 def inverse(motion):
     """The target's against the control, of the control's against the target; and the reverse."""
     dx, dy, zoom, turn = motion
@@ -153,8 +161,7 @@ def find_motion(target, control, size):
     best, best_lead = None, 0
     for n, motion in enumerate(starts_of(fine, control_fine)):
         for scale, ((_, fine), (_, control_fine)) in [*zip(scales, copies)][-2 if n else 0:]:
-            unit = np.array([scale, scale, 1, 1])
-            motion = refine(motion / unit, fine, control_fine) * unit
+            motion = scaled(refine(scaled(motion, 1 / scale), fine, control_fine), scale)
         shift, zoom = np.hypot(*motion[:2]), np.hypot(*motion[2:])
         far = max(shift, zoom * max(size) / 2)
         if far < REACH / 2: # at rest, and so it would be from any start
@@ -208,11 +215,9 @@ def find_cast(target, control):
 def find_change(target, control):
     """How two PIL images differ as a whole -> (find_motion's motion or None, find_cast's cast or None). The doctor's
     findings are this, and no pair that it calls recoloured gets an automatic mask."""
-    (w, h), (cw, ch), motion = target.size, control.size, None
-    size, small = copy_size((w, h)), copy_size((w, h), 64)
-    if abs(math.log(w / h / (cw / ch))) < math.log(ASPECT):
-        motion = find_motion(target, control, size)
-    there = np.zeros(4) if motion is None else motion * ([max(small) / max(size)] * 2 + [1, 1])
+    size, small = copy_size(target.size), copy_size(target.size, 64)
+    motion = find_motion(target, control, size) if same_shape(target.size, control.size) else None
+    there = np.zeros(4) if motion is None else scaled(motion, max(small) / max(size))
     seen = seen_by_both(small[::-1], there)
     target, control = [image.resize(small, Image.BOX) for image in (target, control)]
     return motion, find_cast(np.asarray(target)[seen], np.asarray(show_moved(control, there))[seen])
@@ -222,12 +227,12 @@ def find_change(target, control):
 def fit_motion(target, control, motion=(0, 0, 0, 0)):
     """The motion, in pixels of copies of SIDE, that makes the control the target -> the same in pixels of the target,
     refined on copies of FINE. The two need the same aspect, not the same size."""
-    size, motion = copy_size(target.size), np.array(motion, float)
+    size = copy_size(target.size)
     for side in FINE:
         before, size = size, copy_size(target.size, side)
-        motion *= [max(size) / max(before)] * 2 + [1, 1]
+        motion = scaled(motion, max(size) / max(before))
         motion = refine(motion, high_pass(target, size)[1], high_pass(control, size)[1])
-    return motion * ([max(target.size) / max(size)] * 2 + [1, 1])
+    return scaled(motion, max(target.size) / max(size))
 
 def remaining_motion(target, control):
     """How far a repaired pair may still move at its worst corner, in pixels of copies of at most 1024: the larger of
@@ -266,8 +271,7 @@ def auto_mask(target, control, size):
     of 16x16 pixels of `size`, (width, height) of the target as it is trained: the edited share, soft. None if nothing
     differs, nearly all does, the two have different shapes, or the whole picture is recoloured: then a mask says
     nothing, and every token weighs the same."""
-    (w, h), (cw, ch) = target.size, control.size
-    if abs(math.log(w / h / (cw / ch))) > math.log(ASPECT): # as they are: a small `size` is rounded to another shape
+    if not same_shape(target.size, control.size): # as they are: a small `size` is rounded to another shape
         return None
     w, h = size
     target, control = target.resize(size, Image.LANCZOS), control.resize(size, Image.BICUBIC)

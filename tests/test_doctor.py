@@ -271,9 +271,9 @@ def test_pairs_are_examined_side_by_side(tmp_path, data, monkeypatch):
         add_item(data, name)
     both, examine_sample = threading.Barrier(2, timeout=20), doctor.examine_sample
 
-    def together(sample, args):
+    def together(sample, **others):
         both.wait()
-        return examine_sample(sample, args)
+        return examine_sample(sample, **others)
     monkeypatch.setattr(doctor, "examine_sample", together)
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
     samples, _ = common.read_dataset(data)
@@ -319,7 +319,7 @@ def test_sheets_write_any_name_and_keep_thumbnails_only(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(doctor, "contact_sheet", lambda rows, titles: kept.extend(rows) or Image.new("L", (8, 8)))
     sample = SimpleNamespace(prompts=["a prompt"])
-    doctor.write_sheets(tmp_path, "moved", [("words", [0])], [sample], lambda sample: cells)
+    doctor.write_sheets(tmp_path, "moved", [("words", [sample])], lambda sample: cells)
     (words, one, beside, *others), = kept
     assert words == "words" and others == cells[2:] and max(one.size + beside.size) == sheet.CELL
 

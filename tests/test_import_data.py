@@ -497,6 +497,16 @@ def test_endings_are_left_out_and_names_that_differ_are_shown(tmp_path, kind):
     else:
         assert all(any(is_one_line(error, named) for error in got.errors) for named in want), got.errors
 
+def test_a_caption_of_another_suffix_may_lie_beside_the_control(tmp_path):
+    put(tmp_path, "after/a.png before/a.png")
+    (tmp_path / "before/a.cap").write_text("so")
+    config = f"""[[datasets]]
+                 image_directory = "{tmp_path}/after"
+                 control_directory = "{tmp_path}/before"
+                 caption_extension = "cap\""""
+    got = import_data(write_rows(tmp_path / "a.toml", config), tmp_path / "out")
+    assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["so"])
+
 def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
     """Or, as in ai-toolkit, stands before a caption that has none."""
     put(tmp_path, "after/a.png before/a.png after/b.png before/b.png")
@@ -508,7 +518,7 @@ def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
     assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["p3rson so"], b=["p3rson in snow"])
     write_rows(tmp_path / "b.yaml", config.replace("trigger_word: p3rson, ", ""))
     [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", status=1).errors
-    assert is_one_line(error, "a.txt", "[trigger]", "trigger_word")
+    assert is_one_line(error, "a.txt", "[trigger]", "give the .yaml with its trigger_word")
     (tmp_path / "after/b.txt").unlink() # --prompt is a caption as well; YAML has numbers, and another placeholder
     (tmp_path / "after/a.txt").write_text("[name] so")
     write_rows(tmp_path / "c.yaml", config.replace("p3rson", "0, resolution: [512, 768], caption_dropout_rate: 1.0"))

@@ -266,8 +266,8 @@ def repair_pair(target, control, folder, monkeypatch):
     files = [str(save(image, folder / f"{role}.png")) for role, image in (("target", target), ("control", control))]
     if "moved" not in doctor.examine_pair(target, control):
         return None, None
-    said = doctor.repair(common.Sample("pair", "data", files[1:], ["go"], files[0]))
-    return said or "repaired", fits[-1]
+    repaired = doctor.repair(common.Sample("pair", "data", files[1:], ["go"], files[0]), folder)
+    return repaired if isinstance(repaired, str) else "repaired", fits[-1]
 
 def test_what_is_called_repaired_is_within_a_quarter_of_a_pixel_also_if_it_was_turned(photos, tmp_path, monkeypatch):
     """Turned by up to 3 degrees, every fifth not at all. Those that are seen to move and cannot be repaired are called

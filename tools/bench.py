@@ -27,40 +27,34 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
-# per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
+# per sample, in tokens: height x width of its target and of its controls, and the length of its text
 PRESETS = dict(
-    mixed=[([(8, 8), (8, 8)], 20), ([(16, 8), (8, 16)], 60), ([(16, 16), (16, 16)], 110), ([(32, 16), (32, 16)], 175)],
-    mild=[([(15, 15), (15, 15)], 96), ([(14, 16), (16, 15)], 90), ([(16, 16), (15, 16)], 115),
-          ([(15, 17), (15, 16)], 105)],
-    uniform=[([(16, 16), (16, 16)], 100)] * 4,
-    quick=[([(2, 3), (3, 2)], 5), ([(4, 4), (4, 4), (2, 2)], 9), ([(6, 3), (3, 6)], 3)], # only shows that it runs
-    mixed_512=[([(32, 32), (32, 32)], 300), ([(24, 40), (24, 40)], 260), ([(48, 24), (48, 24), (32, 32)], 420),
-               ([(20, 20), (32, 32)], 230)],
-    uniform_512=[([(32, 32), (32, 32)], 300)] * 4,
-    mixed_1024=[([(64, 64), (64, 64)], 500), ([(32, 32), (32, 32)], 300), ([(48, 24), (48, 24)], 350),
-                ([(24, 40), (24, 40)], 300)],
-    single_1024=[([(64, 64), (64, 64)], 500)])
+    mixed=["8x8 8x8 20", "16x8 8x16 60", "16x16 16x16 110", "32x16 32x16 175"],
+    mild=["15x15 15x15 96", "14x16 16x15 90", "16x16 15x16 115", "15x17 15x16 105"],
+    uniform=["16x16 16x16 100"] * 4,
+    quick=["2x3 3x2 5", "4x4 4x4 2x2 9", "6x3 3x6 3"], # only shows that it runs
+    mixed_512=["32x32 32x32 300", "24x40 24x40 260", "48x24 48x24 32x32 420", "20x20 32x32 230"],
+    uniform_512=["32x32 32x32 300"] * 4,
+    mixed_1024=["64x64 64x64 500", "32x32 32x32 300", "48x24 48x24 350", "24x40 24x40 300"],
+    single_1024=["64x64 64x64 500"])
 
 parser = common.Parser(__doc__)
-parser.add_argument("--size", choices=["small", "full"], default="small",
-                    help="full: the real shape, with 41 GB of weights")
-parser.add_argument("--preset", nargs="+", choices=PRESETS,
-                    help="which samples (default: mixed mild uniform; with --size full four others)")
-parser.add_argument("--rounds", type=common.number(int, 1), default=9,
-                    help="number of timed rounds; use 9 or more for a figure that you quote")
-parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-parser.add_argument("--dtype", choices=["float32", "bfloat16"],
-                    help="dtype of the model (default: float32; with --size full bfloat16)")
-parser.add_argument("--threads", type=common.number(int, 1), default=1,
-                    help="CPU threads; with 1 the clock is processor time, with more wall time")
-parser.add_argument("--padded_batch", type=common.number(int, 1), default=4, help="samples per padded batch")
-parser.add_argument("--checkpointing", type=common.number(int, 0), metavar="BLOCKS",
-                    help="recompute this many blocks in the backward pass; stock can recompute only all or none "
-                    "(default: none; with --size full all)")
-parser.add_argument("--compile", action="store_true", help="torch.compile the blocks of packed")
-parser.add_argument("--cost", action="store_true",
-                    help="measure how the time grows with the tokens, and with the number of samples")
-parser.add_argument("--predict", action="store_true", help="time sampling instead of training")
+flag = parser.group("what to time")
+flag("--cost", False, "measure how the time grows with the tokens, and with the number of samples")
+flag("--predict", False, "time sampling instead of training")
+flag("--size", "small", "full: the real shape, with 41 GB of weights", choices=["small", "full"])
+flag("--preset", None, "which samples (default: mixed mild uniform; with --size full four others)", nargs="+",
+     choices=PRESETS)
+flag = parser.group("how")
+flag("--rounds", 9, "number of timed rounds; use 9 or more for a figure that you quote", type=common.positive)
+flag("--device", "cpu", "cpu, cuda, cuda:1, ...")
+flag("--dtype", None, "dtype of the model (default: float32; with --size full bfloat16)",
+     choices=["float32", "bfloat16"])
+flag("--threads", 1, "CPU threads; with 1 the clock is processor time, with more wall time", type=common.positive)
+flag("--padded_batch", 4, "samples per padded batch", type=common.positive)
+flag("--checkpointing", None, "recompute this many blocks in the backward pass; stock can recompute only all or none "
+     "(default: none; with --size full all)", type=common.natural, metavar="BLOCKS")
+flag("--compile", False, "torch.compile the blocks of packed")
 args = parser.parse_args()
 
 # What follows takes seconds to import, so it comes behind the flags.
@@ -69,17 +63,16 @@ import torch
 import transformers
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
 from PIL import Image
-from tqdm import tqdm
 
 import cache
 import predict
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution, run_packed
+from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
-                                run_with_pads, seconds, share, with_lora, with_pads)
+                                run_on, seconds, share, with_lora, with_pads)
 
 dtype = getattr(torch, args.dtype or ("bfloat16" if args.size == "full" else "float32"))
 torch.set_num_threads(args.threads)
-device_name, cuda = open_device(args.device, dtype), args.device.startswith("cuda")
+device_name = open_device(args.device, dtype)
 transformers.utils.logging.disable_progress_bar()
 config = dict(MODELS[args.size])
 layers = config["num_layers"]
@@ -89,6 +82,7 @@ if args.checkpointing is None:
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
 PADDED = ("padded", "sorted")
+MODES = dict(packed="packed", **dict.fromkeys(PADDED, "with pads")) # of run_on; all other ways are stock
 
 def batches_of(samples, way):
     n = args.padded_batch
@@ -106,14 +100,7 @@ def step(way, models, samples):
         p.grad = None
     total = 0.0
     for batch in batches_of(samples, way):
-        latents, prompts = [s.latents for s in batch], [s.prompt for s in batch]
-        times, shapes = torch.stack([s.timestep for s in batch]), [s.shapes for s in batch]
-        if way == "packed" or way in PADDED:
-            preds = (run_packed if way == "packed" else run_with_pads)(model, latents, prompts, times, shapes)
-        else:
-            preds = model(torch.stack(latents), torch.stack(prompts), timestep=times.to(dtype), img_shapes=shapes,
-                          return_dict=False)[0]
-        loss = loss_of(batch, preds)
+        loss = loss_of(batch, run_on(model, batch, MODES.get(way, "stock")))
         loss.backward()
         total = total + loss.detach()
     return total
@@ -124,7 +111,7 @@ def interleave(ways, rounds):
     """{name: call} -> {name: seconds of every round}. Every second round reverses the order, so that a machine that
     gets slower or faster affects all of them alike."""
     times = {name: [] for name in ways}
-    for r in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
+    for r in common.progress("rounds", range(rounds)):
         for name in list(ways) if r % 2 == 0 else reversed(list(ways)):
             times[name].append(seconds(ways[name], args.device))
     return {name: np.array(t) for name, t in times.items()}
@@ -150,8 +137,7 @@ def make_ours():
     if args.checkpointing:
         checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
-        for block in ours.transformer_blocks:
-            block.compile(dynamic=True)
+        common.load_extra("compile").compile_blocks(ours.transformer_blocks)
     return ours
 
 def make_models():
@@ -178,7 +164,7 @@ def flops_of(way, batches):
 def bench_training(preset, models):
     samples = make_samples(config, PRESETS[preset], dtype, args.device)
     lens = [s.lens for s in samples]
-    equal_shapes = all(s.shapes == samples[0].shapes and s.lens == samples[0].lens for s in samples)
+    equal_shapes = len(set(PRESETS[preset])) == 1
     ways = {way: lambda way=way: step(way, models, samples) for way in models if way != "bucketed" or equal_shapes}
     head(f"preset {preset}: (image, text) tokens {' '.join(map(str, lens))}")
 
@@ -189,8 +175,9 @@ def bench_training(preset, models):
     limit = 1e-4 if dtype == torch.float32 else 0.05
     for way in list(ways):
         try:
-            first = seconds(lambda: ways[way](), args.device)
-            for _ in range(2 if cuda or args.compile else 0): # the GPU's clocks and allocator, or the compiler, warm up
+            first = seconds(ways[way], args.device)
+            if args.device.startswith("cuda") or args.compile: # its clocks and allocator, or the compiler, warm up
+                ways[way]()
                 ways[way]()
             loss = ways[way]()
         except torch.OutOfMemoryError:
@@ -224,7 +211,7 @@ def bench_cost():
     """Times one sample of 512 to 16k tokens, then 4096 tokens split into 2 to 16 samples. The ratio of time to FLOPs
     should stay the same."""
     def tokens(n): # n in all: target, control, text
-        return [(n // 64, 32), (n // 64, 32 - 4)], n // 16
+        return f"{n // 64}x32 {n // 64}x28 {n // 16}"
     model = make_ours()
     sets = {f"1 x {n}": [tokens(n)] for n in (512, 1024, 2048, 4096, 8192, 16384)}
     sets |= {f"{k} x {4096 // k}": [tokens(4096 // k)] * k for k in (2, 4, 8, 16)}
@@ -264,8 +251,8 @@ def bench_predict():
         for i, (width, height) in enumerate(sizes):
             file = f"{flags.cache_dir}/{i}.png"
             Image.fromarray(np.random.default_rng(i).integers(0, 255, (height, width, 3), np.uint8)).save(file)
-            jobs.append(common.make_sample("--predict", file, i, None, [file], ["add a red border"]))
-            jobs[-1].settings = common.SAMPLING | dict(num_inference_steps=4, width=width, height=height, seed=i)
+            settings = common.SAMPLING | dict(num_inference_steps=4, width=width, height=height, seed=i)
+            jobs.append(common.make_sample("--predict", file, i, None, [file], ["add a red border"], settings=settings))
 
         def batch():
             encoded = []

@@ -103,19 +103,24 @@ def heat(model):
             weight.data.mul_(4)
     return model
 
+def read_sample(text):
+    """"64x64 32x48 500" -> ([(1, 64, 64), (1, 32, 48)], 500): the shapes of a target and of its controls, and the
+    length of a text, all in tokens."""
+    *pictures, length = text.split()
+    return [(1, *map(int, sides.split("x"))) for sides in pictures], int(length)
+
 def make_samples(config, preset, dtype, device):
-    """-> samples of noise. preset: for each sample the (height, width) of its target and controls, and the length of
-    its text, all in tokens."""
+    """-> samples of noise. preset: a text for each, as read_sample has it."""
     def randn(*shape):
         return torch.randn(*shape, generator=g).to(device)
     g, samples = torch.Generator().manual_seed(2), []
-    for pictures, txt_len in preset:
-        shapes = [(1, h, w) for h, w in pictures]
-        img_len = sum(h * w for h, w in pictures)
+    for text in preset:
+        img_shapes, txt_len = read_sample(text)
+        lengths = [h * w for _, h, w in img_shapes]
         samples.append(SimpleNamespace(
-            shapes=shapes, lens=(img_len, txt_len), latents=randn(img_len, 64).to(dtype),
+            img_shapes=img_shapes, lens=(sum(lengths), txt_len), latents=randn(sum(lengths), 64).to(dtype),
             prompt=randn(txt_len, config["joint_attention_dim"]).to(dtype),
-            timestep=torch.rand((), generator=g).to(device), target=randn(shapes[0][1] * shapes[0][2], 64)))
+            timestep=torch.rand((), generator=g).to(device), target=randn(lengths[0], 64)))
     return samples
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -136,15 +141,17 @@ def flops(config, lens, checkpointed=0, tail=True):
     return total
 
 def run_on(model, samples, mode="packed"):
-    """Runs all samples in one forward pass, packed or padded, or one by one in diffusers' own code (stock) -> their
-    predictions."""
-    latents, prompts, shapes = [[getattr(s, name) for s in samples] for name in ("latents", "prompt", "shapes")]
-    times = torch.stack([s.timestep for s in samples])
-    if mode == "stock":
-        return [model(x[None], prompt[None], timestep=t[None].to(x.dtype), img_shapes=[shape], return_dict=False)[0][0]
-                for x, prompt, t, shape in zip(latents, prompts, times, shapes)]
-    run = padded.run_padded if mode == "padded" else rope_patch.run_packed
-    return run(model, latents, prompts, times, shapes)
+    """Runs all samples in one forward pass -> their predictions. mode: packed; padded, as train.py does it; with pads,
+    which are computed; or stock, diffusers' own code, for samples of equal shapes."""
+    runs = {"packed": rope_patch.run_packed, "padded": padded.run_padded, "with pads": run_with_pads,
+            "stock": run_stock}
+    latents, prompts, shapes = [[getattr(s, name) for s in samples] for name in ("latents", "prompt", "img_shapes")]
+    return runs[mode](model, latents, prompts, torch.stack([s.timestep for s in samples]), shapes)
+
+def run_stock(model, latents, prompts, timesteps, img_shapes):
+    rows = torch.stack(latents)
+    return model(rows, torch.stack(prompts), timestep=timesteps.to(rows.dtype), img_shapes=img_shapes,
+                 return_dict=False)[0]
 
 class SamplePositions(torch.nn.Module): # a class because the model calls it as its pos_embed
     """Each sample's own rotary positions, 3D, where stock's module gives all samples those of the first."""
@@ -215,7 +222,7 @@ def peak_gib(f, device):
     f()
     return proc_status("VmHWM") - before
 
-def timed(f, device, before=lambda: None):
+def timed(f, device, before):
     """-> dict: the seconds of the first call, which may compile; the median of three later ones; the GiB that they add.
     before() runs once, after the warm-up."""
     first, times = seconds(f, device), []

@@ -13,7 +13,6 @@ $ python tools/convert_lora.py out/RUN LIGHTNING --scale 0.8 1 --model Qwen/Qwen
 $ python predict.py --model merged ...
 """
 import contextlib
-import math
 import os
 import shutil
 import sys
@@ -33,7 +32,7 @@ def convert(path, to, out):
     """Writes a LoRA that predict.py can read as a file for ComfyUI or diffusers."""
     import predict
     import torch
-    from peft.utils.other import get_pattern_key
+    from extras import lora_files
     state, meta = predict.read_lora(path)
     config = predict.config_of(state, meta)
     train = {k: v for k, v in meta.items() if k.startswith("train.")}
@@ -41,13 +40,10 @@ def convert(path, to, out):
         meta = predict.with_prefix("transformer", config) | train
         return common.write_tensors(out, state, meta, "lora_adapter_metadata")
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
-    patterns = config["alpha_pattern"]
-    for key in [k.removeprefix("transformer.") for k in state if k.endswith(".lora_A.weight")]:
-        layer, rank = key.removesuffix(".lora_A.weight"), len(state[f"transformer.{key}"])
-        alpha = patterns.get(get_pattern_key(patterns, layer), config["lora_alpha"])
-        if config.get("use_rslora"): # it multiplies by alpha / sqrt(rank), but ComfyUI by alpha / rank
-            alpha *= math.sqrt(rank)
-        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(float(alpha))
+    for key in [k for k in state if k.endswith(".lora_A.weight")]:
+        layer, rank = key.removeprefix("transformer.").removesuffix(".lora_A.weight"), len(state[key])
+        scale = lora_files.of_config(path, config, layer, rank)
+        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * rank) # ComfyUI divides it by the rank
     # not as lora_adapter_metadata: diffusers would read rank and alpha there, and apply them a second time
     common.write_tensors(out, tensors, train, "train")
 
@@ -88,15 +84,15 @@ def copy_file(source, target):
 def main():
     parser = common.Parser(__doc__)
     parser.add_argument("lora", nargs="+", type=Path, help="the LoRA; several only with --to model")
-    parser.add_argument("--to", choices=["comfyui", "diffusers", "model"], required=True, help="what to convert it to")
-    parser.add_argument("--out", type=Path, required=True,
-                        help="the .safetensors file to write; with --to model the folder to write")
-    parser.add_argument("--model", help="with --to model: hub id or folder of the base model (default: tiny)")
-    parser.add_argument("--scale", type=number(float, -10, 10), nargs="+",
-                        help="with --to model: one number for each LoRA (default: 1)")
-    parser.add_argument("--rank", type=positive, help="of the LoRA that is made of a LoKr or LoHa (default: 64)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
-                        help="with --to model: dtype of the merged weights (default: bfloat16)")
+    flag = parser.group("flags")
+    flag("--to", None, "what to convert it to", choices=["comfyui", "diffusers", "model"], required=True)
+    flag("--out", None, "the .safetensors file to write; with --to model the folder to write", type=Path, required=True)
+    flag("--model", None, "with --to model: hub id or folder of the base model (default: tiny)")
+    flag("--scale", None, "with --to model: one number for each LoRA (default: 1)", type=number(float, -10, 10),
+         nargs="+")
+    flag("--rank", None, "of the LoRA that is made of a LoKr or LoHa (default: 64)", type=positive)
+    flag("--dtype", None, "with --to model: dtype of the merged weights (default: bfloat16)",
+         choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
     if args.to != "model" and (len(args.lora) > 1 or args.model or args.scale or args.dtype):
         parser.error(f"argument --to: {args.to} works with one LoRA, without --model, --scale and --dtype; leave the "

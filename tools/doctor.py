@@ -32,7 +32,6 @@ $ python tools/doctor.py photos drawings --out report
 $ python tools/doctor.py photos --mask auto --align photos_aligned
 $ python tools/doctor.py photos --target_pixels 512x512 --model Qwen/Qwen-Image-Edit-2509
 """
-import argparse
 import functools
 import json
 import math
@@ -46,19 +45,18 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1") # our own threads use all cores already; numpy reads this when it loads
 import numpy as np
 from PIL import Image, ImageChops
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import common
 from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
-from tools.import_data import picture_suffix, places_of, write_caption
-from tools.page_common import OURS, PAGE, card, link, node, save_page, section, table, tile, to_jpeg
+from tools.import_data import places_of, write_sample
+from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
 
 try:
     from extras.hints import how_many
-    from extras.mask import (ASPECT, affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
-                             remaining_motion)
+    from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
+                             remaining_motion, same_shape)
     from extras.sheet import contact_sheet, shown_prompt, thumbnail
 except ModuleNotFoundError as e:
     raise InputError(f"tools/doctor.py: needs {e.name}, which is missing; copy extras/ beside tools/")
@@ -66,7 +64,7 @@ except ModuleNotFoundError as e:
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
-SCALE = 2.0 # other shape: ratio of the two sides (ASPECT: ratio of the two aspects)
+SCALE = 2.0 # other shape: ratio of the two sides (extras/mask.py's ASPECT: ratio of the two aspects)
 ENLARGED = 1.5 # ratio of the side in training to the side in the file
 # --align: what counts as repaired
 TURNED = 4.0 # most degrees: tests/test_mask.py plants up to 3
@@ -108,8 +106,8 @@ ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels a
 def examine_pair(target, control):
     """-> {kind of finding: its description} for two PIL images."""
     findings, (w, h), (cw, ch) = {}, target.size, control.size
-    aspect, scale = abs(math.log(w / h / (cw / ch))), abs(math.log(w * h / (cw * ch))) / 2
-    if aspect > math.log(ASPECT) or scale > math.log(SCALE):
+    scale = math.sqrt(w * h / (cw * ch))
+    if not same_shape(target.size, control.size) or max(scale, 1 / scale) > SCALE:
         findings["other shape"] = f"target {w}x{h}, control {cw}x{ch}"
     size = copy_size((w, h))
 
@@ -172,14 +170,14 @@ def enlargement(uses):
     whose, (w, h), (to_w, to_h) = uses[factors.index(worst)]
     return {"enlarged": f"{whose}{w}x{h} -> {to_w}x{to_h}"} if worst >= ENLARGED else {}
 
-def examine_sample(sample, args):
+def examine_sample(sample, pipe, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
     and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
-    (w, h), *control_sizes = sizes = [common.image_size(path) for path in [sample.target, *sample.controls]]
-    pictures = [read_image(path) for path in [sample.target, *sample.controls]]
-    controls = [fit_size(size, args.control_pixels, args.upscale) for size in control_sizes]
-    targets = [fit_size((w, h), area, args.upscale) for area in args.target_pixels]
-    row = dict(name=sample.name, prompts=sample.prompts, sizes=sizes, aspect=w / h, controls=len(sample.controls),
+    import cache
+    targets, controls = cache.plan_sizes(pipe, sample, vars(args), lambda path: [common.image_size(path)])
+    (w, h), *control_sizes = sample.sizes
+    pictures = [read_image(path) for path in common.pictures_of(sample)]
+    row = dict(name=sample.name, prompts=sample.prompts, sizes=sample.sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
     findings = examine_pair(*pictures[:2]) if sample.controls else {}
@@ -194,59 +192,51 @@ def examine_sample(sample, args):
     small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
     return row, findings, small, [small_copy(target), small_copy(control)], looks_of(target) - looks_of(control)
 
-def find_strangers(samples, findings, copies, changes):
-    """-> [(kind, index, words)] of pairs that are unlike the others. findings: as of `examine`."""
+def find_strangers(samples, found, copies, changes):
+    """-> what is found of pairs that are unlike the others; this and `found`: [(kind, [index], words)]."""
     pairs = [i for i, sample in enumerate(samples) if sample.controls]
-    excused = {i for kind in ("moved", "other shape") for _, (i, *_) in findings[kind]}
-    found = odd_pairs([samples[i].name for i in pairs], [copies[i] for i in pairs],
-                      {place for place, i in enumerate(pairs) if i in excused})
-    found = [(kind, pairs[place], words) for kind, place, words in found]
+    excused = [i for kind, (i,), _ in found if kind in ("moved", "other shape")]
+    odd = odd_pairs([samples[i].name for i in pairs], [copies[i] for i in pairs],
+                    {place for place, i in enumerate(pairs) if i in excused})
+    strangers = [(kind, [pairs[place]], words) for kind, place, words in odd]
     by_prompt = {}
     for i in pairs:
         by_prompt.setdefault(samples[i].prompts[0], []).append(i)
     for same in by_prompt.values():
         for place in swapped_pairs(np.array([changes[i] for i in same])):
-            found.append(("swapped", same[place], "changes the other way round than the others with this prompt"))
-    return found
+            strangers.append(("swapped", [same[place]], "changes the other way round than the others with this prompt"))
+    return strangers
 
 def examine(samples, pipe, args):
     """-> (good samples, rows of report.json, {kind: [(description, index of the sample and of its twin, if it has
     one)]}, problems)."""
-    good, rows, findings, thumbnails, problems = [], [], {kind: [] for kind in KINDS}, [], []
-    copies, changes = [], []
+    good, rows, found, seen, problems = [], [], [], [], []
     import cache
     threads = min(16, os.cpu_count() or 1) # not more, as each thread holds the pictures of a pair
-    examined = common.run_ahead(functools.partial(examine_sample, args=args), samples, threads, 2 * threads)
-    bar = tqdm(samples, desc="examining pairs", unit=" samples", disable=None, leave=False)
-    for sample, future in zip(bar, examined):
-        try:
-            row, of_sample, small, copy, change = future.result()
-        except InputError as e:
-            problems.append(str(e))
-            continue
-        if pipe: # outside of the threads, as a tokenizer serves one thread at a time
-            area, upscale = (args.control_pixels, args.upscale)
-            if cache.is_plus(pipe):
-                area, upscale = cache.CONDITION_IMAGE_SIZE, True
-            prompt_sizes = [fit_size(size, area, upscale) for size in row["sizes"][1:]]
-            row["text_tokens"] = [cache.prompt_length(pipe, prompt, prompt_sizes) for prompt in sample.prompts]
-        for kind, words in of_sample.items():
-            findings[kind].append((f"{sample.name}: {words}", [len(good)]))
-        rows.append(row | dict(findings=[f"{kind}: {words}" for kind, words in of_sample.items()]))
-        thumbnails.append(small)
-        copies.append(copy)
-        changes.append(change)
-        good.append(sample)
-    for kind, i, words in find_strangers(good, findings, copies, changes):
-        if kind == "other picture": # between different pictures these say nothing
-            for other in ("moved", "recoloured"):
-                findings[other] = [entry for entry in findings[other] if entry[1] != [i]]
-                rows[i]["findings"] = [line for line in rows[i]["findings"] if not line.startswith(f"{other}: ")]
-        findings[kind].append((f"{good[i].name}: {words}", [i]))
-        rows[i]["findings"].append(f"{kind}: {words}")
-    for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)) if good else []:
-        findings[kind].append((f"{good[i].name}: and {good[j].name}", [i, j]))
-        rows[i]["findings"].append(f"{kind}: and {good[j].name}")
+    work = functools.partial(examine_sample, pipe=pipe, args=args)
+    examined = common.run_ahead(work, samples, threads, 2 * threads)
+    for sample, future in zip(common.progress("examining pairs", samples, unit=" samples"), examined):
+        with common.noted(problems):
+            row, of_sample, *looks = future.result()
+            if pipe: # outside of the threads, as a tokenizer serves one thread at a time
+                row["text_tokens"] = [cache.prompt_length(pipe, text, sample.prompt_sizes) for text in sample.prompts]
+            found += [(kind, [len(good)], words) for kind, words in of_sample.items()]
+            rows.append(row | dict(findings=[]))
+            seen.append(looks)
+            good.append(sample)
+    if not good:
+        return [], [], {}, problems
+    thumbnails, copies, changes = zip(*seen)
+    strangers = find_strangers(good, found, copies, changes)
+    # between different pictures these say nothing
+    different = [indices for kind, indices, _ in strangers if kind == "other picture"]
+    found = [one for one in found if one[0] not in ("moved", "recoloured") or one[1] not in different] + strangers
+    for kind, i, j in find_twins(good, np.array(thumbnails).swapaxes(0, 1)):
+        found.append((kind, [i, j], f"and {good[j].name}"))
+    findings = {kind: [] for kind in KINDS}
+    for kind, indices, words in found:
+        findings[kind].append((f"{good[indices[0]].name}: {words}", indices))
+        rows[indices[0]]["findings"].append(f"{kind}: {words}")
     return good, rows, findings, problems
 
 def cells_of(sample):
@@ -269,45 +259,39 @@ def difference_cells(sample):
     target = read_image(sample.target)
     return [ImageChops.difference(target, read_image(sample.controls[0]).resize(target.size))]
 
-def write_sheets(folder, kind, entries, samples, cells=cells_of, titles=()):
+def write_sheets(folder, kind, entries, cells=cells_of,
+                 titles=("control", "target", "its control", "its target"), of=0):
     """Writes FOLDER/sheet_KIND_PAGE.png, with 24 entries on each sheet -> the section of the page with the first 24.
-    entries: [(description, indices of samples)]; cells(sample) -> its pictures; titles: one for each cell."""
+    entries: [(description, samples)]; cells(sample) -> its pictures; titles: one for each cell; of: how many there are,
+    if these are some of them."""
     from predict import save_png
     cards = []
     for page, start in enumerate(range(0, len(entries), 24), 1):
         rows = []
-        for words, indices in entries[start:start + 24]:
-            shown = [cell for i in indices for cell in cells(samples[i])]
-            names = (titles or ["control", "target", "its control", "its target"])[:len(shown)]
+        for words, samples in entries[start:start + 24]:
+            shown = [cell for sample in samples for cell in cells(sample)]
+            names = titles[:len(shown)]
             rows.append([words, *map(thumbnail, shown)])
             if page == 1:
-                tiles = copies(folder, f"{kind}-{len(cards)}", dict(zip(names, shown)), words)
-                cards.append(card(words, samples[indices[0]].prompts[0], tiles))
+                tiles = copies(folder, f"{kind}-{len(cards)}", zip(names, shown), words)
+                cards.append(card(words, samples[0].prompts[0], tiles))
         save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
     if not cards:
         return None
     count = f", {len(entries)}" if kind in KINDS else ""
-    if kind == "overview" and len(entries) < len(samples):
-        count = f", {len(entries)} of {len(samples)}"
+    if len(entries) < of:
+        count = f", {len(entries)} of {of}"
     if len(entries) > 24:
         count = f", the first 24 of {len(entries)}"
-    meaning = [node("p", KINDS[kind], class_="detail")] if kind in KINDS else []
-    part = section(kind.capitalize() + count, *meaning, node("div", *cards, class_="pairs four"))
-    part.set("id", kind.replace(" ", "-"))
-    return part
-
-def fold(part):
-    """A section, whose heading then opens it."""
-    heading, *rest = part
-    folded = node("section", node("h2", heading.text), node("details", node("summary", "show"), *rest))
-    folded.set("id", part.get("id"))
-    return folded
+    meaning = detail(KINDS[kind]) if kind in KINDS else None
+    return section(kind.capitalize() + count, meaning, node("div", *cards, class_="pairs four"),
+                   id=kind.replace(" ", "-"))
 
 def copies(folder, name, cells, words):
-    """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: {title: picture, or
-    list of pictures, or text}."""
+    """Writes the pictures of a card to FOLDER/pictures, at up to 1024 pixels -> their tiles. cells: pairs (title,
+    picture or list of pictures or text)."""
     tiles = []
-    for title, cell in cells.items():
+    for title, cell in cells:
         for n, image in enumerate(cell if isinstance(cell, list) else [cell]):
             if isinstance(image, Image.Image): # and not the text "no mask"
                 path = folder / "pictures" / f"{name}-{len(tiles)}.jpg".replace(" ", "_")
@@ -335,15 +319,11 @@ def numbers_of(rows):
 def copy_to(folder, sample, taken):
     """Copies a sample's files to a dataset's folder -> Sample of the copies. taken: the places of earlier samples; it
     adds its own."""
-    files = {}
     for place, file in places_of(sample).items():
         if place in taken: # the names in a manifest need not be distinct in a folder
             raise InputError(f"--align: {file}: another sample also needs the name {place}; rename its target")
-        taken.add(place)
-        path = folder / (place + picture_suffix(file))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files[place] = shutil.copyfile(file, str(path))
-    write_caption(sample, folder)
+    files = write_sample(sample, folder, shutil.copyfile)
+    taken.update(files)
     return replace(sample, target=files[f"target/{sample.name}"], mask=files.get(f"mask/{sample.name}"),
                    controls=[path for place, path in files.items() if place.startswith("control/")])
 
@@ -382,46 +362,44 @@ def shared_box(motion, size, control_size):
     return (math.ceil(max(0, xs[0], xs[3])), math.ceil(max(0, ys[0], ys[1])),
             math.floor(min(control_w, xs[1], xs[2])), math.floor(min(control_h, ys[2], ys[3])))
 
-def repair(sample):
-    """Aligns a copied sample in place, and saves it as PNG -> None, or why it cannot be repaired."""
+def repair(sample, folder):
+    """-> the sample with aligned pictures, PNGs in `folder`; or a text that says why it cannot be repaired."""
     from predict import save_png
-    target, control = read_image(sample.target), read_image(sample.controls[0])
     mask = read_mask(sample.mask) if sample.mask else None
-    aligned = align_pair(target, control, mask)
+    aligned = align_pair(read_image(sample.target), read_image(sample.controls[0]), mask)
     if isinstance(aligned, str):
         return aligned
-    target, control, mask = aligned
-    if "moved" in examine_pair(target, control) or remaining_motion(target, control) > REMAINS:
+    if "moved" in examine_pair(*aligned[:2]) or remaining_motion(*aligned[:2]) > REMAINS:
         return "still moves"
-    for path, image in ((sample.target, target), (sample.controls[0], control), (sample.mask, mask)):
+    for role, image in zip(("target", "control", "mask"), aligned):
         if image:
-            os.unlink(path)
-            save_png(image, Path(path).with_suffix(".png"))
+            save_png(image, folder / f"{role}.png")
+    return replace(sample, target=folder / "target.png", controls=[folder / "control.png", *sample.controls[1:]],
+                   mask=sample.mask and folder / "mask.png")
 
 def write_aligned(out, samples, moved, sheets):
     """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`
     repaired. Also writes sheets of the differences before and after to the folder `sheets`, and prints the result
     -> a section of the page."""
-    left_out, entries, pairs, taken = [], [], [], set()
+    left_out, entries, names, taken = [], [], set(), set()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
             folder = Path(tmp, "out")
-            for i, sample in enumerate(tqdm(samples, desc="aligning", unit=" samples", disable=None, leave=False)):
-                if f"target/{sample.name}" in taken: # a manifest may use a target twice
+            folder.mkdir()
+            for i, sample in enumerate(common.progress("aligning", samples, unit=" samples")):
+                if sample.name in names: # a manifest may use a target twice
                     sample = replace(sample, name=f"{sample.name}-{i}")
-                copy = copy_to(folder, sample, taken)
-                if i in moved and (why := repair(copy)):
-                    left_out.append(f"{sample.name} ({why})")
-                    caption = Path(copy.target).with_suffix(".txt")
-                    for path in filter(None, (copy.target, copy.mask, caption, *copy.controls)):
-                        os.unlink(path)
-                elif i in moved:
-                    pngs = [str(Path(path).with_suffix(".png")) for path in (copy.target, copy.controls[0])]
-                    entries.append((sample.name, [len(pairs), len(pairs) + 1]))
-                    pairs += [sample, replace(copy, target=pngs[0], controls=[pngs[1]])]
+                names.add(sample.name)
+                repaired = repair(sample, Path(tmp)) if i in moved else sample
+                if isinstance(repaired, str):
+                    left_out.append(f"{sample.name} ({repaired})")
+                    continue
+                copy = copy_to(folder, repaired, taken)
+                if i in moved:
+                    entries.append((sample.name, [sample, copy]))
             titles = ["difference before", "difference after"]
-            page_section = write_sheets(sheets, "aligned", entries, pairs, difference_cells, titles)
+            page_section = write_sheets(sheets, "aligned", entries, difference_cells, titles)
             os.replace(folder, out)
     except OSError as e:
         raise InputError(f"{out}: cannot be written ({e.strerror}); give another folder, or free some space")
@@ -434,18 +412,18 @@ def write_aligned(out, samples, moved, sheets):
 def read_flags():
     parser = common.Parser(__doc__)
     parser.add_argument("data", nargs="+", help="dataset folders or metadata.jsonl files")
-    parser.add_argument("--out", type=Path, help="folder of the report (default: out/doctor-<data>)")
-    parser.add_argument("--target_pixels", type=pixels, nargs="+", default=[1024 * 1024], metavar="AREA",
-                        help="target areas of the training, as for cache.py; tokens are counted at each of them")
-    parser.add_argument("--control_pixels", type=pixels, default=1024 * 1024, metavar="AREA",
-                        help="control area of the training, as for cache.py")
-    parser.add_argument("--upscale", action=argparse.BooleanOptionalAction, default=True,
-                        help="training enlarges smaller pictures to the area, as for cache.py")
-    parser.add_argument("--model", help="hub id or folder; its tokenizer counts the prompts' tokens (default: none)")
-    parser.add_argument("--skip_bad", action="store_true", help="exit with status 0 even if there are errors")
-    parser.add_argument("--mask", choices=["auto"], help="show the masks that this flag of train.py would make at the "
-                        "first of --target_pixels, in sheet_mask_*.png (default: none)")
-    parser.add_argument("--align", type=Path, metavar="DIR", help="new folder for a copy with moved targets repaired")
+    flag = parser.group("flags")
+    flag("--out", None, "folder of the report (default: out/doctor-<data>)", type=Path)
+    flag("--target_pixels", [1024 * 1024],
+         "target areas of the training, as for cache.py; tokens are counted at each of them", type=pixels, nargs="+",
+         metavar="AREA")
+    flag("--control_pixels", 1024 * 1024, "control area of the training, as for cache.py", type=pixels, metavar="AREA")
+    flag("--upscale", True, "training enlarges smaller pictures to the area, as for cache.py")
+    flag("--model", None, "hub id or folder; its tokenizer counts the prompts' tokens (default: none)")
+    flag("--skip_bad", False, "exit with status 0 even if there are errors")
+    flag("--mask", None, "show the masks that this flag of train.py would make at the first of --target_pixels, in "
+         "sheet_mask_*.png (default: none)", choices=["auto"])
+    flag("--align", None, "new folder for a copy with moved targets repaired", type=Path, metavar="DIR")
     args = parser.parse_args()
     if args.align and not (args.align.is_dir() and not any(args.align.iterdir())):
         common.refuse_to_replace(args.align)
@@ -499,25 +477,30 @@ def print_findings(title, numbers, findings, verdict, judged):
 
 def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
-    of_kinds = {kind: write_sheets(out, kind, entries, samples) for kind, entries in findings.items()}
+    of_kinds = {}
+    for kind, entries in findings.items():
+        shown = []
+        for words, indices in entries:
+            shown.append((words, [samples[i] for i in indices]))
+        of_kinds[kind] = write_sheets(out, kind, shown)
     probably_meant = of_kinds.pop("recoloured") if is_perhaps_the_edit(samples, findings) else None
     parts = [aligned, *of_kinds.values()]
-    by_hand = [i for i, sample in enumerate(samples) if sample.mask]
+    by_hand = [(sample.name, [sample]) for sample in samples if sample.mask]
     titles = ["control", "target", "edited (dark = not)"]
-    some = [(samples[i].name, [i]) for i in by_hand[::max(1, len(by_hand) // 24)][:24]]
-    parts.append(write_sheets(out, "mask by hand", some, samples, masked_cells, titles))
+    some = by_hand[::max(1, len(by_hand) // 24)][:24]
+    parts.append(write_sheets(out, "mask by hand", some, masked_cells, titles))
     if args.mask:
-        def with_mask(sample):
-            return masked_cells(sample, args.target_pixels[0], args.upscale)
-        used = set(by_hand) - {i for _, indices in findings["empty mask"] for i in indices}
-        entries = [(sample.name, [i]) for i, sample in enumerate(samples) if sample.controls and i not in used]
-        parts.append(write_sheets(out, "mask", entries, samples, with_mask, titles))
-    overview = []
-    for i, sample in enumerate(samples):
-        overview.append((f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [i]))
-    parts.append(write_sheets(out, "overview", overview[::max(1, len(samples) // 12)][:12], samples))
+        with_mask = functools.partial(masked_cells, area=args.target_pixels[0], upscale=args.upscale)
+        empty = [i for _, indices in findings["empty mask"] for i in indices]
+        entries = [(sample.name, [sample]) for i, sample in enumerate(samples)
+                   if sample.controls and (not sample.mask or i in empty)]
+        parts.append(write_sheets(out, "mask", entries, with_mask, titles))
+    some = samples[::max(1, len(samples) // 12)][:12]
+    overview = [(f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [sample]) for sample in some]
+    parts.append(write_sheets(out, "overview", overview, of=len(samples)))
     if probably_meant is not None:
-        parts.append(fold(probably_meant))
+        heading, *rest = probably_meant
+        parts.append(section(heading.text, fold("show", *rest), id=probably_meant.get("id")))
     links = []
     for part in parts:
         if part is not None:
@@ -526,8 +509,7 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
                 node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", *links[:-1]))
     errors = section("Errors", *[node("p", problem) for problem in problems])
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
-    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]),
-                     node("p", NUMBERS, class_="detail"), counts)
+    tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), detail(NUMBERS), counts)
     save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
     print(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 
@@ -550,7 +532,8 @@ def main():
         path.unlink(missing_ok=True)
     samples, rows, findings, faults = examine(samples, pipe, args)
     problems += faults
-    print("".join(problem + "\n" for problem in problems), end="", file=sys.stderr)
+    for problem in problems:
+        print(problem, file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
         title = how_many(samples)

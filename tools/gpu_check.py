@@ -37,13 +37,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBL
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
-# per sample: sides in tokens (height, width) of the target and of its controls, and text tokens
+# per sample, in tokens: height x width of its target and of its controls, and the length of its text
 PACKS = dict(
-    full=[[([(64, 64), (64, 64)], 108)], [([(32, 32), (32, 32)], 250)] * 7,
-          [([(64, 64), (64, 64)], 500), ([(32, 32), (32, 32)], 300), ([(48, 24), (48, 24)], 350),
-           ([(24, 40), (24, 40)], 300)]],
-    small=[[([(6, 6), (6, 6)], 9)], [([(4, 4), (4, 4)], 6)] * 3,
-           [([(4, 8), (4, 8)], 9), ([(4, 4), (2, 4), (4, 2)], 5)]])
+    full=[["64x64 64x64 108"], ["32x32 32x32 250"] * 7,
+          ["64x64 64x64 500", "32x32 32x32 300", "48x24 48x24 350", "24x40 24x40 300"]],
+    small=[["6x6 6x6 9"], ["4x4 4x4 6"] * 3, ["4x8 4x8 9", "4x4 2x4 4x2 5"]])
 # {a way to compute a step: where it differs from train.py's, all blocks recomputed}; FA2, last, is for good
 INT8, FP8 = dict(quantize="int8"), dict(quantize="fp8")
 WAYS = {"packed": {}, "padded": dict(mode="padded"), "compiled": dict(compiled=True), "kept": dict(recomputed="none"),
@@ -55,13 +53,14 @@ TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/t
 STAGES = ["claims", "numbers", "fit", "speed", "nccl"]
 
 parser = common.Parser(__doc__)
-parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="which to run; they keep this order")
-parser.add_argument("--minutes", type=common.number(float, 0, 1e5), default=10.0,
-                    help="stop after this time, with the results so far; the stage claims gets two fifths of it")
-parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; cpu: shows only that this script runs")
-parser.add_argument("--tests", choices=TESTS, default="quick",
-                    help="claims: quick runs test_consistency.py; all adds the other tests that depend on the device")
-parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file with all results")
+flag = parser.group("flags")
+flag("--stages", STAGES, "which to run; they keep this order", nargs="+", choices=STAGES)
+flag("--minutes", 10.0, "stop after this time, with the results so far; the stage claims gets two fifths of it",
+     type=common.number(float, 0, 1e5))
+flag("--device", "cuda", "cuda, cuda:1, ...; cpu: shows only that this script runs")
+flag("--tests", "quick", "claims: quick runs test_consistency.py; all adds the other tests that depend on the device",
+     choices=TESTS)
+flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Path)
 args = parser.parse_args()
 common.refuse_to_replace(args.out, rb'\A\{\n "about": \{\n  "command": "python ')
 common.prepare_folder(args.out.absolute().parent)
@@ -76,7 +75,7 @@ from accelerate import init_empty_weights
 import predict
 from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
-                                peak_gib, recompute, run_on, start, started, timed, used_gib, with_lora)
+                                peak_gib, read_sample, recompute, run_on, start, started, timed, used_gib, with_lora)
 
 try:
     from extras import fit, plan
@@ -117,10 +116,6 @@ class Item: # of train.py's items, what a step needs; make_samples has the same 
     img_shapes: list
 
     @property
-    def shapes(self):
-        return self.img_shapes
-
-    @property
     def latents(self):
         return torch.cat([self.target.to(dtype), self.controls])
 
@@ -159,9 +154,8 @@ def without_weights(blocks):
 @cache
 def planned(place, mode, recomputed, quantize, offload):
     """-> GiB that --plan expects for a pack. All blocks but the last are alike, so it counts two and three."""
-    shapes = [([(1, *hw) for hw in pictures], text) for pictures, text in packs[place]]
     options = fit.options_of(selective=recomputed == "all but attention")
-    two, three = [plan.step_bytes(without_weights(n), Item, partial(losses, mode=mode), shapes,
+    two, three = [plan.step_bytes(without_weights(n), Item, partial(losses, mode=mode), map(read_sample, packs[place]),
                                   0 if recomputed == "none" else n, quantize, **options) for n in (2, 3)]
     whole = without_weights(config["num_layers"])
     base, _ = plan.transformer_bytes(whole, quantize, offload, 1)

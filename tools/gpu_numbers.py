@@ -21,8 +21,8 @@ from tools.bench_common import (heat, loss_of, make_model, make_samples, multipl
                                 seconds, with_lora)
 
 BLOCKS = 4 # enough for --offload to fill each of its two buffers twice
-LINEAR = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "img_mod.1",
-          "txt_mod.1", "net.0.proj", "net.2"]
+LINEAR = ("to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out img_mod.1 txt_mod.1 net.0.proj net.2"
+          .split())
 KINDS = ["none", "int8", "fp8"] + ["nf4"] * bool(find_spec("bitsandbytes"))
 ROUNDING, PRODUCTS = 0.1, dict(int8=0.25, fp8=0.6) # limits: about twice what a CPU has, at d = 512
 
@@ -62,8 +62,9 @@ def step(setup, model, mode="packed", turned=False):
         s.timestep = s.timestep.to(setup.dtype).float()
         s.latents, s.prompt = s.latents.to(model.dtype), s.prompt.to(model.dtype)
         if turned:
-            s.shapes = [(f, w, h) for f, h, w in s.shapes]
-    preds = run_on(model, samples, mode)
+            s.img_shapes = [(f, w, h) for f, h, w in s.img_shapes]
+    batches = [[s] for s in samples] if mode == "stock" else [samples]
+    preds = [pred for batch in batches for pred in run_on(model, batch, mode)]
     loss_of(samples, preds).backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.lora.items()}
     model.zero_grad()

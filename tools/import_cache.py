@@ -8,7 +8,6 @@ from pathlib import Path
 
 import safetensors
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import common
@@ -45,7 +44,7 @@ def read_old(path):
             raise ValueError(f"a batch of {batches[0]} samples: write a file for each of them")
         shapes = get_image_shapes_multi_resolution(tensors, 1)[0]
         tensors = {k: t[0] if t.ndim == 3 or k.endswith("_mask") and t.ndim == 2 else t for k, t in tensors.items()}
-        for name in [name for name in ("prompt_embed", "empty_prompt_embed") if name in tensors]: # remove the padding
+        for name in {"prompt_embed", "empty_prompt_embed"} & tensors.keys(): # remove the padding
             tensors[name] = tensors[name][tensors.get(name + "s_mask", torch.ones(len(tensors[name]))).bool()]
             tensors[name + "s_mask"] = torch.ones(len(tensors[name]), dtype=torch.bool)
         rows = [tensors[name] for name in ("pixel_latent", "control_latent", "prompt_embed")]
@@ -73,8 +72,8 @@ def convert_cache(paths, folder):
     """Converts these files to a cache in `folder` -> (samples, problems). The files tell neither prompt nor model: the
     file's name serves as the prompt. Nor do they tell the areas: predict.py will generate at the stock area."""
     samples, problems = [], []
-    for path in tqdm(paths, desc="converting", unit=" files", disable=None, leave=False):
-        try:
+    for path in common.progress("converting", paths, unit=" files"):
+        with common.noted(problems):
             tensors, name, files = read_old(path), path.stem, {}
             shapes = tensors["img_shapes"].tolist()
             sizes = [(16 * w, 16 * h) for _, h, w in shapes]
@@ -88,8 +87,6 @@ def convert_cache(paths, folder):
             encodings = [dict(img_shapes=shapes, file=files["pixel_latent"])]
             samples.append(Sample(name, path.parent.name, [], [name], sizes=sizes, encodings=encodings,
                                   texts=texts))
-        except InputError as e:
-            problems.append(str(e))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
     index = folder / f"{paths[0].resolve().parent.name}.json"
     common.load_extra("indexes", "import_data.py").write_index(index, samples, geometry, fingerprints={})

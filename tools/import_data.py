@@ -56,19 +56,18 @@ from common import InputError, error_line
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
 FOLDERS = dict(
-    target=("target", "targets", "target_images", "training_images", "images", "image_dir", "edited_images"),
-    control=("control", "controls", "control_images", "control_dir", "reference_images"),
-    mask=("mask", "masks", "mask_images"))
+    target="target targets target_images training_images images image_dir edited_images".split(),
+    control="control controls control_images control_dir reference_images".split(),
+    mask="mask masks mask_images".split())
 COLUMNS = dict(
-    target=("target", "target_image", "target_img", "image", "output", "output_image", "edited", "edited_image",
-            "file_name"),
-    control=("control", "control_image", "control_images", "edit_image", "edit_images", "source", "source_image",
-             "source_img", "input", "input_image", "original", "original_image", "conditioning_image", "reference",
-             "reference_image", "reference_images"), # also numbered, from 0 or 1
-    mask=("mask", "mask_image", "mask_img", "edit_mask", "control_mask"),
-    prompt=("prompt", "caption", "text", "instruction", "edit_prompt", "edit_instruction"))
-TABLES, CONFIGS = (".jsonl", ".json", ".csv", ".tsv"), (".toml", ".yaml", ".yml")
-CACHES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl") # all but the first are pickles: refused
+    target="target target_image target_img image output output_image edited edited_image file_name".split(),
+    control="control control_image control_images edit_image edit_images source source_image source_img input "
+            "input_image original original_image conditioning_image reference reference_image reference_images"
+            .split(), # also numbered, from 0 or 1
+    mask="mask mask_image mask_img edit_mask control_mask".split(),
+    prompt="prompt caption text instruction edit_prompt edit_instruction".split())
+TABLES, CONFIGS = ".jsonl .json .csv .tsv".split(), ".toml .yaml .yml".split()
+CACHES = ".safetensors .pt .pth .bin .ckpt .pkl".split() # all but the first are pickles: refused
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
 
 def role_of(name, names_of):
@@ -105,11 +104,13 @@ def list_files(folders):
                 files[role, stem, kind] = paths
     return files
 
+def stems_of(role, kind, files):
+    return {stem for r, stem, k in files if (r, k) == (role, kind)}
+
 def count_agreeing(files):
     """-> the number of controls that have the name of a target, or this name with a number behind it."""
-    names = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
-    controls = [(role, stem, kind) for role, stem, kind in files if isinstance(role, int)]
-    return sum(bool(meanings(*key, names)) for key in controls if key[2] == "picture")
+    names = stems_of("target", "picture", files)
+    return sum(bool(meanings(*key, names)) for key in files if isinstance(key[0], int) and key[2] == "picture")
 
 def cut_endings(files):
     """list_files's files, with stems without their ending of ENDINGS."""
@@ -162,7 +163,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     for folder in folders.values():
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; {near(folder)}, or {ASK}")
-    prompts = [prompt] if isinstance(prompt, str) else prompt or []
+    prompts = common.as_list(prompt or [])
     if not trigger:
         for prompt in prompts:
             common.check_text("--prompt", prompt)
@@ -174,9 +175,9 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     files = list_files(folders)
     if controls and count_agreeing(cut := cut_endings(files)) > count_agreeing(files):
         files = cut
-    images = {stem for role, stem, kind in files if (role, kind) == ("target", "picture")}
+    images = stems_of("target", "picture", files)
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
-    beside -= {stem for role, stem, kind in files if (role, kind) == ("target", "caption")} # only targets have captions
+    beside -= stems_of("target", "caption", files) # only targets have captions
     targets, samples, problems = {name: {} for name in sorted(images - beside)}, [], []
     for key, paths in files.items():
         owners = meanings(*key, targets)
@@ -190,14 +191,12 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
                          f"({why_none_agrees(files, folders)}); rename one side, or name other folders: OUT --target "
                          "DIR --control DIR, or add --alone if there are no controls")
     for name, own in targets.items():
-        try:
+        with common.noted(problems):
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
             path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings)
             samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, captions,
                                               *own.get("mask", [])))
-        except InputError as e:
-            problems.append(str(e))
     return samples, problems
 
 def check_files(name, files, targets, controls, alone):
@@ -231,10 +230,9 @@ def read_captions(files, controls, suffix, prompts, trigger, wordings):
     file; suffix, trigger, wordings: as for read_folders."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
-    if suffix is None:
-        captions = []
-    elif suffix != ".txt":
-        captions = [path.with_suffix(suffix) for path in (target, *controls) if path.with_suffix(suffix).exists()]
+    if suffix != ".txt":
+        beside = [path.with_suffix(suffix) for path in (target, *controls)] if suffix else []
+        captions = list(filter(Path.exists, beside))
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
@@ -248,12 +246,12 @@ def read_captions(files, controls, suffix, prompts, trigger, wordings):
     else:
         raise InputError(f"{target}: no caption; write {target.with_suffix(suffix)}, or give --prompt for all targets "
                          "without one")
-    if not trigger and any(text != fill(text, "") for text in prompts):
+    filled = [fill(text, trigger or "") for text in prompts]
+    if trigger: # as ai-toolkit does
+        prompts = [text if trigger in text else f"{trigger} {text}" for text in filled]
+    elif filled != prompts:
         raise InputError(f"{file}: contains [trigger] or [name]; write the word itself, or give the .yaml with its "
                          "trigger_word as SOURCE")
-    if trigger: # as ai-toolkit does
-        filled = [fill(text, trigger) for text in prompts]
-        prompts = [text if trigger in text else f"{trigger} {text}" for text in filled]
     return file, prompts
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -313,55 +311,47 @@ def read_column(column):
 class NoColumn(InputError):
     """A row lacks a column. In csv and parquet files all rows do then, so the first such error ends the script."""
 
-def rename(row, where, columns):
-    """-> a row in which the columns that --columns names have our names, and other columns of these roles are gone.
-    columns: {role: [names]}."""
+def by_role(row, where, columns):
+    """A row -> ({role: [cells]} for each role that has a column, the columns that hold something and are not read). A
+    role's columns are those that `columns` names, {role: [names]}, or else those with names in COLUMNS. InputError if
+    two of these have the same role."""
     chosen = sum(columns.values(), [])
     if missing := [name for name in chosen if name not in row]:
         raise NoColumn(f"{where}: no column {missing[0]}, only {', '.join(row)}; correct --columns")
-    renamed = {name: cell for name, cell in row.items() if name not in chosen and read_column(name)[0] not in columns}
-    for role, names in columns.items():
-        for n, name in enumerate(names):
-            renamed[f"control_{n}" if role == "control" else role] = row[name]
-    return renamed
-
-def by_role(row, where):
-    """A row whose columns have names in COLUMNS -> {role: [cells]}, for each role that has a column. InputError if two
-    columns have the same role."""
-    roles, spelled = {}, {}
-    for column, cell in row.items():
+    numbered = {role: {n: row[name] for n, name in enumerate(names)} for role, names in columns.items()}
+    spelled, unread = {}, []
+    for column in [column for column in row if column not in chosen]:
         role, base, number = read_column(column)
-        cells = roles.setdefault(role, {})
-        if role is None or cell is None:
+        wanted = role is not None and role not in columns
+        cells = numbered.setdefault(role, {}) if wanted else {}
+        if row[column] is None:
             continue
-        if spelled.setdefault(role, base) != base or number in cells:
+        if not wanted:
+            unread.append(column)
+        elif spelled.setdefault(role, base) != base or number in cells:
             raise InputError(f"{where}: column {column!r} and another one both mean {role}; choose one: --columns "
                              f"{role}={column}")
-        cells[number] = cell if isinstance(cell, list) else [cell]
-    return {role: sum([cells[n] for n in sorted(cells)], []) for role, cells in roles.items()}
+        cells[number] = row[column]
+    roles = {role: [] for role in numbered}
+    for role, cells in numbered.items():
+        for n in sorted(cells):
+            if cells[n] is not None:
+                roles[role] += cells[n] if isinstance(cells[n], list) else [cells[n]]
+    return roles, unread
 
 def parse_row(where, row):
     """A row of read_rows -> {column: cell}."""
+    if isinstance(row, dict):
+        return row
     try:
-        if isinstance(row, dict):
-            return dict(row)
         return common.read_object(row if isinstance(row, str) else json.dumps(row))
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{where}: {common.first_words(e)}; write one JSON object for each sample")
 
-def unread(row, columns):
-    """-> the columns of a row that hold something and have no role, or one that --columns gives to others."""
-    chosen, found = sum(columns.values(), []), []
-    for name, cell in row.items():
-        role = read_column(name)[0]
-        if cell is not None and name not in chosen and (role is None or role in columns):
-            found.append(name)
-    return found
-
 def read_row(number, where, row, place, columns, alone):
-    """-> Sample. number: goes into its name, as several rows may share a target. place(where, cell) -> the picture's
-    file."""
-    cells = by_role(rename(row, where, columns), where)
+    """-> (Sample, the columns that are not read). number: goes into its name, as several rows may share a target.
+    place(where, cell) -> the picture's file."""
+    cells, unread = by_role(row, where, columns)
     if "more cells" in row:
         raise InputError(f"{where}: more cells than columns; put a prompt that contains a comma in quotes")
     roles = ["target", "prompt"] if alone else ["target", "control", "prompt"]
@@ -378,7 +368,7 @@ def read_row(number, where, row, place, columns, alone):
     if target[1:] or mask[1:]:
         raise InputError(f"{where}: several targets or masks; keep one, or name another column: --columns")
     name = f"{number:06}-{target[0].stem}"
-    return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], *mask)
+    return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], *mask), unread
 
 def find_file(table, anywhere, folder, where, cell):
     """A cell of a table -> the picture's file. A path is relative to the table's folder, where the file must lie; with
@@ -414,11 +404,11 @@ def read_tables(tables, anywhere, folder, columns, alone):
         try:
             row = parse_row(where, row)
             place = functools.partial(find_file, table, anywhere, folder)
-            sample = read_row(number, where, row, place, columns, alone)
+            sample, unread = read_row(number, where, row, place, columns, alone)
             first_table, first = seen.setdefault(str([sample.target, sample.controls, sample.prompts]), (table, where))
             if first == where:
                 samples.append(sample)
-                others.update(unread(row, columns))
+                others.update(unread)
             elif first_table == table:
                 raise InputError(f"{where}: the same as {first}; delete one of them")
         except InputError as e:
@@ -482,9 +472,9 @@ def read_config(path):
             datasets = [config.get("general", {}) | dataset for dataset in config["datasets"]]
             parts, read = [musubi_part(path, dataset) for dataset in datasets], MUSUBI
         elif path.suffix == ".json":
-            targets, others = simpletuner_rows(path, common.read_json(text))
-            parts, read = [simpletuner_part(path, row, others) for row in targets], SIMPLETUNER
-            datasets = targets + others
+            pairs, others = simpletuner_rows(path, common.read_json(text))
+            parts, read = [simpletuner_part(path, row, own) for row, own in pairs], SIMPLETUNER
+            datasets = [row for row, _ in pairs] + others
         else:
             pairs = [(process, dataset) for process in yaml.load(text, Loader)["config"]["process"]
                      for dataset in process["datasets"]]
@@ -502,17 +492,12 @@ def read_config(path):
             print(f"{path}: {key} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
         print(f"{path}: captions without {trigger!r}, the trigger word, will begin with it")
-    return once(path, parts)
-
-def once(config, parts):
-    """-> parts of a configuration without those that are there already, as other programs have a dataset once for each
-    of its sizes. Twice, a pair could be trained and held out."""
     different = []
-    for part in parts:
+    for part in parts: # other programs have a dataset once for each of its sizes: a pair could be trained and held out
         if part not in different:
             different.append(part)
         else:
-            print(f"{config}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
+            print(f"{path}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
                   "sizes are train.py --target_pixels, more weight is --repeats")
     return different
 
@@ -546,8 +531,7 @@ def aitoolkit_part(config, dataset):
     are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
     for key in sorted(dataset.keys() & set(CONTROLS)):
-        if dataset[key]:
-            controls += dataset[key] if isinstance(dataset[key], list) else [dataset[key]]
+        controls += common.as_list(dataset[key] or [])
     trigger = dataset.get("trigger_word")
     if isinstance(trigger, (list, dict)):
         raise ValueError(f"trigger_word {trigger} is no word")
@@ -569,8 +553,9 @@ def is_simpletuners(source):
                                                        common.read_text(source)))
 
 def simpletuner_rows(config, rows):
-    """SimpleTuner's list of datasets -> (those of targets, those of conditions). Others are printed, but for its caches
-    of texts and latents. ValueError for pictures that lie in no folder, and for conditions of no target."""
+    """SimpleTuner's list of datasets -> ([(one of targets, its datasets of conditions)], all datasets of conditions).
+    Others are printed, but for its caches of texts and latents. ValueError for pictures that lie in no folder, and for
+    conditions of no target."""
     targets, others, idle = [], [], set() # idle: what may belong to a disabled dataset
     for row in rows:
         kind = row.get("dataset_type", "image")
@@ -583,11 +568,12 @@ def simpletuner_rows(config, rows):
         if row.get("type", "local") != "local":
             raise ValueError(f"{row['id']}: its type is {row['type']}, and only local folders are read")
         (targets if kind == "image" else others).append(row)
-    used = [row["id"] for target in targets for row in conditions_of(target, others)]
+    pairs = [(target, conditions_of(target, others)) for target in targets]
+    used = [row["id"] for _, own in pairs for row in own]
     for row in others:
         if row["id"] not in used and idle.isdisjoint([row["id"], row.get("source_dataset_id")]):
             raise ValueError(f"{row['id']}: no dataset has it as conditioning_data")
-    return targets, others
+    return pairs, others
 
 def conditions_of(target, others):
     """-> those of these datasets of conditions that belong to this one of targets, which each of the two may say."""
@@ -595,16 +581,16 @@ def conditions_of(target, others):
     own = {row["id"]: row for row in others if row["id"] in named or row.get("source_dataset_id") == target["id"]}
     return [own[name] for name in dict.fromkeys([*named, *own]) if name in own] # in the order in which they are named
 
-def simpletuner_part(config, row, others):
-    """SimpleTuner's settings of a dataset, and those of all conditions -> arguments of read_folders."""
+def simpletuner_part(config, row, own):
+    """SimpleTuner's settings of a dataset, and those of its conditions -> arguments of read_folders."""
     def folder(row):
         name = row.get("instance_data_dir") or row.get("instance_data_root") # its older name
         if not name:
             raise ValueError(f"{row['id']}: no instance_data_dir")
         return locate(config, name)
-    own = conditions_of(row, others)
-    masks = [folder(other) for other in own if other.get("conditioning_type") == "mask"]
-    controls = [folder(other) for other in own if other.get("conditioning_type") != "mask"]
+    masks, controls = [], []
+    for other in own:
+        (masks if other.get("conditioning_type") == "mask" else controls).append(folder(other))
     if masks[1:]:
         raise ValueError(f"{row['id']}: two datasets of masks, and a sample has one")
     if controls[1:]: # there --conditioning_multidataset_sampling says whether a sample gets all or one of them
@@ -652,21 +638,20 @@ def fit_masks(samples, folder, invert=False, alpha=False):
 
     def work(item):
         return fit_mask(item[1], folder / f"{item[0]}.png", invert, alpha)
-    def shown(sample): # a table's picture has no file of its own
-        path = Path(sample.target if alpha else sample.mask)
-        return f"mask of {sample.name}" if path.is_relative_to(folder.parent) else str(path)
     bad, empty, problems = [], [], []
     found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
-    for sample, future in zip(masked, tqdm(found, desc="reading masks", unit=" masks", total=len(masked),
-                                           disable=None if masked else True, leave=False)):
+    for sample, future in zip(common.progress("reading masks", masked, unit=" masks"), found):
+        file = sample.target if alpha else sample.mask
+        # a table's picture has no file of its own
+        shown = f"mask of {sample.name}" if Path(file).is_relative_to(folder.parent) else file
         try:
             mask = future.result()
             if mask is None:
-                empty.append(shown(sample))
+                empty.append(shown)
             sample.mask = mask
         except InputError as e:
             bad.append(id(sample))
-            problems.append(str(e) if alpha else str(e).replace(str(sample.mask), shown(sample)))
+            problems.append(str(e).replace(file, shown))
     if empty:
         print(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
               + (", ..." if len(empty) > 8 else ""))
@@ -680,26 +665,25 @@ def places_of(sample):
         f"control/{sample.name}" + f"_{n}" * (n > 0): file for n, file in enumerate(sample.controls)}
     return {place: file for place, file in files.items() if file}
 
-def picture_suffix(file):
-    """-> the file's suffix, or .png if that is not a picture's: PIL recognises pictures by their content."""
-    suffix = Path(file).suffix
-    return suffix if common.KINDS.get(suffix.lower()) == "picture" else ".png"
+def link_or_copy(file, path):
+    try:
+        os.link(os.path.realpath(file), path)
+    except OSError: # another disk, or one without hard links
+        shutil.copyfile(file, path)
 
-def write_caption(sample, folder):
+def write_sample(sample, folder, put=link_or_copy):
+    """Writes FOLDER/target, control and mask -> {place: file there}. put(file, path) copies a picture, or links it."""
+    files = {}
+    for place, file in places_of(sample).items():
+        suffix = Path(file).suffix.lower()
+        if suffix not in common.PICTURES: # PIL recognises pictures by their content
+            suffix = ".png"
+        files[place] = path = folder / (place + suffix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(file, path)
     lines = [re.sub(r"\s*[\r\n\0]\s*", " ", prompt) for prompt in sample.prompts] # each line is a prompt
-    (folder / f"target/{sample.name}.txt").write_text("\n".join(lines), encoding="utf-8")
-
-def write_dataset(samples, folder):
-    """Writes FOLDER/target, control and mask. Pictures are hard links, or copies where the disk has no links."""
-    for s in samples:
-        for place, file in places_of(s).items():
-            path = folder / (place + picture_suffix(file).lower())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(os.path.realpath(file), path)
-            except OSError:
-                shutil.copyfile(file, path)
-        write_caption(s, folder)
+    files[f"target/{sample.name}"].with_suffix(".txt").write_text("\n".join(lines), encoding="utf-8")
+    return files
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -762,20 +746,19 @@ def convert(args, columns, tmp):
             new, faults = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
             new, faults = read_folders(**dict(prompt=args.prompt) | part, alone=args.alone)
-        new, more = fit_masks(new, tmp / f"masks{n}", **changes)
-        faults += more
+        new, of_masks = fit_masks(new, tmp / f"masks{n}", **changes)
         for sample in new:
             if len(parts) > 1: # each part gets a folder, as two parts may have the same names
                 sample.name = f"{n}/{sample.name}"
         samples += new
-        problems += faults
+        problems += faults + of_masks
     if not samples and not problems:
         problems.append(error_line(f"{source}: no sample in it; see -h for the layouts, or {ASK}"))
     n = args.hold_out or len(samples) + 1
     if args.hold_out and len(samples) < n and (args.skip_bad or not problems):
         raise InputError(f"--hold_out {n}: there are only {len(samples)} samples; give a smaller number")
-    write_dataset([sample for i, sample in enumerate(samples, 1) if i % n], tmp / "out")
-    write_dataset(samples[n - 1::n], tmp / "held_out")
+    for i, sample in enumerate(samples, 1):
+        write_sample(sample, tmp / ("out" if i % n else "held_out"))
     return samples, problems
 
 def main():
@@ -787,17 +770,18 @@ def main():
     parser.add_argument("source", type=Path, nargs="?" if by_flags else None,
                         help="a folder, a table or a configuration, as above; none beside --target")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist yet")
-    parser.add_argument("--target", type=Path, metavar="DIR", help="the folder of the targets, in place of SOURCE")
-    parser.add_argument("--control", type=Path, nargs="+", action="extend", default=[], metavar="DIR",
-                        help="the folders of the controls, in the order that samples should have")
-    parser.add_argument("--mask", type=Path, metavar="DIR", help="the folder of the masks, if there are any")
-    parser.add_argument("--prompt", metavar="TEXT", help="the prompt of each target that has no caption file")
-    parser.add_argument("--columns", type=column, nargs="+", action="extend", default=[], metavar="ROLE=NAME",
-                        help="the table's columns for target, control (several with commas), prompt and mask")
-    parser.add_argument("--alone", action="store_true", help="there are no controls, and OUT gets no control/")
-    parser.add_argument("--hold_out", type=common.number(int, 2), default=0, metavar="N",
-                        help="write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT")
-    parser.add_argument("--skip_bad", action="store_true", help="leave out the samples that have an error")
+    flag = parser.group("flags")
+    flag("--target", None, "the folder of the targets, in place of SOURCE", type=Path, metavar="DIR")
+    flag("--control", [], "the folders of the controls, in the order that samples should have", type=Path, nargs="+",
+         action="extend", metavar="DIR")
+    flag("--mask", None, "the folder of the masks, if there are any", type=Path, metavar="DIR")
+    flag("--prompt", None, "the prompt of each target that has no caption file", metavar="TEXT")
+    flag("--columns", [], "the table's columns for target, control (several with commas), prompt and mask", type=column,
+         nargs="+", action="extend", metavar="ROLE=NAME")
+    flag("--alone", False, "there are no controls, and OUT gets no control/")
+    flag("--hold_out", 0, "write every N-th sample to OUT_val, for train.py --val_data, and the others to OUT",
+         type=common.number(int, 2), metavar="N")
+    flag("--skip_bad", False, "leave out the samples that have an error")
     args = parser.parse_args()
     columns = {}
     for role, names in args.columns:

@@ -37,11 +37,10 @@ def read_flags():
     parser = common.Parser(__doc__)
     parser.add_argument("results", type=Path, help="folder of the generated PNGs: predict.py's --out_dir")
     parser.add_argument("dataset", type=Path, help="folder or metadata.jsonl with the targets: predict.py's --jobs")
-    parser.add_argument("--model", default="tiny",
-                        help="hub id or folder of the model that generated them, for its VAE; none: use no VAE")
-    parser.add_argument("--device", choices=["cpu", "cuda"],
-                        help="where the VAE runs (default: cuda if there is one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file (default: none)")
+    flag = parser.group("flags")
+    flag("--model", "tiny", "hub id or folder of the model that generated them, for its VAE; none: use no VAE")
+    flag("--device", None, "where the VAE runs (default: cuda if there is one)", choices=["cpu", "cuda"])
+    flag("--json", None, "also write the numbers to this file (default: none)", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.json: # it begins like this
         common.refuse_to_replace(args.json, rb'\A\{\n "[^"]*": \{\n  "pictures": \d+')
@@ -54,14 +53,13 @@ import diffusers
 import numpy as np
 import torch
 from PIL import Image, ImageFilter
-from tqdm import tqdm
 
 import cache
 from predict import decode, picture_stem
 
 try:
     from extras.draw import psnr
-    from extras.mask import auto_mask
+    from extras.mask import auto_mask, from_middle
 except ModuleNotFoundError as e:
     raise InputError(f"tools/measure.py: needs {e.name}, which is missing; copy extras/ beside tools/")
 
@@ -72,14 +70,13 @@ def drift(image, reference, keep):
     ignore pixels: here also those within 4 of the edit, whose soft edge would look like a zoom. It underestimates
     motions of more than a pixel."""
     a, b = np.asarray(image, float), np.asarray(reference, float)
-    h, w = keep.shape
     inner = np.asarray(Image.fromarray(keep).convert("L").filter(ImageFilter.MinFilter(9))) > 0
     dy, dx = np.gradient(b.mean(-1))
-    y, x = np.mgrid[:h, :w] - np.array([(h - 1) / 2, (w - 1) / 2])[:, None, None]
+    y, x = from_middle(keep.shape)
     drifts = dict(colour=float(np.abs((a - b)[keep].mean(0)).max()))
     if np.hypot(dx, dy)[inner].sum() > 1000: # with fewer edges no motion could be seen
         # a(x) = b(x - shift - zoom * x) + colour
-        shift, zoom = np.stack([-dx, -dy, np.ones((h, w))], -1)[inner], -(dx * x + dy * y)[inner]
+        shift, zoom = np.stack([-dx, -dy, np.ones(keep.shape)], -1)[inner], -(dx * x + dy * y)[inner]
         own = zoom - shift @ np.linalg.lstsq(shift, zoom, rcond=None)[0] # the part that no shift explains
         # a zoom and a shift of a single shape look alike if it is far from the middle
         has_zoom = own @ own > 0.25 * zoom @ zoom
@@ -117,12 +114,13 @@ def measure(result, against, pipe):
         values["vae"] = psnr(against.reference, against.target)
     if against.control:
         values["input"] = psnr(against.control, against.target)
-        for name, part in (("inside", against.edited), ("outside", ~against.edited)):
-            if against.edited.any() and part.any():
-                values[name] = psnr(np.asarray(result)[part], np.asarray(against.target)[part])
+        parts = dict(inside=against.edited, outside=~against.edited) if against.edited.any() else {}
         if against.keep.mean() > 0.1:
-            values["kept"] = psnr(np.asarray(result)[against.keep], np.asarray(against.target)[against.keep])
+            parts["kept"] = against.keep
             values |= drift(result, against.reference, against.keep)
+        for name, part in parts.items():
+            if part.any():
+                values[name] = psnr(np.asarray(result)[part], np.asarray(against.target)[part])
     return values
 
 def read_result(path, by_vae):
@@ -138,7 +136,7 @@ def read_result(path, by_vae):
 def ends_of(folder, stems):
     """Finds out with which --seed and --scales predict.py has generated the pictures in `folder`: several seeds add
     endings such as -s1 to the file names, several scales -x0.5. stems: the names without an ending -> {ending: its
-    scale, as a text}, sorted by scale; {"": ""} if there are no pictures."""
+    scale, as a text}, sorted by scale."""
     scale, readings = r"-x(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)", []
     for file in sorted(folder.glob("*.png")):
         matches = [re.fullmatch(f"(?s)(.+)({end})", file.stem) for end in ("()", r"-s\d+()", scale, r"-s\d+" + scale)]
@@ -146,7 +144,7 @@ def ends_of(folder, stems):
     # a name may itself end in -s1, and then has two readings: the ending that more files have is the right one
     times = Counter(end for of_file in readings for end in of_file)
     ends = dict(max(of_file, key=times.get) for of_file in readings if of_file)
-    return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf"))) or {"": ""}
+    return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf")))
 
 COLUMNS = dict(input="7.1f", result="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
                outside="7.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
@@ -168,7 +166,7 @@ def main(args):
     diffusers.utils.logging.disable_progress_bar()
     stems = {picture_stem(sample): sample for sample in samples}
     ends = ends_of(args.results, stems)
-    if stems and not any((args.results / f"{stem}{end}.png").exists() for stem in stems for end in ends):
+    if stems and not ends:
         raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
     pipe = None
     if args.model != "none":
@@ -177,18 +175,15 @@ def main(args):
         pipe.vae.to(args.device)
 
     groups = {}
-    for stem, sample in tqdm(stems.items(), desc="measuring", unit=" samples", disable=None, leave=False):
+    for stem, sample in common.progress("measuring", stems.items(), unit=" samples"):
         by_size = {} # what `prepare` returned: the scales and seeds of a sample share it
         for end, scale in ends.items():
-            try:
+            with common.noted(problems):
                 result = read_result(args.results / f"{stem}{end}.png", by_vae=pipe is not None)
                 if result.size not in by_size:
                     by_size[result.size] = prepare(sample, result.size, pipe)
-            except InputError as e:
-                problems.append(str(e))
-                continue
-            name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
-            groups.setdefault(name, []).append(measure(result, by_size[result.size], pipe))
+                name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
+                groups.setdefault(name, []).append(measure(result, by_size[result.size], pipe))
     for problem in problems:
         print(problem, file=sys.stderr)
     if not groups:

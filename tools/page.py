@@ -27,7 +27,8 @@ import numpy as np
 
 import common
 from common import InputError, Parser, natural
-from tools.page_common import PAGE, card, link, node, save_page, section, size_of, table, thumbnail, tile
+from tools.page_common import (PAGE, card, detail, fold, link, node, save_page, section, size_of, table, thumbnail,
+                               tile)
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 30 # a smoothed value is the mean of 1/30 of the run
@@ -226,8 +227,7 @@ def curves(runs):
                 "them at random, and a validation always has the same four.")
     if "training pairs" in str(charts):
         said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
-    said, figures = node("p", said, class_="detail"), node("div", *figures, class_="charts") if figures else None
-    return section("Curves", said, figures) if figures is not None else None
+    return section("Curves", detail(said), node("div", *figures, class_="charts")) if figures else None
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
@@ -282,28 +282,24 @@ def figures(runs):
 def pictures(runs, page):
     """-> the section with each validation picture, and what the base and the LoRAs made of it."""
     shown, steps = {}, set() # {(heading, remark): {name of a tile: its pictures}}
-
-    def show(where, name, path, step=0, number=None):
-        """Adds a picture, if its file exists. Step 0 means that it is the same at all steps."""
-        t = shown.setdefault(where, {}).setdefault(name, SimpleNamespace(links={}, values={}, size=None))
-        if step not in t.links and (size := size_of(path)):
-            t.links[step], t.size = link(path, page), size
-            if number is not None:
-                t.values[step] = f"{number:.1f} dB"
-            steps.add(step)
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
         for record, picture in [(r, picture) for r in run.validations for picture in r.get("pictures", [])]:
-            file, step, samples = picture["file"], record["step"], run.folder / "samples"
-            of_input, of_base, of_lora, of_vae = picture["psnr"]
-            where = picture["prompt"], file
-            show(where, "control", samples / "control" / file, number=of_input)
-            for n in range(1, picture["controls"]):
-                show(where, f"control {n + 1}", samples / f"control_{n}" / file)
-            show(where, "base", samples / "base" / file, number=of_base)
-            show(where, lora, samples / f"step_{step:06d}" / file, step, of_lora)
-            show(where, "target", samples / "target" / file, number=of_vae)
-            shown[where]["target"] = shown[where].pop("target") # it comes last, behind the LoRAs of all runs
+            step, (of_input, of_base, of_lora, of_vae) = record["step"], picture["psnr"]
+            tiles = shown.setdefault((picture["prompt"], picture["file"]), {})
+            # name, folder in samples/, step (0: the same at all steps) and number of each picture
+            further = [(f"control {n + 1}", f"control_{n}", 0, None) for n in range(1, picture["controls"])]
+            rows = [("control", "control", 0, of_input), *further, ("base", "base", 0, of_base),
+                    (lora, f"step_{step:06d}", step, of_lora), ("target", "target", 0, of_vae)]
+            for name, folder, at, number in rows:
+                t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
+                path = run.folder / "samples" / folder / picture["file"]
+                if at not in t.links and (size := size_of(path)):
+                    t.links[at], t.size = link(path, page), size
+                    if number is not None:
+                        t.values[at] = f"{number:.1f} dB"
+                    steps.add(at)
+            tiles["target"] = tiles.pop("target") # it comes last, behind the LoRAs of all runs
     cards = []
     for (heading, remark), tiles in shown.items():
         row = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
@@ -314,15 +310,15 @@ def pictures(runs, page):
         slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
                       max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
         at = "; the arrow keys change the step"
-    remark = node("p", "PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a "
-                  f"picture to compare it with another one{at}.", class_="detail")
+    remark = ("PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a picture to "
+              f"compare it with another one{at}.")
     if not cards:
-        remark.text = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
-                       "what the LoRA makes of them. predict.py --image draws any picture with it.")
+        remark = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
+                  "what the LoRA makes of them. predict.py --image draws any picture with it.")
         if any(run.flags.get("val_data") for run in runs):
-            remark.text = "There are none yet: validations draw them, each --sample_every steps and at the end."
-    rest = node("details", node("summary", f"{len(cards) - SHOWN} more pictures"), *cards[SHOWN:])
-    return section("Validation pictures", remark, slider, *cards[:SHOWN], rest if cards[SHOWN:] else None)
+            remark = "There are none yet: validations draw them, each --sample_every steps and at the end."
+    rest = fold(f"{len(cards) - SHOWN} more pictures", *cards[SHOWN:]) if cards[SHOWN:] else None
+    return section("Validation pictures", detail(remark), slider, *cards[:SHOWN], rest)
 
 def groups(runs):
     """-> the section with the mean PSNRs of all groups but the first dataset's, in the last validation; or None."""
@@ -333,7 +329,7 @@ def groups(runs):
             means["all pictures"] = mean_psnr(run.validations[-1])
         rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in KINDS]] for name, m in means.items()]
     remark = "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures."
-    return section("Groups of validation pictures", node("p", remark, class_="detail"),
+    return section("Groups of validation pictures", detail(remark),
                    table(rows, ["", "input", "base", "LoRA", "VAE alone"])) if rows else None
 
 def find_samples(roots):
@@ -363,7 +359,7 @@ def hardest_pairs(run, most):
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
         cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
-    return lines, section(f"Hardest training pairs{run.title}", node("p", said, class_="detail"),
+    return lines, section(f"Hardest training pairs{run.title}", detail(said),
                           node("div", *cards, class_="pairs"))
 
 def to_share(word):
@@ -391,8 +387,8 @@ def commands(run):
     for validation in run.validations[-1:]:
         flags = flags | validation.get("flags", {})
     predict = ["python", "predict.py", "--model", flags.get("model", "tiny")]
-    for name in ("transformer", "quantize", "quantize_text_encoder", "offload", "negative_prompt",
-                 "num_inference_steps", "true_cfg_scale", "shift"):
+    for name in ("transformer quantize quantize_text_encoder offload negative_prompt num_inference_steps "
+                 "true_cfg_scale shift").split():
         changed = f"--{name}" in given or flags.get(name) != run.flags.get(name)
         if changed and flags.get(name) is not None:
             predict += [f"--{name}", "all" if flags[name] == common.ALL_BLOCKS else flags[name]]
@@ -416,7 +412,7 @@ def settings(run):
     for name, value in run.flags.items():
         rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
-    usual = node("details", node("summary", "Flags that were not given, and versions"), table(rows[False] + versions))
+    usual = fold("Flags that were not given, and versions", table(rows[False] + versions))
     return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual)
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -463,11 +459,10 @@ def refuse_no_run(folder, watch):
 def main():
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folder of train.py, or its copy")
-    parser.add_argument("--out", type=Path, help="the page's file (default: index.html in the first run's folder)")
-    parser.add_argument("--hardest", type=natural, default=6, metavar="N",
-                        help="how many of the hardest samples to print and to show (0: none)")
-    parser.add_argument("--watch", action="store_true",
-                        help="write the page again as the log grows, until the run ends; browsers then load it again")
+    flag = parser.group("flags")
+    flag("--out", None, "the page's file (default: index.html in the first run's folder)", type=Path)
+    flag("--hardest", 6, "how many of the hardest samples to print and to show (0: none)", type=natural, metavar="N")
+    flag("--watch", False, "write the page again as the log grows, until the run ends; browsers then load it again")
     args = parser.parse_args()
     for folder in args.run:
         refuse_no_run(folder, args.watch)

@@ -69,10 +69,18 @@ def tile(name, links, alt, values={}, size=(None, None), wipe=False):
     return node("figure", node("button", image, type="button") if wipe else image, node("figcaption", name, value),
                 class_="tile")
 
-def card(heading, detail, tiles):
+def detail(text):
+    """-> a paragraph in small letters."""
+    return node("p", text, class_="detail")
+
+def fold(title, *children):
+    """-> elements that a click on the title shows."""
+    return node("details", node("summary", title), *children)
+
+def card(heading, remark, tiles):
     """-> pictures that belong together, under a heading (as a rule their prompt)."""
-    return node("article", node("h3", heading, dir="auto"), node("p", detail, class_="detail"),
-                node("div", *tiles, class_="tiles"), class_="card")
+    return node("article", node("h3", heading, dir="auto"), detail(remark), node("div", *tiles, class_="tiles"),
+                class_="card")
 
 def table(rows, head=None):
     """-> a table. rows: lists of texts or elements; the first of each list is the row's heading."""
@@ -82,9 +90,10 @@ def table(rows, head=None):
     top = node("thead", node("tr", *[node("th", cell) for cell in head])) if head else None
     return node("div", node("table", top, body), class_="scroll")
 
-def section(title, *children):
-    """-> a section of the page; None if it has no children."""
-    return node("section", node("h2", title), *children) if any(child is not None for child in children) else None
+def section(title, *children, id=None):
+    """-> a section of the page, to which #id leads; None if it has no children."""
+    if any(child is not None for child in children):
+        return node("section", node("h2", title), *children, id=id)
 
 def save_page(path, title, sections):
     """Writes the template with these sections in it. The page tells browsers to run only the template's own script."""

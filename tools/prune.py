@@ -18,7 +18,7 @@ import common
 def main():
     parser = common.Parser(__doc__)
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
-    parser.add_argument("--delete", action="store_true", help="delete these files")
+    parser.group("flags")("--delete", False, "delete these files")
     args = parser.parse_args()
     indexes = common.load_extra("indexes", "prune.py")
     import cache # takes seconds; -h does not need it
