@@ -645,8 +645,9 @@ def main(args):
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
                  scheduler=folder / "scheduler")
-    models = common.on_first_process(
-        lambda: {part: cache.hash_part(place, args.cache_dir) for part, place in parts.items()})
+    models = {}
+    for part, place in parts.items():
+        models[part] = common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
     pipe = cache.load_pipeline(folder)
     shift_terminal = pipe.scheduler.config.shift_terminal
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),

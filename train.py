@@ -39,11 +39,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
 
-from tqdm import tqdm
-
 import common
 from common import (LORA_FILE, InputError, checkpoints, find_extra, first_words, key_value, load_extra,
-                    natural, not_negative, number, number_of, positive, write_file)
+                    natural, not_negative, number, number_of, positive, say, write_file)
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -349,10 +347,6 @@ def learning_rate(n):
 # ==== HELPERS, by subject =============================================================================================
 # They read args, and what THE RUN makes before it calls them. If you have one GPU, skip what they say about ranks,
 # processes and --fsdp.
-
-def say(line):
-    if rank == 0:
-        tqdm.write(line) # print would tear the progress bar
 
 # ---- the run folder --------------------------------------------------------------------------------------------------
 
