@@ -436,8 +436,7 @@ def start_processes(args):
         cards, backend = find_extra("cuda"), "cpu:gloo,cuda:nccl"
         card = cards.prepare(args.device, args.flash_attention) if cards else "extras/cuda.py is missing: slower"
         torch.cuda.set_device(args.device) # where NCCL works
-        if rank() == 0:
-            print(card)
+        say(card)
     if world() > 1:
         # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
         torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))

@@ -603,8 +603,7 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
     others."""
     transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
     names = load_loras(transformer, args.lora)
-    if common.rank() == 0:
-        print(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
+    common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
     cache.load_encoder(pipe, "vae", args)
@@ -627,9 +626,8 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
                 problems.append(str(e))
                 tqdm.write(str(e), file=sys.stderr)
     bar.close()
-    if common.rank() == 0:
-        gib = common.memory_of(args.transformer_device)
-        print(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
+    gib = common.memory_of(args.transformer_device)
+    common.say(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
 
 def main(args):
@@ -666,9 +664,9 @@ def main(args):
         if sheets and len(pictures) > 1:
             sheet = sheet or sheets.path_beside(missing[0].path)
             common.refuse_to_replace(sheet, OURS)
-    if first and len(missing) < len(pictures):
-        print(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with the "
-              "same settings")
+    if len(missing) < len(pictures):
+        common.say(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with "
+                   "the same settings")
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded.
     # encode_samples also waits until every process has looked which pictures are there
@@ -692,7 +690,7 @@ def main(args):
         shown = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
         if sheets and len(shown) > 1:
             save_png(sheets.results_sheet(shown), sheet)
-            print(f"{sheet}: {len(shown)} of them side by side")
+            common.say(f"{sheet}: {len(shown)} of them side by side")
         plan.unlink(missing_ok=True)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -86,8 +86,7 @@ flag("--compile", False, "torch.compile the blocks: minutes at first, then faste
 flag = parser.group("validation pictures: as predict.py generates them with the same flags")
 flag("--sample_lora", [], "LoRAs that are added to the trained one while these are generated, such as Lightning",
      nargs="+")
-SAMPLING_FLAGS = "num_inference_steps true_cfg_scale shift negative_prompt".split()
-common.add_sample_flags(flag, SAMPLING_FLAGS)
+common.add_sample_flags(flag, "num_inference_steps true_cfg_scale shift negative_prompt".split())
 flag = parser.group("run")
 flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
 flag("--seed", 0, "seed of order, noise, timesteps, dropout, initial LoRA", type=common.seed_number)
@@ -131,8 +130,7 @@ sample_lora_files = [common.find_lora(path) for path in args.sample_lora]
 run_name = common.run_name(args.model, args.data)
 out_dir = common.find_run_folder(args, run_name)
 common.look_over(args)
-if common.rank() == 0:
-    print(f"{out_dir}: a LoRA for {args.model}, trained on {' '.join(args.data)}; the libraries take some seconds")
+say(f"{out_dir}: a LoRA for {args.model}, trained on {' '.join(args.data)}; the libraries take some seconds")
 
 # What follows takes ten seconds to import, so it comes behind all that needs a second.
 import torch
@@ -796,7 +794,7 @@ else:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
     if hints := find_extra("hints"):
-        say(hints.next_commands(args, out_dir, parser.get_default, SAMPLING_FLAGS))
+        say(hints.next_commands(args, out_dir, parser.get_default))
 signals.close()
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -224,11 +224,11 @@ def list_defaults(defaults):
     return textwrap.fill(f"With --model tiny these defaults apply: {flags}", 100, break_on_hyphens=False)
 
 
-def next_commands(args, out_dir, default, sampling_flags):
+def next_commands(args, out_dir, default):
     """-> what a person may want to do with a finished run of train.py. default(flag): its default value."""
     flags = []
-    for name in ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *sampling_flags]:
-        value = getattr(args, name)
+    for name in ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *common.SAMPLING]:
+        value = vars(args).get(name)
         if value != default(name): # these are predict.py's flags, too
             flags += [f"--{name}", "all" if value == common.ALL_BLOCKS else str(value)]
     best, chosen, compared = common.find_extra("best"), out_dir, ""
