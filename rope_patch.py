@@ -11,15 +11,12 @@ every mixture of sizes, picture counts and prompt lengths gives the numbers of t
 
     stock        equal sizes, no new argument     diffusers' own code, bit for bit
     packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows: all samples in one row, no pads and no mask
-    padded       img_shapes differ                (B, I, C) rows: extras/padded.py drops the pads, the rest runs packed,
-                                                  and the answers go back to their places
+    padded       img_shapes differ                (B, I, C) rows: extras/padded.py drops the pads and makes them packed
     precomputed  image_rotary_emb=(img, txt)      as padded, with positions and mask made by the caller
 
 So beside stock's there is one way to compute: packed_forward. Its parts stand before it, from positions to blocks.
-
-This module is pure: it knows no files, flags or ranks. Shape suffixes:
-B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels, H heads, D head dim,
-R = D/2 complex rotations.
+This module is pure: it knows no files, flags or ranks. Shape suffixes: B samples, I image tokens (target first, then
+controls), T text tokens, S = T + I, C channels, H heads, D head dim, R = D/2 complex rotations.
 """
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
@@ -27,11 +24,11 @@ from itertools import accumulate
 from math import prod
 from types import MethodType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from diffusers.models.attention_dispatch import (
-    AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn)
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.utils import apply_lora_scale
@@ -47,39 +44,35 @@ def apply_rotary_emb_qwen_batched(x, freqs_cis):
     sample. Returns x's shape and dtype. Same arithmetic as diffusers' apply_rotary_emb_qwen, which knows the shared
     form only (there a 3D freqs_cis silently broadcasts over the heads). ValueError if sizes differ."""
     B, S, _, D = x.shape
-    check_freqs("rotary frequencies", freqs_cis, B, S, D // 2)
-    return rotate(x, real_freqs(freqs_cis))
-
-def real_freqs(freqs_cis):
-    """Complex (..., R) -> (..., D) of cos, sin, cos, ..., as torch.compile cannot fuse complex numbers."""
-    return torch.view_as_real(freqs_cis).flatten(-2)
+    return rotate(x, real_freqs("rotary frequencies", freqs_cis, B, S, D // 2))
 
 def rotate(x, freqs):
-    """x: (B, S, H, D); freqs: real_freqs, (S, D) or (B, S, D) -> x's shape and dtype."""
+    """x: (B, S, H, D); freqs: real_freqs', (B, S, D) -> x's shape and dtype."""
     # (..., D) -> (..., R, 2): pairs are complex numbers, and a rotation is a product with one of length 1
-    pairs, freqs = x.float().unflatten(-1, (-1, 2)), freqs.unsqueeze(-2).unflatten(-1, (-1, 2))
+    pairs, freqs = [t.unflatten(-1, (-1, 2)) for t in (x.float(), freqs[:, :, None])]
     if torch.compiler.is_compiling(): # the compiler fuses real numbers only
         (a, b), (cos, sin) = pairs.unbind(-1), freqs.unbind(-1)
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(3).type_as(x)
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs)).flatten(3).type_as(x)
 
-def check_freqs(name, freqs, batch, n, half_dim):
-    """ValueError unless these are the frequencies of n tokens, complex (N, R) or (B, N, R)."""
+def real_freqs(name, freqs, batch, n, half_dim):
+    """Frequencies of n tokens, complex (N, R) or (B, N, R) -> (B, N, D) of cos, sin, cos, ..., as torch.compile cannot
+    fuse complex numbers (and takes a last dimension of 2 for a batch of 2). ValueError if they are something else."""
     if not torch.is_tensor(freqs):
         raise ValueError(f"{name}: got a {type(freqs).__name__}, want a complex tensor: torch.complex(cos, sin)")
     want = (n, half_dim), (batch, n, half_dim)
     if not freqs.is_complex() or tuple(freqs.shape) not in want:
         raise ValueError(f"{name}: got shape {tuple(freqs.shape)}, {freqs.dtype}, want {want[0]} or {want[1]}, complex")
+    return torch.view_as_real(freqs.expand(batch, -1, -1)).flatten(-2)
 
-def check_rotary_emb(image_rotary_emb, batch, img_len, txt_len, half_dim):
-    """A caller's (img, txt) frequencies -> both as (B, N, R). ValueError if one does not fit: if only their sum did,
-    text positions that are too many would serve image tokens."""
+def real_pair(image_rotary_emb, batch, img_len, txt_len, half_dim):
+    """A pair (img, txt) of complex frequencies -> both as real_freqs, the text's first, as in joint rows. ValueError if
+    one does not fit: if only their sum did, text positions that are too many would serve image tokens."""
     pair = image_rotary_emb if isinstance(image_rotary_emb, (list, tuple)) else [image_rotary_emb]
     if len(pair) != 2:
         raise ValueError(f"image_rotary_emb: got {len(pair)}, want 2 complex tensors, (img, txt)")
-    for freqs, n in zip(pair, (img_len, txt_len)):
-        check_freqs("image_rotary_emb", freqs, batch, n, half_dim)
-    return [freqs.expand(batch, -1, -1) for freqs in pair]
+    img, txt = [real_freqs("image_rotary_emb", freqs, batch, n, half_dim) for freqs, n in zip(pair, (img_len, txt_len))]
+    return txt, img
 
 def sample_freqs(pos_embed, shapes, txt_len, device):
     """One sample's (img (I, R), txt (T, R)) frequencies, from the model's own module, so that plain and layer3d RoPE
@@ -93,29 +86,6 @@ def sample_freqs(pos_embed, shapes, txt_len, device):
                          f"{len(txt_freqs)}: the table ends at {ROPE_TABLE}")
     return img_freqs, txt_freqs
 
-# ---- masks -----------------------------------------------------------------------------------------------------------
-
-def lens_mask(lens, width, device):
-    """Lengths -> bool (B, width): True up to each length."""
-    return torch.arange(width, device=device) < torch.tensor(lens).to(device, non_blocking=True)[:, None]
-
-def joint_mask(txt_mask, attention_mask, batch, txt_len, img_len):
-    """The two masks that a caller may give, of the text and of [text, image], (B, N) or (B, 1, 1, N), of 0 and 1 in any
-    dtype -> one bool (B, S) for both; None if there is neither. An additive mask (0 / -inf) would be read upside down,
-    so it is a ValueError."""
-    mask_BS = None
-    for name, mask, width in (("encoder_hidden_states_mask", txt_mask, txt_len),
-                              ("attention_mask", attention_mask, txt_len + img_len)):
-        if mask is None:
-            continue
-        if tuple(mask.shape) not in ((batch, width), (batch, 1, 1, width)):
-            raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {(batch, width)}")
-        if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
-            raise ValueError(f"{name}: got values other than 0 and 1 ({mask.dtype}), want 1 = attend, 0 = pad")
-        whole_BS = F.pad(mask.bool().reshape(batch, width), (0, txt_len + img_len - width), value=True)
-        mask_BS = whole_BS if mask_BS is None else mask_BS & whole_BS
-    return mask_BS
-
 # ---- attention -------------------------------------------------------------------------------------------------------
 # A packed row needs no mask: torch's variable-length kernel is told where each sample begins. (FlexAttention has no
 # backward pass on a CPU, and compiles anew for each layout. Nested tensors gained nothing.)
@@ -126,32 +96,26 @@ def use_fused(x):
     return x.is_cuda
 
 @dataclass
-class Lens:
-    """How long the samples of a packed row are."""
-    each: list # tokens of each sample
-    longest: int
-    begins: Tensor | None # (B + 1,) int32, where each sample begins, and the end; None: varlen_attn cannot run
-
-@dataclass
 class Segments:
-    """Segments are consecutive tokens that share one modulation vector, i.e. one row of `temb`: a sample's, or in
-    zero_cond_t models its target's and its controls'."""
+    """A row of tokens as consecutive segments: one a sample, or in zero_cond_t models one for a sample's target and one
+    for its controls. All tokens of a segment share one modulation vector, i.e. one row of `temb`."""
     lens: list # tokens of each segment
-    temb_rows: list # its row of temb
-    index: Tensor # (tokens,) the row of every token
+    longest: int
+    begins: Tensor # (segments + 1,) int32, where each segment begins, and the end
+    temb_rows: list # the row of temb of each segment
+    index: Tensor # (tokens,) the row of temb of each token
+    order: Tensor | None = None # (tokens,) for each the place from which attention takes it; None: it stands there
+    inverse: Tensor | None = None # (tokens,) the way back
 
 @dataclass
 class Layout:
     """Where the samples stand in packed rows, made once per forward pass. A compiled block reads no list of it: one of
     another length would trigger a recompilation."""
-    joint: Lens # of text + image
-    img: Lens # of the image tokens alone
-    samples: Segments # of the image tokens, one a sample
-    img_segments: Segments # these, or for zero_cond_t two a sample
-    txt_segments: Segments
-    # in the joint row [text 0, image 0, text 1, image 1, ...] each sample stands together
-    order: Tensor | None # (S,) for each token of the joint row its place in [all text, all image]; None: just that
-    inverse: Tensor | None # (S,) the way back
+    img: Segments # the image tokens of each sample
+    txt: Segments # its text tokens
+    joint: Segments # both, [text 0, image 0, text 1, image 1, ...], whereas blocks hold [all text, all image]
+    img_parts: Segments # img, or in zero_cond_t models targets and controls apart
+    one_kernel: bool # has_varlen
     last: bool = False # the last block: its text output is not used
 
 def has_varlen(x):
@@ -162,38 +126,31 @@ def has_varlen(x):
             and torch.cuda.get_device_capability(x.device) >= (8, 0)
             and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE)
 
-def make_lens(each, x):
-    """-> Lens, for rows of x's device and dtype."""
-    begins = None
-    if has_varlen(x): # made once per forward pass: made in each block it would wait for the GPU 60 times
-        begins = torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(x.device, non_blocking=True)
-    return Lens(each, max(each), begins)
-
-def make_segments(lens, temb_rows, x):
-    index = torch.repeat_interleave(torch.tensor(temb_rows), torch.tensor(lens), output_size=sum(lens))
-    return Segments(lens, temb_rows, index.to(x.device, non_blocking=True))
+def make_segments(lens, temb_rows, device):
+    begins = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
+    index = torch.tensor(temb_rows).repeat_interleave(torch.tensor(lens), output_size=sum(lens))
+    # made once per forward pass: made in each block they would wait for the GPU 60 times
+    begins, index = [t.to(device, non_blocking=True) for t in (begins, index)]
+    return Segments(lens, max(lens), begins, temb_rows, index)
 
 def make_layout(img_lens, txt_lens, targets, x):
-    """-> Layout, for rows of x's device and dtype. targets: as Batch has them."""
+    """-> Layout, for rows of x's device and dtype. img_lens, txt_lens: tokens of each sample; targets: for zero_cond_t
+    models image tokens of each sample's target, its first ones, else None."""
     samples = list(range(len(txt_lens)))
-    img_segments = own_segments = make_segments(img_lens, samples, x)
+    joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
+    img, txt, joint = [make_segments(lens, samples, x.device) for lens in (img_lens, txt_lens, joint_lens)]
+    img_parts = img
     if targets is not None: # the target is at its timestep (row b of temb), its controls are at t = 0 (row B + b)
         lens, temb_rows = [], []
         for b, target in enumerate(targets):
             lens += [target, img_lens[b] - target]
             temb_rows += [b, len(samples) + b]
-        img_segments = make_segments(lens, temb_rows, x)
-    joint_lens = [t + i for t, i in zip(txt_lens, img_lens)]
-    order = inverse = None
+        img_parts = make_segments(lens, temb_rows, x.device)
     if len(samples) > 1: # (one sample's text and image are in order already)
-        # the sample to which each token of [all text, all image] belongs. Sorted by that (stable: equal ones keep their
-        # order), each sample's text stands before its image
-        owners = torch.tensor(samples * 2).repeat_interleave(
-            torch.tensor([*txt_lens, *img_lens]), output_size=sum(joint_lens))
-        order = owners.argsort(stable=True)
-        order, inverse = [o.to(x.device, non_blocking=True) for o in (order, order.argsort())]
-    return Layout(make_lens(joint_lens, x), make_lens(img_lens, x), own_segments, img_segments,
-                  make_segments(txt_lens, samples, x), order, inverse)
+        # sorted by sample (stable: equal ones keep their order), each sample's text stands before its image
+        joint.order = torch.cat([txt.index, img.index]).argsort(stable=True)
+        joint.inverse = joint.order.argsort()
+    return Layout(img, txt, joint, img_parts, has_varlen(x))
 
 def reorder(x, order, inverse):
     return x if order is None else Reorder.apply(x, order, inverse)
@@ -215,23 +172,38 @@ def packed_attention(q, k, v, layout, **options):
     """Attention within each sample's [text, image]. q, k, v: (1, S, H, D), [all text, all image]; in the last block q
     is the image alone -> q's shape and order. One kernel where torch has it, else one unmasked call a sample. options:
     the processor's, for dispatch_attention_fn."""
-    # -> [text 0, image 0, text 1, image 1, ...]
-    k, v = [reorder(x, layout.order, layout.inverse) for x in (k, v)]
-    lens, q_lens = layout.joint, layout.img
-    if not layout.last:
-        q, q_lens = reorder(q, layout.order, layout.inverse), layout.joint
-    if lens.begins is None or any(option is not None for option in options.values()):
-        out = attention_by_sample(q, k, v, q_lens, lens, options)
+    keys, queries = layout.joint, layout.img if layout.last else layout.joint
+    q = reorder(q, queries.order, queries.inverse)
+    k, v = [reorder(x, keys.order, keys.inverse) for x in (k, v)]
+    if layout.one_kernel and not any(options.values()):
+        out = varlen_attn(q[0], k[0], v[0], queries.begins, keys.begins, queries.longest, keys.longest)[None]
     else:
-        out = varlen_attn(q[0], k[0], v[0], q_lens.begins, lens.begins, q_lens.longest, lens.longest)[None]
-    return out if layout.last else reorder(out, layout.inverse, layout.order)
+        out = attention_by_sample(q, k, v, queries, keys, options)
+    return reorder(out, queries.inverse, queries.order)
 
 @torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(q, k, v, q_lens, lens, options):
+def attention_by_sample(q, k, v, queries, keys, options):
     outs = []
-    for qkv in zip(q.split(q_lens.each, 1), k.split(lens.each, 1), v.split(lens.each, 1)):
+    for qkv in zip(q.split(queries.lens, 1), k.split(keys.lens, 1), v.split(keys.lens, 1)):
         outs.append(dispatch_attention_fn(*qkv, **options))
     return torch.cat(outs, dim=1)
+
+def joint_mask(txt_mask, attention_mask, batch, txt_len, img_len):
+    """The two masks that a caller may give, of the text and of [text, image], (B, N) or (B, 1, 1, N), of 0 and 1 in any
+    dtype -> one bool (B, 1, 1, S) for both; None if there is neither. An additive mask (0 / -inf) would be read upside
+    down, so it is a ValueError."""
+    both = None
+    for name, mask, width in (("encoder_hidden_states_mask", txt_mask, txt_len),
+                              ("attention_mask", attention_mask, txt_len + img_len)):
+        if mask is None:
+            continue
+        if tuple(mask.shape) not in ((batch, width), (batch, 1, 1, width)):
+            raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {(batch, width)}")
+        if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+            raise ValueError(f"{name}: got values other than 0 and 1 ({mask.dtype}), want 1 = attend, 0 = pad")
+        mask_B11S = F.pad(mask.bool().reshape(batch, 1, 1, width), (0, txt_len + img_len - width), value=True)
+        both = mask_B11S if both is None else both & mask_B11S
+    return both
 
 # a class because diffusers looks at the signature of __call__ and drops every argument that is not named there
 class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0):
@@ -242,7 +214,7 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None,
                  attention_mask=None, image_rotary_emb=None, layout=None):
         """hidden_states (B, I, C), encoder_hidden_states (B, T, C) -> the same after attention, the text as None in the
-        last block. Packed rows have no masks, and image_rotary_emb is real_freqs'."""
+        last block. Packed rows have no masks, and image_rotary_emb is real_pair's."""
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states: got None, want the text stream (B, T, C)")
         img, txt = hidden_states, encoder_hidden_states
@@ -250,44 +222,39 @@ class QwenDoubleStreamAttnProcessor2_0_MultiRes(QwenDoubleStreamAttnProcessor2_0
         text_out = layout is None or not layout.last
         head_dim = attn.inner_dim // attn.heads
 
-        def heads(x):
-            return x.unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
-
-        def normed(norm, x):
-            x = heads(x)
+        def heads(x, norm=None):
+            x = x.unflatten(-1, (-1, head_dim)) # -1: a tensor-parallel rank holds a part of the heads
+            if norm is None:
+                return x
             if layout is not None and use_fused(x): # diffusers' takes eight kernels in fp32
                 return F.rms_norm(x, (head_dim,), norm.weight, norm.eps)
             return norm(x)
 
         # queries, keys and values of both streams, each (B, tokens, H, D); then of their joint row [text, image]
-        q, k, v = normed(attn.norm_q, attn.to_q(img)), normed(attn.norm_k, attn.to_k(img)), heads(attn.to_v(img))
+        q, k, v = heads(attn.to_q(img), attn.norm_q), heads(attn.to_k(img), attn.norm_k), heads(attn.to_v(img))
         if text_out:
-            q = torch.cat([normed(attn.norm_added_q, attn.add_q_proj(txt)), q], dim=1)
-        k = torch.cat([normed(attn.norm_added_k, attn.add_k_proj(txt)), k], dim=1)
+            q = torch.cat([heads(attn.add_q_proj(txt), attn.norm_added_q), q], dim=1)
+        k = torch.cat([heads(attn.add_k_proj(txt), attn.norm_added_k), k], dim=1)
         v = torch.cat([heads(attn.add_v_proj(txt)), v], dim=1)
         if image_rotary_emb is not None:
+            pair = image_rotary_emb
             if layout is None:
-                pair = check_rotary_emb(image_rotary_emb, batch, img_len, txt_len, head_dim // 2)
-                image_rotary_emb = map(real_freqs, pair)
-            img_freqs, txt_freqs = image_rotary_emb
-            freqs = torch.cat([txt_freqs, img_freqs], dim=1)
-            q, k = rotate(q, freqs if text_out else img_freqs), rotate(k, freqs)
+                pair = real_pair(image_rotary_emb, batch, img_len, txt_len, head_dim // 2)
+            freqs = torch.cat(pair, dim=1) # of [text, image]; in the last block q is the image alone
+            q, k = rotate(q, freqs[:, -q.shape[1]:]), rotate(k, freqs)
         options = dict(backend=self._attention_backend, parallel_config=self._parallel_config)
         if layout is not None:
             out = packed_attention(q, k, v, layout, **options)
         else: # a stock call, or by hand
-            mask_BS = joint_mask(encoder_hidden_states_mask, attention_mask, batch, txt_len, img_len)
-            attn_mask = None if mask_BS is None else mask_BS[:, None, None]
-            out = dispatch_attention_fn(q, k, v, attn_mask=attn_mask, **options)
+            mask_B11S = joint_mask(encoder_hidden_states_mask, attention_mask, batch, txt_len, img_len)
+            out = dispatch_attention_fn(q, k, v, attn_mask=mask_B11S, **options)
+        # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
+        out = out.flatten(2, 3).to(q.dtype)
         txt_out, img_out = out.split([txt_len, img_len], dim=1) if text_out else (None, out)
-
-        def merged(x): # contiguous, without which bf16 takes another GEMM path than stock and differs by 7e-3
-            return x.flatten(2, 3).to(q.dtype).contiguous()
-
-        img_out = merged(img_out)
+        img_out = img_out.contiguous()
         for layer in attn.to_out: # a linear one, and dropout
             img_out = layer(img_out)
-        return img_out, attn.to_add_out(merged(txt_out)) if text_out else None
+        return img_out, attn.to_add_out(txt_out.contiguous()) if text_out else None
 
 # ---- block -----------------------------------------------------------------------------------------------------------
 
@@ -307,28 +274,24 @@ class RowsByIndex(torch.autograd.Function): # a class because autograd wants one
         is_mine = torch.arange(ctx.count, device=grad.device)[:, None] == index
         return is_mine.to(grad.dtype) @ grad, None
 
-def by_segment(f, segments, modulations, *xs):
-    """f(*vectors, *tokens) for all segments -> (B, N, C). modulations: (rows of temb, C) tensors; vectors: their rows
-    that modulate these tokens, (C,) for a segment's, (tokens, C) when compiled. xs: (B, N, C), as B * N tokens."""
-    tokens = [x.flatten(0, 1) for x in xs]
-    # compiled: a gather, which the compiler fuses with f. Eager it would cost memory and one more kernel
-    if torch.compiler.is_compiling():
-        return f(*[RowsByIndex.apply(m, segments.index) for m in modulations], *tokens).view_as(xs[0])
-    # eager: segment by segment, in stock's arithmetic
-    rows, parts = [m.unbind() for m in modulations], []
-    for row, *own_tokens in zip(segments.temb_rows, *[x.split(segments.lens) for x in tokens]):
-        parts.append(f(*[r[row] for r in rows], *own_tokens))
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0] # (cat would copy a single one)
-    return whole.view_as(xs[0])
+def multiply_add(segments, x, y, z):
+    """x * y + z -> (1, N, C). Each of them is tokens, (1, N, C), or modulation vectors, (rows of temb, C), of which
+    every segment takes its row. Eager segment by segment, in stock's arithmetic; compiled at once."""
+    compiling = torch.compiler.is_compiling()
 
-def multiply_add(x, y, z):
-    return torch.addcmul(z, x, y) if use_fused(x) else x * y + z
+    def parts(t):
+        if t.ndim == 3:
+            return [t.squeeze(0)] if compiling else t.squeeze(0).split(segments.lens)
+        if compiling: # a gather, which the compiler fuses with the sum. Eager it would cost memory and one more kernel
+            return [RowsByIndex.apply(t, segments.index)]
+        rows = t.unbind()
+        return [rows[row] for row in segments.temb_rows]
 
-def modulate(segments, x, shift, scale):
-    return by_segment(lambda shift, scale, x: multiply_add(x, scale, shift), segments, [shift, 1 + scale], x)
-
-def add_gated(segments, x, gate, y):
-    return by_segment(lambda gate, x, y: multiply_add(gate, y, x), segments, [gate], x, y)
+    sums = []
+    for x, y, z in zip(parts(x), parts(y), parts(z)):
+        sums.append(torch.addcmul(z, x, y) if use_fused(x) else x * y + z)
+    whole = torch.cat(sums) if len(sums) > 1 else sums[0] # (cat would copy a single one)
+    return whole[None]
 
 def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
                   joint_attention_kwargs=None, modulate_index=None):
@@ -343,23 +306,22 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
         raise ValueError(f"attention: got {type(self.attn.processor).__name__}, which cannot attend within samples; "
                          "want patch_qwen_model_for_multi_resolution, which sets the processors too")
     img, txt, layout = hidden_states, encoder_hidden_states, modulate_index
-    img_segments, txt_segments = layout.img_segments, layout.txt_segments
     # modulation of attention (1) and MLP (2), from each timestep's row of temb
     img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
     if self.zero_cond_t: # its rows are [own timesteps, zeros]; text always takes its sample's own
         temb = temb.chunk(2)[0]
     txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(temb).chunk(6, dim=-1)
     img_attn, txt_attn = self.attn(
-        hidden_states=modulate(img_segments, self.img_norm1(img), img_shift1, img_scale1),
-        encoder_hidden_states=modulate(txt_segments, self.txt_norm1(txt), txt_shift1, txt_scale1),
-        image_rotary_emb=image_rotary_emb, layout=layout, **joint_attention_kwargs)
-    img = add_gated(img_segments, img, img_gate1, img_attn)
-    img_mlp = self.img_mlp(modulate(img_segments, self.img_norm2(img), img_shift2, img_scale2))
-    img = add_gated(img_segments, img, img_gate2, img_mlp)
+        hidden_states=multiply_add(layout.img_parts, self.img_norm1(img), 1 + img_scale1, img_shift1),
+        encoder_hidden_states=multiply_add(layout.txt, self.txt_norm1(txt), 1 + txt_scale1, txt_shift1),
+        image_rotary_emb=image_rotary_emb, layout=layout, **(joint_attention_kwargs or {}))
+    img = multiply_add(layout.img_parts, img_gate1, img_attn, img)
+    img_mlp = self.img_mlp(multiply_add(layout.img_parts, self.img_norm2(img), 1 + img_scale2, img_shift2))
+    img = multiply_add(layout.img_parts, img_gate2, img_mlp, img)
     if not layout.last: # nobody reads the last block's text
-        txt = add_gated(txt_segments, txt, txt_gate1, txt_attn)
-        txt_mlp = self.txt_mlp(modulate(txt_segments, self.txt_norm2(txt), txt_shift2, txt_scale2))
-        txt = add_gated(txt_segments, txt, txt_gate2, txt_mlp)
+        txt = multiply_add(layout.txt, txt_gate1, txt_attn, txt)
+        txt_mlp = self.txt_mlp(multiply_add(layout.txt, self.txt_norm2(txt), 1 + txt_scale2, txt_shift2))
+        txt = multiply_add(layout.txt, txt_gate2, txt_mlp, txt)
     if img.dtype == torch.float16: # as stock
         img, txt = img.clip(-65504, 65504), txt.clip(-65504, 65504)
     return txt, img
@@ -378,58 +340,28 @@ def checkpoint_blocks(model, blocks=None, **options):
     model.enable_gradient_checkpointing(run)
     return len(recomputed)
 
-@dataclass
-class Batch:
-    """Samples of any sizes in one row of image tokens and one of text tokens."""
-    img: Tensor # (1, sum I, C)
-    txt: Tensor # (1, sum T, J)
-    freqs: list # (img, txt) complex rotary frequencies, (1, sum I, R) and (1, sum T, R)
-    img_lens: list # image tokens of each sample
-    txt_lens: list # text tokens likewise
-    targets: list | None # zero_cond_t models: image tokens of each sample's target, its first ones; else None
-
-def image_lens(shapes):
-    return [sum(map(prod, s)) for s in shapes]
-
-def packed_batch(model, img, txt, img_lens, txt_lens, shapes, freqs):
-    """The packed mode's Batch."""
-    if (sum(txt_lens), sum(img_lens)) != (txt.shape[1], img.shape[1]):
-        raise ValueError(f"packed: got {txt.shape[1]} text and {img.shape[1]} image tokens, want {sum(txt_lens)} and "
-                         f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
-    if freqs is None: # each sample has positions of its own
-        pairs = [sample_freqs(model.pos_embed, s, n, img.device) for s, n in zip(shapes, txt_lens)]
-        freqs = [torch.cat(rows)[None] for rows in zip(*pairs)]
-    else:
-        freqs = check_rotary_emb(freqs, 1, img.shape[1], txt.shape[1], model.config.attention_head_dim // 2)
-    targets = [prod(s[0]) for s in shapes] if model.zero_cond_t else None
-    return Batch(img, txt, freqs, img_lens, txt_lens, targets)
-
 @apply_lora_scale("attention_kwargs") # as stock's forward: takes "scale" out of them, and applies it during the call
-def packed_forward(model, batch, timestep, additional_t_cond, attention_kwargs):
-    """Embedding, blocks and output of every mode but stock's -> (1, sum I, C_out)."""
+def packed_forward(model, img, txt, freqs, layout, timestep, additional_t_cond, attention_kwargs):
+    """Embedding, blocks and output of packed rows -> (1, sum I, C_out)."""
     # J: width of the text encoder; E: width of the model
     #
-    #   batch.img      (1, sum I, C)                 target 0, its controls, target 1, its controls, ...
-    #   batch.txt      (1, sum T, J)                 prompt 0, prompt 1, ...
-    #   batch.freqs    (1, sum I, R), (1, sum T, R)  complex; positions begin anew with each sample
-    #   timestep       (B,) or (1,)                  from 0 to 1; additional_t_cond: likewise, or None
-    #   temb           (B, E), or zero_cond_t (2B, E): below the samples' rows B rows at t = 0, for the controls
-    #   img, txt       (1, sum I, E), (1, sum T, E)
-    #   freqs          (1, sum I, D), (1, sum T, D)  real
-    #   scale, shift   (B, E) or (2B, E)             of a modulation, as temb; each segment takes its row
-    #   q, k, v        (1, S, H, D)                  S = sum T + sum I: all text, all image; in attention: text 0,
-    #                                                image 0, text 1, image 1, ...
-    B = len(batch.img_lens)
-    layout = make_layout(batch.img_lens, batch.txt_lens, batch.targets, batch.img)
-    img = model.img_in(batch.img)
-    txt = model.txt_in(model.txt_norm(batch.txt))
-    timestep = timestep.to(img.dtype).expand(B)
+    #   img            (1, sum I, C)                  target 0, its controls, target 1, its controls, ...
+    #   txt            (1, sum T, J)                  prompt 0, prompt 1, ...
+    #   freqs          (1, sum T, D), (1, sum I, D)   real_pair's; positions begin anew with each sample
+    #   timestep       (B,)                           from 0 to 1; additional_t_cond: likewise, or None
+    #   temb           (B, E), or zero_cond_t (2B, E) below the samples' rows B rows at t = 0, for the controls
+    #   img, txt       (1, sum I, E), (1, sum T, E)   in the blocks
+    #   scale, shift   (B, E) or (2B, E)              of a modulation, as temb; each segment takes its row
+    #   q, k, v        (1, S, H, D)                   S = sum T + sum I: all text, all image; in attention: text 0,
+    #                                                 image 0, text 1, image 1, ...
+    img = model.img_in(img)
+    txt = model.txt_in(model.txt_norm(txt))
+    timestep = timestep.to(img.dtype)
     if model.zero_cond_t: # 2511: the controls are clean pictures, and modulated as such
         timestep = torch.cat([timestep, timestep * 0])
         if additional_t_cond is not None:
-            additional_t_cond = additional_t_cond.expand(B).repeat(2)
+            additional_t_cond = additional_t_cond.repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
-    freqs = tuple(map(real_freqs, batch.freqs))
     for block in model.transformer_blocks:
         layout = replace(layout, last=block is model.transformer_blocks[-1])
         args = img, txt, None, temb, freqs, attention_kwargs, layout
@@ -439,90 +371,82 @@ def packed_forward(model, batch, timestep, additional_t_cond, attention_kwargs):
             txt, img = block(*args)
     # AdaLayerNormContinuous, by sample. zero_cond_t or not, it takes the sample's own timestep (row b)
     scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
-    return model.proj_out(modulate(layout.samples, model.norm_out.norm(img), shift, scale))
+    return model.proj_out(multiply_add(layout.img, model.norm_out.norm(img), 1 + scale, shift))
 
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
                   additional_t_cond=None, return_dict=True, *, image_rotary_emb=None, txt_seq_lens=None):
-    """QwenImageTransformer2DModel.forward with four modes (see the top of this file).
+    """QwenImageTransformer2DModel.forward with four modes (see the top of this file). Stock's and packed calls are
+    answered here, all others by extras/padded.py: forward. Packed are
 
-    hidden_states               padded (B, I, C): target and its controls, then pads; packed (1, sum I_b, C)
-    encoder_hidden_states       padded (B, T, C); packed (1, sum T_b, C)
-    encoder_hidden_states_mask  (B, T) bool, int or 0/1 float, may have holes; not when packed
-    timestep                    (B,) from 0 to 1
-    img_shapes                  per sample [(frames, h, w), ...] in tokens, target first; one entry serves all samples
-    attention_kwargs            "attention_mask": (B, S) or (B, 1, 1, S) over [text, image]; "scale": of the LoRA
-    image_rotary_emb            (img, txt) complex frequencies, each (N, R) or (B, N, R); wins over img_shapes:
-        freqs = [sample_freqs(model.pos_embed, shapes, txt_len, device) for shapes in img_shapes] # T = txt_len
-        img_freqs_BIR, _ = pad_latents_for_multi_res([img for img, _ in freqs])
-        image_rotary_emb = img_freqs_BIR, torch.stack([txt for _, txt in freqs])
-    txt_seq_lens                one row of text, no mask: packed. Else its lengths, as older diffusers had them
+    hidden_states           (1, sum I_b, C): of each sample its target and its controls
+    encoder_hidden_states   (1, sum T_b, J)
+    timestep                (B,) from 0 to 1
+    img_shapes              per sample [(frames, h, w), ...] in tokens, target first; one entry serves all samples
+    attention_kwargs        "scale": of the LoRA
+    image_rotary_emb        (img, txt) complex frequencies, (sum I_b, R) and (sum T_b, R), if not img_shapes' own
+    txt_seq_lens            [T_0, ...]
 
-    Returns the shape of hidden_states with the output's channels; rows at pads are exactly 0, and what stands in the
-    pads (NaN too) changes nothing. ValueErrors name what was got and what was wanted.
+    Returns (1, sum I_b, C_out). ValueErrors name what was got and what was wanted.
     """
-    (rows, img_len), txt_len = hidden_states.shape[:2], encoder_hidden_states.shape[1]
+    img, txt, txt_mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
+    (rows, img_len), txt_len = img.shape[:2], txt.shape[1]
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
-    txt_mask = encoder_hidden_states_mask
-    kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
-    attention_mask = kwargs.pop("attention_mask", None)
-    masked = txt_mask is not None or attention_mask is not None
+    kwargs = attention_kwargs or {}
+    joint_masked = kwargs.get("attention_mask") is not None
+    masked = joint_masked or txt_mask is not None
 
-    # is it packed? (a single masked row with a text length is padded: older diffusers wanted that length)
+    # is it packed? (a single masked row with a text length is not: older diffusers wanted that length)
     packed = txt_lens is not None and rows == 1 and not (masked and len(txt_lens) == 1)
     if packed and masked:
         raise ValueError("packed: got a mask, want none (packed rows have no pads)")
     B = len(txt_lens) if packed else rows
-
-    # what every mode must have: rows and timesteps that belong together, and the shapes of the pictures
     per_sample = [t.numel() for t in (timestep, additional_t_cond) if t is not None]
-    shared = [] if packed else [1] # one timestep may serve all samples
-    if len(encoder_hidden_states) != rows or not {B, *shared}.issuperset(per_sample):
-        raise ValueError(f"batch: got {len(encoder_hidden_states)} rows of text and {per_sample} timesteps and "
-                         f"additional_t_cond, want {rows} and {B} each")
-    if img_shapes is None and (packed or image_rotary_emb is None or self.zero_cond_t):
-        raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
-    # img_shapes tell how long the samples are; but beside a caller's own positions a joint mask does, if there is one
-    mask_tells = image_rotary_emb is not None and attention_mask is not None
-    shapes, img_lens = None, [img_len] * B
-    if img_shapes is not None:
-        shapes = sample_shapes(img_shapes, B, None if packed or mask_tells else img_len)
-        if not mask_tells:
-            img_lens = image_lens(shapes)
+    allowed = {B} if packed else {B, 1} # one timestep may serve all rows
+    if len(txt) != rows or not allowed.issuperset(per_sample):
+        raise ValueError(f"batch: got {len(txt)} rows of text and {per_sample} timesteps and additional_t_cond, want "
+                         f"{rows} and {B} each")
 
-    if packed:
-        batch = packed_batch(self, hidden_states, encoder_hidden_states, img_lens, txt_lens, shapes, image_rotary_emb)
-    else:
-        if txt_lens is None or txt_mask is not None: # (older diffusers took both; then the mask says the same)
-            txt_lens = [txt_len] * rows
-        if len(txt_lens) != rows or min(txt_lens) < 0 or max(txt_lens) > txt_len:
-            raise ValueError(f"txt_seq_lens: got {txt_lens}, want {rows} lengths from 0 to {txt_len}")
-        mask_BS = joint_mask(txt_mask, attention_mask, rows, txt_len, img_len)
-        # stock: equal sizes without pads need nothing of this file
-        if (image_rotary_emb is None and attention_mask is None and not should_use_multi_resolution_mode(shapes)
-                and img_lens[0] == img_len):
+    # stock: equal sizes without pads need nothing of this file
+    if not (packed or joint_masked or image_rotary_emb is not None):
+        shapes = sample_shapes(img_shapes, rows)
+        if not should_use_multi_resolution_mode(shapes) and image_lens(shapes)[0] == img_len:
             # stock is silent where the table of positions ends: sample_freqs raises
-            sample_freqs(self.pos_embed, shapes[0], txt_len, hidden_states.device)
-            txt_mask = None if mask_BS is None else mask_BS[:, :txt_len]
-            if min(txt_lens) < txt_len:
-                txt_mask = lens_mask(txt_lens, txt_len, hidden_states.device)
+            sample_freqs(self.pos_embed, shapes[0], txt_len, img.device)
+            if txt_mask is None and txt_lens is not None:
+                txt_mask = lens_mask("txt_seq_lens", txt_lens, rows, txt_len)
+                txt_mask = None if txt_mask.all() else torch.from_numpy(txt_mask).to(img.device)
             if txt_mask is not None: # NaN at its pads would spoil stock's attention: 0 * NaN is NaN
-                encoder_hidden_states = encoder_hidden_states.masked_fill(~txt_mask[..., None], 0)
+                txt_mask = joint_mask(txt_mask, None, rows, txt_len, img_len)[:, 0, 0, :txt_len]
+                txt = txt.masked_fill(~txt_mask[..., None], 0)
             return type(self).forward(
-                self, hidden_states, encoder_hidden_states, txt_mask, timestep, shapes, guidance,
-                attention_kwargs=attention_kwargs, controlnet_block_samples=controlnet_block_samples,
-                additional_t_cond=additional_t_cond, return_dict=return_dict)
-        from extras import padded # here, as all else works without it
-        batch, places = padded.make_batch(self, hidden_states, encoder_hidden_states, img_lens, txt_lens, mask_BS,
-                                          shapes, image_rotary_emb)
+                self, img, txt, txt_mask, timestep, shapes, guidance, attention_kwargs=attention_kwargs,
+                controlnet_block_samples=controlnet_block_samples, additional_t_cond=additional_t_cond,
+                return_dict=return_dict)
+
     if guidance is not None or controlnet_block_samples is not None:
         raise ValueError("guidance, controlnet_block_samples: got one, want None in a batch of mixed sizes")
     if kwargs.get("scale", 1) != 1 and self.gradient_checkpointing and torch.is_grad_enabled():
         raise ValueError(f"scale: got {kwargs['scale']} beside gradient checkpointing, whose second pass would have "
                          "none; want 1, or no checkpointing")
-    output = packed_forward(self, batch, timestep, additional_t_cond, attention_kwargs=kwargs)
-    if not packed:
-        output = padded.put_back(output, places, rows, img_len)
+
+    if packed:
+        shapes = sample_shapes(img_shapes, B)
+        img_lens = image_lens(shapes)
+        if (sum(txt_lens), sum(img_lens)) != (txt_len, img_len):
+            raise ValueError(f"packed: got {txt_len} text and {img_len} image tokens, want {sum(txt_lens)} and "
+                             f"{sum(img_lens)} for txt_seq_lens {txt_lens} and img_shapes {shapes}")
+        if image_rotary_emb is None: # each sample has positions of its own
+            pairs = [sample_freqs(self.pos_embed, s, n, img.device) for s, n in zip(shapes, txt_lens)]
+            image_rotary_emb = [torch.cat(freqs) for freqs in zip(*pairs)]
+        freqs = real_pair(image_rotary_emb, 1, img_len, txt_len, self.config.attention_head_dim // 2)
+        targets = [prod(s[0]) for s in shapes] if self.zero_cond_t else None
+        layout = make_layout(img_lens, txt_lens, targets, img)
+        output = packed_forward(self, img, txt, freqs, layout, timestep, additional_t_cond, attention_kwargs=kwargs)
+    else:
+        from extras import padded # here, as all else works without it
+        output = padded.forward(self, img, txt, txt_mask, timestep, img_shapes, kwargs, additional_t_cond,
+                                image_rotary_emb, txt_lens)
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
 def patch_qwen_forward_for_multi_resolution(model):
@@ -552,32 +476,24 @@ def patch_qwen_model_for_multi_resolution(model):
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
-def sample_shapes(img_shapes, batch, img_len=None):
-    """img_shapes in any accepted form -> one list of (frames, h, w) per sample, target first:
+def image_lens(shapes):
+    return [sum(map(prod, s)) for s in shapes]
 
-        [[(1, h, w), (1, h, w)], [(1, h, w)]]   the pictures of each sample
-        [[(1, h, w), (1, h, w)]]                one entry serves all samples
-        [(1, h, w), (1, h, w)]                  flat: one picture a sample, or one for all samples
-        tensor (B, N, 3)                        as the first; pictures without area are padding, and dropped
-
-    ValueError if the number of entries is not `batch`, or if the longest of a flat list has not img_len tokens."""
+def sample_shapes(img_shapes, batch):
+    """img_shapes in any accepted form -> one list of (frames, h, w) per sample, target first. Accepted are such a list
+    of lists, one list for all samples, a flat list of one picture a sample or one for all, and a tensor (B, N, 3),
+    whose pictures without area are padding, and dropped. ValueError if there are none, or not `batch` of them."""
     def as_list(x):
         return x.tolist() if torch.is_tensor(x) else list(x)
 
-    shapes, flat = [], True
-    for entry in map(as_list, as_list(img_shapes)):
-        if isinstance(entry[0], (list, tuple, Tensor)):
-            flat = False
-        else:
-            entry = [entry]
-        pictures = [tuple(map(int, picture)) for picture in entry]
-        shapes.append([picture for picture in pictures if prod(picture) > 0])
+    if img_shapes is None:
+        raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
+    shapes = []
+    for entry in as_list(img_shapes):
+        pictures = np.reshape(as_list(entry), (-1, 3)).astype(int).tolist() # flat or not, rows of three
+        shapes.append([tuple(picture) for picture in pictures if prod(picture) > 0])
     if len(shapes) not in (1, batch) or not all(shapes):
         raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one (1, h, w)")
-    longest = max(image_lens(shapes))
-    if flat and img_len not in (None, longest):
-        raise ValueError(f"img_shapes: got one picture a sample, of at most {longest} tokens, want the {img_len} of "
-                         "hidden_states; list a sample's pictures as [[(1, h, w), (1, h, w)], ...]")
     return shapes if len(shapes) == batch else shapes * batch
 
 def should_use_multi_resolution_mode(img_shapes):
@@ -604,32 +520,36 @@ def get_image_shapes_multi_resolution(embeddings, batch_size):
     shapes = []
     for b in range(batch_size):
         further = int(extract_batch_field(embeddings, "n_controls", b)) if "n_controls" in embeddings else n_keys
-        names = [""] + [f"_control_{i + 1}" for i in range(further)]
+        names = [f"_control_{i + 1}" for i in range(further)]
         if "height_control" in embeddings:
-            names.insert(1, "_control")
+            names.insert(0, "_control")
         shapes.append([])
-        for name in names:
-            height = extract_batch_field(embeddings, "height" + name, b)
-            width = extract_batch_field(embeddings, "width" + name, b)
+        for name in ["", *names]:
+            height, width = [extract_batch_field(embeddings, side + name, b) for side in ("height", "width")]
             if height is not None:
                 shapes[b].append((1, int(height) // 16, int(width) // 16))
     return shapes
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
+def lens_mask(name, lens, batch, width):
+    """Lengths -> bool array (B, width) on the host: True up to each length. ValueError if they do not fit."""
+    if len(lens) != batch or min(lens) < 0 or max(lens) > width:
+        raise ValueError(f"{name}: got lengths {lens}, want {batch} from 0 to {width}")
+    return np.arange(width) < np.array(lens)[:, None]
+
 def pad_latents_for_multi_res(samples, max_len=None):
     """Right-pad a list of (N_b, C) tensors with zeros -> (B, N, C), bool mask (B, N). N: max_len, or the longest
     sample. ValueError on an empty list, other ranks, differing channels, or a sample longer than max_len."""
-    if not samples or any(s.ndim != 2 or s.shape[1] != samples[0].shape[1] for s in samples):
+    if len({s.shape[1:] for s in samples}) != 1 or samples[0].ndim != 2:
         raise ValueError(f"samples: got shapes {[tuple(s.shape) for s in samples]}, want at least one, all (N, C)")
     lens = [len(s) for s in samples]
     max_len = max(lens) if max_len is None else max_len
-    if max(lens) > max_len:
-        raise ValueError(f"samples: got {max(lens)} tokens, want at most max_len = {max_len}")
+    mask = lens_mask("samples", lens, len(samples), max_len)
     padded = samples[0].new_zeros(len(samples), max_len, samples[0].shape[1])
     for row, s in zip(padded, samples): # F.pad and stack would write each sample twice
         row[:len(s)] = s
-    return padded, lens_mask(lens, max_len, padded.device)
+    return padded, torch.from_numpy(mask).to(padded.device, non_blocking=True)
 
 def run_packed(model, latents, prompt_embeds, timesteps, img_shapes):
     """One forward pass over samples of any sizes, without a pad. Lists of (I_b, C) and (T_b, C), (B,) timesteps,
@@ -644,11 +564,10 @@ def plan_packs(lengths, max_tokens):
     packs, rooms = [], [] # rooms: sorted (tokens that are left, number of the pack)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = bisect_left(rooms, (lengths[i],)) # the fullest pack that has room
-        if place < len(rooms):
-            room, number = rooms.pop(place)
-        else:
-            room, number = max_tokens, len(packs)
+        if place == len(rooms):
+            rooms.append((max_tokens, len(packs)))
             packs.append([])
+        room, number = rooms.pop(place)
         packs[number].append(i)
         insort(rooms, (room - lengths[i], number))
     return packs
