@@ -385,7 +385,7 @@ def run_in_packs(transformer, runs, max_tokens):
     most max_tokens tokens."""
     lengths = [len(latents) + len(prompt) for latents, prompt, _, _ in runs]
     preds = {} # packed by length, and put back in the order of the runs
-    for pack in plan_packs(lengths, max_tokens):
+    for pack in plan_packs(dict(enumerate(lengths)), max_tokens):
         latents, prompts, timesteps, img_shapes = zip(*[runs[r] for r in pack])
         preds.update(zip(pack, run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)))
     return [preds[r] for r in range(len(runs))]
@@ -449,7 +449,7 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
         lengths.append(sum(images + sample.texts[key]["tokens"] for key in text_keys_of(sample)))
     # these packs are the jobs that are in memory at once: denoise packs each of their steps anew, as they end at
     # different steps
-    for pack in plan_packs(lengths, max_tokens)[share]:
+    for pack in plan_packs(dict(enumerate(lengths)), max_tokens)[share]:
         jobs = [load_job(samples[i], device, encoders) for i in pack]
         for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
             if vae is not None:
@@ -665,8 +665,8 @@ def main(args):
             sheet = sheet or sheets.path_beside(missing[0].path)
             common.refuse_to_replace(sheet, OURS)
     if len(missing) < len(pictures):
-        common.say(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, with "
-                   "the same settings")
+        common.say(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, "
+                   "with the same settings")
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded.
     # encode_samples also waits until every process has looked which pictures are there

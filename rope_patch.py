@@ -559,15 +559,15 @@ def run_packed(model, latents, prompt_embeds, timesteps, img_shapes):
     return list(out[0].split([len(x) for x in latents]))
 
 def plan_packs(lengths, max_tokens):
-    """Indices of `lengths` (tokens) in few packs of at most max_tokens each, longest first, by best fit; a sample that
-    is longer by itself makes a pack of its own. A pure function: all processes plan alike."""
+    """{sample: its tokens} -> lists of samples, in few packs of at most max_tokens each, longest first, by best fit; a
+    sample that is longer by itself makes a pack of its own. A pure function: all processes plan alike."""
     packs, rooms = [], [] # rooms: sorted (tokens that are left, number of the pack)
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect_left(rooms, (lengths[i],)) # the fullest pack that has room
+    for sample in sorted(lengths, key=lengths.get, reverse=True): # (equal ones keep their order)
+        place = bisect_left(rooms, (lengths[sample],)) # the fullest pack that has room
         if place == len(rooms):
             rooms.append((max_tokens, len(packs)))
             packs.append([])
         room, number = rooms.pop(place)
-        packs[number].append(i)
-        insort(rooms, (room - lengths[i], number))
+        packs[number].append(sample)
+        insort(rooms, (room - lengths[sample], number))
     return packs

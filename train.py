@@ -430,18 +430,14 @@ def deal_packs(lengths):
     # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention: here, both
     # divided by 4 dim
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
-    shares, work = [[] for _ in range(world_size)], [0] * world_size
+    shares, work = [{} for _ in range(world_size)], [0] * world_size # a share: {place: tokens}
     # the classic greedy schedule: longest first, each to the process that has least to do
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         least = work.index(min(work))
-        shares[least].append(i)
+        shares[least][i] = lengths[i]
         work[least] += cost[i]
     # each process packs its share without padding
-    dealt = []
-    for share in shares:
-        dealt.append([])
-        for pack in plan_packs([lengths[i] for i in share], args.max_tokens):
-            dealt[-1].append([share[i] for i in pack])
+    dealt = [plan_packs(share, args.max_tokens) for share in shares]
     if args.fsdp:
         passes = max(map(len, dealt))
         dealt = [packs + [[]] * (passes - len(packs)) for packs in dealt]

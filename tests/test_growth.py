@@ -48,7 +48,7 @@ def test_packs_are_planned_in_near_linear_time(kind, capsys):
         if kind == "one a pack, always room":
             return [600] * (n - 1) + [1]
         return rng.choices(range(50, 4000) if kind == "many a pack" else range(400, 1000), k=n)
-    few, many = [lambda n=n: rope_patch.plan_packs(lengths(n), 1000) for n in (FEW, MANY)]
+    few, many = [lambda n=n: rope_patch.plan_packs(dict(enumerate(lengths(n))), 1000) for n in (FEW, MANY)]
     assert_near_linear(f"plan_packs, {kind}", few, many, capsys, limit=0.5) # 0.05 s on an idle machine
 
 def link_dataset(root, n):

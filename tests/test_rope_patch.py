@@ -72,7 +72,7 @@ def test_a_mixed_batch_is_told_by_its_shapes():
 @pytest.mark.parametrize("lengths", [[], [400, 600], [1200, 300, 200], random.Random(0).choices(range(1, 1100), k=99)])
 def test_packs_hold_every_sample_once_within_the_limit(lengths):
     """Longest first, and no two packs would make one."""
-    packs = rope_patch.plan_packs(lengths, 1000)
+    packs = rope_patch.plan_packs(dict(enumerate(lengths)), 1000)
     tokens = lambda pack: sum(lengths[i] for i in pack)
     assert sorted(sum(packs, [])) == list(range(len(lengths)))
     assert all(len(pack) == 1 or tokens(pack) <= 1000 for pack in packs)
@@ -96,9 +96,9 @@ def test_packs_are_hardly_more_than_those_of_first_fit():
     for _ in range(200):
         n, longest = rng.choice([3, 8, 50, 400]), rng.choice([100, 300, 700, 1100])
         lengths, max_tokens = rng.choices(range(1, longest + 1), k=n), rng.choice([999, 1000, 2500])
-        packs = rope_patch.plan_packs(lengths, max_tokens)
+        packs = rope_patch.plan_packs(dict(enumerate(lengths)), max_tokens)
         assert len(packs) <= 1.02 * first_fit(lengths, max_tokens), (n, longest, max_tokens)
-        assert packs == rope_patch.plan_packs(list(lengths), max_tokens) # as another process would
+        assert packs == rope_patch.plan_packs(dict(enumerate(list(lengths))), max_tokens) # as another process would
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batched_rotation_is_stocks_for_each_sample(dtype):

@@ -109,11 +109,8 @@ def load_step(n):
     lengths = {position: pick(position)[-1] for position in range(n * args.batch_size, (n + 1) * args.batch_size)}
     # The processes get samples as players get cards, the longest first. Each puts its own into packs.
     mine = sorted(lengths, key=lengths.get, reverse=True)[rank::world_size]
-    packs = []
-    for places in plan_packs(list(map(lengths.get, mine)), args.max_tokens):
-        positions = [mine[i] for i in places]
-        packs.append((positions, list(map(load, positions))))
-    return packs
+    packs = plan_packs({position: lengths[position] for position in mine}, args.max_tokens)
+    return [(positions, list(map(load, positions))) for positions in packs]
 
 def flow_loss(items):
     """One forward pass over samples of any sizes. Yields the loss of each: the mean over its own target tokens."""
