@@ -433,7 +433,7 @@ def encode_samples(pipe, samples, args, verify=False):
     # by key, and not by place: the processes' lists of missing files may differ, as one may have written some already
     my_files = {file for file in jobs if int(file.stem, 16) % common.world() == common.rank()}
     if verify:
-        remove_damaged(filter(Path.is_file, my_files))
+        remove_damaged(filter(Path.is_file, my_files), pipe)
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if missing:
         for folder in {file.parent for file in missing}:
@@ -450,12 +450,15 @@ def encode_samples(pipe, samples, args, verify=False):
         all_failed |= failed
     return all_failed
 
-def remove_damaged(files):
+def remove_damaged(files, pipe):
     for file in common.progress("verifying", list(files), unit="file"):
         # reading compares the digest that the file carries with its content
         try:
             read_tensors(file, key=file.stem)
         except InputError:
+            if pipe is None:
+                raise InputError(f"{file}: damaged, and an index alone cannot encode it again; give the dataset as "
+                                 "--data, or copy the cache once more")
             tqdm.write(f"{file}: damaged; encoding it again", file=sys.stderr)
             file.unlink()
 

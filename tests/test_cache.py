@@ -408,6 +408,15 @@ def test_verify_names_every_damaged_file_and_encodes_only_these_again_to_the_sam
     assert {tmp_path / "c" / path for path in after if after[path] != before[path]} == set(damaged)
     assert [path.read_bytes() for path in damaged] == sound
 
+def test_verify_deletes_nothing_of_an_index_which_cannot_encode_it_again(root):
+    file = sorted(root.cache.glob("latents/*"))[0]
+    flags = ["--data", root.index, "--model", root.model, "--val_data", "--cache_dir", root.cache, *ON_DEVICE]
+    assert run_script("cache.py", *flags, "--verify").status == 0
+    damage_tensors(file)
+    result = run_script("cache.py", *flags, "--verify")
+    assert result.status == 1 and is_one_line(result.errors[0], file, "damaged", "the dataset"), result.err
+    assert file.is_file()
+
 REFUSED = { # what is done to a cache, where a and b are files of texts, or the training's flags; what is named
     "cut": (lambda r, a, b: os.truncate(a, a.stat().st_size - 1), "text/"),
     "another's copy": (lambda r, a, b: shutil.copy(b, a), "text/", "holds"),
