@@ -508,6 +508,16 @@ def test_a_pair_of_different_pictures_is_not_said_to_have_moved_too(tmp_path, mo
     for kind in ("moved", "recoloured"):
         assert [indices for _, indices in findings[kind]] == [[0], [1], [3], [4], [5]]
 
+def test_a_pair_of_another_shape_need_not_correspond(tmp_path):
+    *pictures, stranger = photographs(7)
+    for i, image in enumerate(pictures):
+        save(image, tmp_path / f"data/control/{i}.png")
+        save(image if i != 2 else stranger.resize((image.width, image.height // 2)), tmp_path / f"data/target/{i}.png")
+        (tmp_path / f"data/target/{i}.txt").write_text("go")
+    args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
+    _, _, findings, _ = doctor.examine(common.read_dataset(tmp_path / "data")[0], None, args)
+    assert [indices for _, indices in findings["other shape"]] == [[2]] and not findings["other picture"]
+
 def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
     for i, image in enumerate(photographs(8)):
         target = image if i == 7 else Image.fromarray((np.asarray(image) * [0.8, 0.95, 1.1]).clip(0, 255)

@@ -495,6 +495,11 @@ def test_a_safetensors_file_of_anything_else_is_one_line(tmp_path):
         with refused(file) as e:
             predict.read_lora(file)
 
+def test_an_entry_of_another_program_that_is_called_as_ours_is_not_read(tmp_path):
+    safetensors.torch.save_file(as_comfyui(lora_tensors()), tmp_path / "x.safetensors", metadata=dict(train="3 steps"))
+    _, meta = predict.read_lora(tmp_path / "x.safetensors")
+    assert not [key for key in meta if key.startswith("train.")]
+
 @pytest.mark.parametrize("meta", ["{", "[]", "5", "null", '{"transformer.r": 2}', '{"transformer.rank_pattern": 3}'])
 def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):
     path = tmp_path / predict.LORA_FILE
