@@ -348,19 +348,20 @@ def packed_forward(model, img, txt, freqs, layout, timestep, additional_t_cond, 
     #   img            (1, sum I, C)                  target 0, its controls, target 1, its controls, ...
     #   txt            (1, sum T, J)                  prompt 0, prompt 1, ...
     #   freqs          (1, sum T, D), (1, sum I, D)   real_pair's; positions begin anew with each sample
-    #   timestep       (B,)                           from 0 to 1; additional_t_cond: likewise, or None
+    #   timestep       (B,) or (1,)                   from 0 to 1; additional_t_cond: likewise, or None
     #   temb           (B, E), or zero_cond_t (2B, E) below the samples' rows B rows at t = 0, for the controls
     #   img, txt       (1, sum I, E), (1, sum T, E)   in the blocks
     #   scale, shift   (B, E) or (2B, E)              of a modulation, as temb; each segment takes its row
     #   q, k, v        (1, S, H, D)                   S = sum T + sum I: all text, all image; in attention: text 0,
     #                                                 image 0, text 1, image 1, ...
+    B = len(layout.img.lens)
     img = model.img_in(img)
     txt = model.txt_in(model.txt_norm(txt))
-    timestep = timestep.to(img.dtype)
+    timestep = timestep.to(img.dtype).expand(B)
     if model.zero_cond_t: # 2511: the controls are clean pictures, and modulated as such
         timestep = torch.cat([timestep, timestep * 0])
         if additional_t_cond is not None:
-            additional_t_cond = additional_t_cond.repeat(2)
+            additional_t_cond = additional_t_cond.expand(B).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
     for block in model.transformer_blocks:
         layout = replace(layout, last=block is model.transformer_blocks[-1])
@@ -545,7 +546,7 @@ def pad_latents_for_multi_res(samples, max_len=None):
         raise ValueError(f"samples: got shapes {[tuple(s.shape) for s in samples]}, want at least one, all (N, C)")
     lens = [len(s) for s in samples]
     max_len = max(lens) if max_len is None else max_len
-    mask = lens_mask("samples", lens, len(samples), max_len)
+    mask = lens_mask("samples for max_len", lens, len(samples), max_len)
     padded = samples[0].new_zeros(len(samples), max_len, samples[0].shape[1])
     for row, s in zip(padded, samples): # F.pad and stack would write each sample twice
         row[:len(s)] = s

@@ -66,9 +66,6 @@ def forward(model, img, txt, txt_mask, timestep, img_shapes, attention_kwargs, a
 
     img_places, txt_places = places_of(img_valid_BI, device), places_of(txt_valid_BT, device)
     freqs = drop_pads(freqs[0], txt_places), drop_pads(freqs[1], img_places)
-    timestep = timestep.expand(batch) # one may serve all samples
-    if additional_t_cond is not None:
-        additional_t_cond = additional_t_cond.expand(batch)
     out = packed_forward(model, drop_pads(img, img_places), drop_pads(txt, txt_places), freqs, layout, timestep,
                          additional_t_cond, attention_kwargs=kwargs)
     if img_places is not None: # back to their places, with 0 at the pads
