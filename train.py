@@ -568,7 +568,7 @@ best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
 if args.resume:
-    checkpoint = resume.find_checkpoint(out_dir, say)
+    checkpoint = resume.find_checkpoint(out_dir)
 if checkpoint:
     resume.refuse_changes(out_dir, checkpoint.info["config"], config | resume.sizes(args), parser)
     step = checkpoint.info["step"]
@@ -602,7 +602,7 @@ scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder 
 transformer, lora = make_model(transformer_folder, transformer_file)
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
-    load_extra("plan").print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss, say)
+    load_extra("plan").print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss)
     sys.exit(0)
 
 # Onto the device, block by block: quantized, sharded or offloaded as the flags say.

@@ -22,7 +22,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 import extras.fit as fit # so that load_extra can name it, where it is missing
 import rope_patch
-from common import find_extra
+from common import find_extra, say
 from extras.published import stand_in # noqa: F401 (train.py calls it as plan's)
 
 GIB = 2**30
@@ -170,7 +170,7 @@ def step_seconds(transformer, lengths, card, recomputed, selective, copied, pass
     seconds = max(seconds, copied / (host * 1e9), orders)
     return seconds, useful / seconds / peak
 
-def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_loss, say):
+def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_loss):
     """args: train.py's flags; transformer, with its LoRA, on the meta device; folder: the model's; epoch: its samples;
     plan_step(n) -> step n's Picks and this process's packs of them; then train.py's own."""
     processes, blocks = int(os.environ.get("WORLD_SIZE", 1)), len(transformer.transformer_blocks)

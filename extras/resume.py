@@ -22,7 +22,7 @@ import cache
 import common
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, checkpoints, file_hash, is_index, load_extra, number_of,
-                    read_tensors, write_tensors)
+                    read_tensors, say, write_tensors)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -54,7 +54,7 @@ def read_checkpoint(path):
     return Checkpoint(lora, tensors, info)
 
 
-def find_checkpoint(out_dir, say):
+def find_checkpoint(out_dir):
     """-> the newest intact Checkpoint, or None for a run that begins. A damaged one costs a warning and the steps since
     the one before it, so that a flipped bit does not cost a night's run."""
     saved = checkpoints(out_dir)
