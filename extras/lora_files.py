@@ -13,7 +13,6 @@ training: musubi-tuner's converter keeps it although it multiplies the alpha int
 files with kohya's names that have lost their alpha tensors.
 """
 import functools
-import json
 import math
 import re
 import sys

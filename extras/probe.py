@@ -32,7 +32,6 @@ def check(args, lora, make_optimizer, averaged_weights):
     for name, p in lora.items():
         if sum(p.shape == other.shape for other in few.values()) < 2:
             few[name] = p
-    first = copies_of(few)
     state_of_python = random.getstate()
     try:
         with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
-import cache
 import common
 import predict
 from extras import indexes, sheet

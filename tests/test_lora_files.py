@@ -23,7 +23,7 @@ import predict
 import rope_patch
 from extras import lora_files
 from extras.cast import LoraLinear
-from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, assert_effect, curve,
+from tests.harness import (DEVICE, DTYPE_NAME, E, ON_DEVICE, SMALL, TINY, assert_bitwise, curve,
                            damage_tensors, flip, hot_model, is_one_line, layers_of, log_of, lora_file, lora_of,
                            lora_tensors,
                            make_batch, patched_copy, refused, rel, renamed, run, run_script, show, stock_pipeline,

@@ -3,7 +3,6 @@ How validations generate their pictures: --sample_lora, and predict.py's flags o
 
 $ python -m pytest -q tests/test_sample_lora.py    # half a minute
 """
-import functools
 import shlex
 import shutil
 
@@ -19,7 +18,7 @@ import common
 import predict
 from extras import compile as compile_extra
 from extras import plan
-from tests.harness import (EXACT, NATIVE, SMALL, add_item, assert_bitwise, curve, damage_tensors, is_one_line,
+from tests.harness import (EXACT, NATIVE, SMALL, add_item, assert_bitwise, curve, is_one_line,
                            log_of, lora_file, lora_tensors, rel, renamed, run_script, start_ranks, validations_of)
 
 FEW = ["--num_inference_steps", 2, "--true_cfg_scale", 2, "--shift", 3, "--negative_prompt", "blurry"]

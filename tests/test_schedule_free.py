@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import common
-from tests.harness import (EXACT, NATIVE, add_item, assert_bitwise, assert_same_run, curve, log_of, lora_of, run_script,
+from tests.harness import (EXACT, NATIVE, add_item, assert_bitwise, assert_same_run, lora_of, run_script,
                            validations_of)
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
