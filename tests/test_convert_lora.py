@@ -11,7 +11,7 @@ from peft.tuners.lora.conversion import convert_to_lora
 from safetensors.torch import load_file, save_file
 
 import predict
-from tests.harness import (TINY, assert_effect, copy_model, is_one_line, layers_of, lora_file, lora_tensors, refused,
+from tests.harness import (TINY, assert_effect, copy_model, is_one_line, layers_of, lora_file, lora_tensors,
                            rel, renamed, run_script, show, stock_pipeline)
 
 def convert(*flags):
