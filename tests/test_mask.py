@@ -265,7 +265,7 @@ def repair_pair(target, control, folder, monkeypatch):
     files = [str(save(image, folder / f"{role}.png")) for role, image in (("target", target), ("control", control))]
     if "moved" not in doctor.examine_pair(target, control):
         return None, None
-    repaired = doctor.repair(common.Sample("pair", "data", files[1:], ["go"], files[0]), folder)
+    repaired = doctor.repair(common.Sample("pair", "data", files[1:], ["go"], files[0]), folder / "aligned")
     return repaired if isinstance(repaired, str) else "repaired", fits[-1]
 
 def test_what_is_called_repaired_is_within_a_quarter_of_a_pixel_also_if_it_was_turned(photos, tmp_path, monkeypatch):
