@@ -374,6 +374,7 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
             continue
         name = path.relative_to(data)
         same = there[name] == content
+        assert not (out / name).is_file() or not (out / name).samefile(path) # a copy, and no link
         assert same or path.suffix == ".txt" or (path.stem == "moved"), path
     samples, problems = common.read_dataset(out)
     assert not problems and [len(s.controls) for s in samples] == [2, 2] and samples[0].prompts == ["one", "two"]
