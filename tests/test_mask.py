@@ -266,7 +266,7 @@ def repair_pair(target, control, folder, monkeypatch):
     files = [str(save(image, folder / f"{role}.png")) for role, image in (("target", target), ("control", control))]
     if "moved" not in doctor.examine_pair(target, control):
         return None, None
-    repaired = doctor.repair(common.Sample("pair", "data", files[1:], ["go"], files[0]), folder)
+    repaired = doctor.repair(common.Sample("pair", "data", files[1:], ["go"], files[0]), folder / "aligned")
     return repaired if isinstance(repaired, str) else "repaired", fits[-1]
 
 def test_what_is_called_repaired_is_within_a_quarter_of_a_pixel_also_if_it_was_turned(photos, tmp_path, monkeypatch):
@@ -375,6 +375,7 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
             continue
         name = path.relative_to(data)
         same = there[name] == content
+        assert not (out / name).is_file() or not (out / name).samefile(path) # a copy, and no link
         assert same or path.suffix == ".txt" or (path.stem == "moved"), path
     samples, problems = common.read_dataset(out)
     assert not problems and [len(s.controls) for s in samples] == [2, 2] and samples[0].prompts == ["one", "two"]
