@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from html.parser import HTMLParser
@@ -629,6 +630,7 @@ def in_child(script, flags, env, prelude, output):
         sys.excepthook(*sys.exc_info()) # as the interpreter does it
         status = 1
     sys.stdout.flush()
+    threading._shutdown() # as an interpreter does that ends: it waits for a thread that is writing a file
     os._exit(status)
 
 def starter(folder):
