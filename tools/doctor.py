@@ -174,7 +174,8 @@ def examine_sample(sample, pipe, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
     and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
     import cache
-    targets, controls = cache.plan_sizes(pipe, sample, vars(args), lambda path: [common.image_size(path)])
+    sample.sizes = [common.image_size(path) for path in common.pictures_of(sample)]
+    targets, controls = cache.plan_sizes(pipe, sample, vars(args))
     (w, h), *control_sizes = sample.sizes
     pictures = [read_image(path) for path in common.pictures_of(sample)]
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sample.sizes, aspect=w / h, controls=len(controls),
