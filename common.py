@@ -394,6 +394,15 @@ def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
     return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
 
+def check_device(flag, device):
+    """flag_error if torch cannot compute on this device."""
+    import torch
+    try:
+        torch.empty(0, device=device).cpu() # (meta has no numbers)
+    except (RuntimeError, AssertionError) as e:
+        other = "cpu" if device.startswith("cuda") else "cuda or cpu"
+        flag_error(f"--{flag}: {device!r} cannot be used ({first_words(e):.90}); give {other}")
+
 def find_devices(args):
     """Fills in devices and dtype. Refuses what cannot work: a device, one file of a transformer."""
     import torch
@@ -409,11 +418,7 @@ def find_devices(args):
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         elif device.startswith("cuda") and world() > 1:
             flag_error(f"--{name}: {device} for all processes; give cuda, which is one for each")
-        try:
-            torch.empty(0, device=device).cpu() # (meta has no numbers)
-        except (RuntimeError, AssertionError) as e:
-            other = "cpu" if device.startswith("cuda") else "cuda or cpu"
-            flag_error(f"--{name}: {device!r} cannot be used ({str(e).splitlines()[0]:.90}); give {other}")
+        check_device(name, device)
         if cards:
             cards.check(name, device, args.dtype)
         setattr(args, name, device)

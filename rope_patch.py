@@ -172,19 +172,22 @@ def packed_attention(q, k, v, layout, **options):
     """Attention within each sample's [text, image]. q, k, v: (1, S, H, D), [all text, all image]; in the last block q
     is the image alone -> q's shape and order. One kernel where torch has it, else one unmasked call a sample. options:
     the processor's, for dispatch_attention_fn."""
-    keys, queries = layout.joint, layout.img if layout.last else layout.joint
-    q = reorder(q, queries.order, queries.inverse)
-    k, v = [reorder(x, keys.order, keys.inverse) for x in (k, v)]
+    joint = layout.joint
+    k, v = [reorder(x, joint.order, joint.inverse) for x in (k, v)]
+    queries = layout.img
+    if not layout.last:
+        q, queries = reorder(q, joint.order, joint.inverse), joint
     if layout.one_kernel and not any(options.values()):
-        out = varlen_attn(q[0], k[0], v[0], queries.begins, keys.begins, queries.longest, keys.longest)[None]
+        out = varlen_attn(q[0], k[0], v[0], queries.begins, joint.begins, queries.longest, joint.longest)[None]
     else:
-        out = attention_by_sample(q, k, v, queries, keys, options)
-    return reorder(out, queries.inverse, queries.order)
+        out = attention_by_sample(q, k, v, queries.lens, joint.lens, options)
+    # (an order of None would do for the last block, too, but torch.compile would then recompute others by its graph)
+    return out if layout.last else reorder(out, layout.joint.inverse, layout.joint.order)
 
 @torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(q, k, v, queries, keys, options):
+def attention_by_sample(q, k, v, q_lens, lens, options):
     outs = []
-    for qkv in zip(q.split(queries.lens, 1), k.split(keys.lens, 1), v.split(keys.lens, 1)):
+    for qkv in zip(q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1)):
         outs.append(dispatch_attention_fn(*qkv, **options))
     return torch.cat(outs, dim=1)
 

@@ -727,7 +727,7 @@ while step < args.max_steps and not stop:
             numbers[place] = loss.detach()
 
     # One all-reduce carries all that the processes share.
-    numbers[-1] = len(signals_seen)
+    numbers[-1].fill_(len(signals_seen)) # (an assignment would wait for the GPU)
     *sample_losses, stop = sum_over_processes(lora.values(), numbers)
     loss = sum(sample_losses) / len(sample_losses)
 

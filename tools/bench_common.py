@@ -38,6 +38,7 @@ MODELS = dict(
 def open_device(device, dtype):
     """Sets up the device as train.py does, before it holds any tensor -> its name. Ends the script if the device cannot
     be used."""
+    common.check_device("device", device)
     cuda.check("device", device, str(dtype).removeprefix("torch."))
     if not device.startswith("cuda"):
         return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
