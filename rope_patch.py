@@ -180,14 +180,14 @@ def packed_attention(q, k, v, layout, **options):
     if layout.one_kernel and not any(options.values()):
         out = varlen_attn(q[0], k[0], v[0], queries.begins, joint.begins, queries.longest, joint.longest)[None]
     else:
-        out = attention_by_sample(q, k, v, queries.lens, joint.lens, options)
+        out = attention_by_sample(q, k, v, queries, joint, options)
     # (an order of None would do for the last block, too, but torch.compile would then recompute others by its graph)
     return out if layout.last else reorder(out, layout.joint.inverse, layout.joint.order)
 
-@torch.compiler.disable # eager between two compiled halves of the block
-def attention_by_sample(q, k, v, q_lens, lens, options):
+@torch.compiler.disable # eager between two compiled halves of the block, which read no list
+def attention_by_sample(q, k, v, queries, joint, options):
     outs = []
-    for qkv in zip(q.split(q_lens, 1), k.split(lens, 1), v.split(lens, 1)):
+    for qkv in zip(q.split(queries.lens, 1), k.split(joint.lens, 1), v.split(joint.lens, 1)):
         outs.append(dispatch_attention_fn(*qkv, **options))
     return torch.cat(outs, dim=1)
 
