@@ -566,6 +566,12 @@ def plan_training(pipe, folder, args):
         if learned := {prompt.strip() for prompt in preserve_prompts} & set(sample.prompts):
             raise InputError(f"--preserve_prompts: {min(learned)!r} is trained; leave it out")
     print_problems(problems) # now, as the encoding may take hours
+    empty = [] # masks that common.look_at_sample has left out: it has looked at them, and they are no pictures
+    for s in [*samples, *val_samples]:
+        empty += s.contents.keys() - {s.mask, *common.pictures_of(s)}
+    if empty:
+        print(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
+              "trained without a mask", file=sys.stderr)
     if hints := common.find_extra("hints"):
         print_problems(hints.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems

@@ -494,9 +494,11 @@ def sample_shapes(img_shapes, batch):
         raise ValueError("img_shapes: got None, want the pictures of every sample, target first")
     shapes = []
     for entry in as_list(img_shapes):
-        pictures = np.reshape(as_list(entry), (-1, 3)).astype(int).tolist() # flat or not, rows of three
-        shapes.append([tuple(picture) for picture in pictures if prod(picture) > 0])
-    if len(shapes) not in (1, batch) or not all(shapes):
+        entry = as_list(entry)
+        pictures = entry if isinstance(entry[0], (list, tuple, Tensor)) else [entry]
+        pictures = [tuple(map(int, picture)) for picture in pictures]
+        shapes.append([picture for picture in pictures if prod(picture) > 0])
+    if len(shapes) not in (1, batch) or not all(shapes) or {len(p) for s in shapes for p in s} != {3}:
         raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one (1, h, w)")
     return shapes if len(shapes) == batch else shapes * batch
 

@@ -84,8 +84,7 @@ flag("--gradient_checkpointing", None, "number of blocks that the backward pass 
 flag("--fsdp", False, "shard the frozen base over torchrun's processes (FSDP2)")
 flag("--compile", False, "torch.compile the blocks: minutes at first, then faster; needs gcc")
 flag = parser.group("validation pictures: as predict.py generates them with the same flags")
-flag("--sample_lora", [], "LoRAs that are added to the trained one while these are generated, such as Lightning",
-     nargs="+")
+flag("--sample_lora", [], "LoRAs added to the trained one while these are generated, such as Lightning", nargs="+")
 common.add_sample_flags(flag, "num_inference_steps true_cfg_scale shift negative_prompt".split())
 flag = parser.group("run")
 flag("--use_cache", True, "--no-use_cache encodes each sample when it is used; all models stay loaded")
@@ -147,6 +146,8 @@ dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gra
 optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
     common.flag_error(f"--optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
+if hasattr(optimizer_class, "eval"): # schedule-free
+    load_extra("schedule_free", f"--optimizer {args.optimizer}")
 if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
 for path in filter(None, [*sample_lora_files, pretrained_file]): # now, as a model may be downloaded next
@@ -563,7 +564,8 @@ out_dir = common.gather_objects(out_dir)[0]
 # write one, and before anything slow begins, so that a forbidden change or a finished run is reported within seconds.
 resume = find_extra("resume") # the module; None if it was deleted
 checkpoint, step = None, 0
-config = resume.compared(args, pretrained_file) if resume else {} # what --resume compares, more below
+config = resume.compared(args) if resume else {} # what --resume compares, more below
+config["pretrained_hash"] = pretrained_file and common.file_hash(pretrained_file)
 best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
@@ -638,8 +640,10 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
-if resume:
-    config |= resume.contents(models, epoch, geometry, args)
+for place in models.values(): # 58 GB take a minute: the first process reads them, and the others find its answers
+    common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
+hashes = {f"{part}_hash": cache.hash_part(place, args.cache_dir) for part, place in models.items()}
+config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
 if args.transformer:

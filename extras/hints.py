@@ -397,19 +397,9 @@ def of_masks(samples, mask_foreground_weight, mask_background_weight):
         yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"
 
 
-def of_empty_masks(samples, val_samples):
-    """Which masks common.look_at_sample has left out: it has looked at them, and they are no pictures."""
-    empty = []
-    for s in [*samples, *val_samples]:
-        empty += s.contents.keys() - {s.mask, *common.pictures_of(s)}
-    if empty:
-        yield (f"{len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are trained "
-               "without a mask")
-
-
 WARNINGS = dict( # a flag that tells which script asks: its warnings, whose parameters are flags
     model=[bend_of, size_for_tiny], # of all scripts
-    data=[one_text_in_lines, of_empty_masks], # of all that train or encode
+    data=[one_text_in_lines], # of all that train or encode
     max_steps=[too_wide, longest_of, of_masks, no_pictures, without_cfg], # of trainings
     jobs=[overwritten, one_result, results_without_cfg]) # of predict.py
 

@@ -17,6 +17,8 @@ def forward(model, img, txt, txt_mask, timestep, img_shapes, attention_kwargs, a
     """The answer (B, I, C_out) to model_forward's arguments, which are in addition to what stands there:
 
     img, txt            (B, I, C): target and its controls, then pads; (B, T, C)
+    txt_mask            (B, T) bool, int or 0/1 float, may have holes
+    txt_lens            lengths of the rows of text, as older diffusers had them; beside a mask they are not read
     attention_kwargs    "attention_mask": (B, S) or (B, 1, 1, S) over [text, image]
     image_rotary_emb    (img, txt) complex frequencies, each (N, R) or (B, N, R); wins over img_shapes:
         freqs = [sample_freqs(model.pos_embed, shapes, txt_len, device) for shapes in img_shapes] # T = txt_len

@@ -18,11 +18,9 @@ from pydoc import locate
 
 import torch
 
-import cache
-import common
 import predict
-from common import (LORA_FILE, SAMPLING, InputError, checkpoints, file_hash, is_index, load_extra, number_of,
-                    read_tensors, say, write_tensors)
+from common import (LORA_FILE, SAMPLING, InputError, checkpoints, is_index, load_extra, number_of, read_tensors, say,
+                    write_tensors)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -69,23 +67,12 @@ def find_checkpoint(out_dir):
     raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
 
 
-def compared(args, pretrained_file):
-    """-> what a checkpoint says of its run, for refuse_changes: {flag: value}, and a hash of --pretrained_lora's
-    file."""
+def compared(args):
+    """-> what a checkpoint says of its run's flags, for refuse_changes: {flag: value}."""
     config = {name: value for name, value in vars(args).items() if name not in BY_CONTENT + MAY_CHANGE}
-    config["pretrained_hash"] = pretrained_file and file_hash(pretrained_file)
     if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
         del config["max_steps"]
     return config
-
-
-def contents(models, epoch, geometry, args):
-    """-> what a checkpoint says of what the flags BY_CONTENT lead to: hashes of all models (58 GB take a minute, so the
-    first process reads them, and the others find its answers) and of the samples; sizes."""
-    for place in models.values():
-        common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
-    hashes = {f"{part}_hash": cache.hash_part(place, args.cache_dir) for part, place in models.items()}
-    return dict(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
 
 
 def refuse_changes(out_dir, old, config, parser):
