@@ -497,8 +497,10 @@ def sample_shapes(img_shapes, batch):
         entry = as_list(entry)
         pictures = entry if isinstance(entry[0], (list, tuple, Tensor)) else [entry]
         pictures = [tuple(map(int, picture)) for picture in pictures]
+        if wrong := [picture for picture in pictures if len(picture) != 3]:
+            raise ValueError(f"img_shapes: got a picture of {wrong[0]}, want (frames, h, w)")
         shapes.append([picture for picture in pictures if prod(picture) > 0])
-    if len(shapes) not in (1, batch) or not all(shapes) or {len(p) for s in shapes for p in s} != {3}:
+    if len(shapes) not in (1, batch) or not all(shapes):
         raise ValueError(f"img_shapes: got {len(shapes)} entries, want {batch}, each with at least one (1, h, w)")
     return shapes if len(shapes) == batch else shapes * batch
 

@@ -69,6 +69,13 @@ def test_a_mixed_batch_is_told_by_its_shapes():
     for img_shapes in ([[(1, 8, 8), (1, 4, 4)]], [[(1, 8, 8), (1, 4, 4)]] * 3, [s.shapes for s in samples]):
         assert rope_patch.should_use_multi_resolution_mode(img_shapes) is (img_shapes[0] != img_shapes[-1])
 
+def test_a_picture_has_three_numbers_in_any_form():
+    for pictures in ([[(1, 4, 4)]], [(1, 4, 4)], [[torch.tensor([1, 4, 4])]], torch.tensor([[[1, 4, 4], [0, 0, 0]]])):
+        assert rope_patch.sample_shapes(pictures, 1) == [[(1, 4, 4)]]
+    for pictures in ([[(1, 4, 4, 1, 2, 2)]], [(1, 4)], [[(1, 4, 4), (1, 4)]]):
+        with pytest.raises(ValueError, match="img_shapes: got a picture of .* want"):
+            rope_patch.sample_shapes(pictures, 1)
+
 @pytest.mark.parametrize("lengths", [[], [400, 600], [1200, 300, 200], random.Random(0).choices(range(1, 1100), k=99)])
 def test_packs_hold_every_sample_once_within_the_limit(lengths):
     """Longest first, and no two packs would make one."""
