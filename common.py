@@ -36,6 +36,7 @@ TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transformer; the real model has 3584
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
 PEFT_FILE = "adapter_model.safetensors" # as peft calls it
+NAME_BYTES = 255 # a file's name may have so many
 NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
 @dataclass
@@ -95,6 +96,10 @@ def print_problems(lines):
 def first_words(e):
     """What an exception says, in one line."""
     return textwrap.shorten(str(e), 300) or type(e).__name__
+
+def first_line(e):
+    """Of what an exception says the first line alone: CUDA's go on for several, about other things."""
+    return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
 
 # ---- extras: files that one flag needs -------------------------------------------------------------------------------
 
@@ -401,7 +406,7 @@ def check_device(flag, device):
         torch.empty(0, device=device).cpu() # (meta has no numbers)
     except (RuntimeError, AssertionError) as e:
         other = "cpu" if device.startswith("cuda") else "cuda or cpu"
-        flag_error(f"--{flag}: {device!r} cannot be used ({first_words(e):.90}); give {other}")
+        flag_error(f"--{flag}: {device!r} cannot be used ({first_line(e)}); give {other}")
 
 def find_devices(args):
     """Fills in devices and dtype. Refuses what cannot work: a device, one file of a transformer."""

@@ -38,8 +38,8 @@ from time import monotonic
 from types import SimpleNamespace
 
 import common
-from common import (LORA_FILE, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora, is_one_file, load_extra,
-                    make_sample, noise_level, number, pixels, png_name, positive, seed_number)
+from common import (LORA_FILE, NAME_BYTES, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora, is_one_file,
+                    load_extra, make_sample, noise_level, number, pixels, png_name, positive, seed_number)
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -130,7 +130,6 @@ from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_pa
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
                    r"norm_out\.|img_in|txt_in|proj_out)[\w.]*)\.lora_([AB])\.weight")
-NAME_BYTES = 255 # a file's name may have so many
 OURS = rb"tEXtkey\0" # is in every picture that save_png has written
 
 # ==== the library =====================================================================================================

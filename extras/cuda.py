@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import InputError, flag_error
+from common import InputError, first_line, flag_error
 
 
 def check(flag, device, dtype):
@@ -67,8 +67,7 @@ def activate_flash(capability):
             torch.nn.attention.activate_flash_attention_impl(impl)
             return f"flash attention {impl[2:]}"
         except Exception as e: # a package for another torch or another CUDA can fail in any way
-            why = (str(e).strip() or type(e).__name__).splitlines()[0][:90]
-            return f"flash attention 2 ({impl} cannot be loaded: {why})"
+            return f"flash attention 2 ({impl} cannot be loaded: {first_line(e)})"
     if capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
         return f"flash attention 2; {FASTER[capability[0]][2]} would compute attention faster"
     return "flash attention 2"

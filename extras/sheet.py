@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from common import read_image
+from common import NAME_BYTES, read_image
 
 CELL = 192 # pixels
 # PIL's own font has no accents. These are looked for in the system's folders: European scripts, then Chinese, Japanese
@@ -111,7 +111,7 @@ def validation_sheets(folder, step, records):
 def path_beside(picture):
     """-> where the sheet of this picture's file and others goes: a long name is cut."""
     end = "-sheet.png"
-    stem = os.fsencode(picture.stem)[:255 - len(end)].decode(errors="ignore") # never half a letter
+    stem = os.fsencode(picture.stem)[:NAME_BYTES - len(end)].decode(errors="ignore") # never half a letter
     return picture.with_name(stem + end)
 
 
