@@ -21,12 +21,15 @@ $ python cache.py --model ... --data photos drawings faces --repeats 1 5 1 # mix
 
 train.py and predict.py call the same functions; run this script alone to encode on another machine.
 """
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
+import extras # before all others: no folder that stands here, such as cache/, is taken for one of them
 import gc
 import inspect
 import json
-import os
 import re
-import sys
 from contextlib import closing
 from itertools import product
 from pathlib import Path

@@ -65,8 +65,32 @@ class Sample:
 
 # ---- errors of the user ----------------------------------------------------------------------------------------------
 
+# what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
+CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+def shown(text):
+    """A name, a prompt, or what else comes from a file, as a line on a terminal may have it: a control character
+    becomes \\n, \\x1b, \\u202e."""
+    return CONTROLS.sub(lambda control: control[0].encode("unicode_escape").decode(), str(text))
+
+class ShownStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
+    """A stream whose lines are shown(), whoever writes them. Line ends stay, so that names get their own shown(); tqdm's
+    \\r at an end of what it writes stays, too, and its cursor up."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        inner = text.strip("\r")
+        if inner.replace("\x1b[A", ""): # else tqdm alone has written it
+            text = text.replace(inner, "\n".join(map(shown, inner.split("\n"))), 1)
+        return self.stream.write(text)
+
 def error_line(message):
-    return "error: " + message.replace("\n", "\\n") # names may hold anything
+    return "error: " + shown(message)
 
 class InputError(SystemExit):
     """The user's input is wrong: InputError('<file or flag>: <what is wrong>; <what to do>'). A SystemExit, so that the
@@ -220,8 +244,10 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
 
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
-        for stream in (sys.stdout, sys.stderr): # a file name that is no UTF-8 must not end a run
+        for name in ("stdout", "stderr"): # a file name that is no UTF-8 must not end a run, nor a name move the cursor
+            stream = getattr(sys, name)
             stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, ShownStream(stream))
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -656,6 +682,16 @@ def look_ahead(paths, look, memory):
 
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+
+def is_inside(path, folder):
+    """Whether a path that a file names, or a link that stands in a folder, leads to a place in this folder. Links are
+    followed, also the folder's own. (A snapshot in the hub's cache has links to ../../blobs, which are its files.)"""
+    folder, path = [Path(os.path.realpath(place)) for place in (folder, path)]
+    inside = [folder]
+    for above in (folder, *folder.parents):
+        if above.parent.name == "snapshots":
+            inside.append(above.parent.parent / "blobs")
+    return any(map(path.is_relative_to, inside))
 
 # ---- LoRA files, in run folders and elsewhere ------------------------------------------------------------------------
 

@@ -20,14 +20,17 @@ into --cache_dir; then the encoders are unloaded and the transformer is loaded. 
 encoding. A picture that already exists with the same settings is not generated again. Files that predict.py has not
 made are never overwritten, and its own only by --out, --jobs and folders. Shape letters as in rope_patch.py.
 """
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
+import extras # before all others: no folder that stands here, such as cache/, is taken for one of them
 import argparse
 import io
 import json
 import math
-import os
 import re
 import shlex
-import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace

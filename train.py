@@ -21,14 +21,17 @@ Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal end a run after the current step,
 Three chapters follow the flags. THE RECIPE: which sample, at which noise, with which loss. HELPERS. THE RUN: what
 happens, from the first line to the last. Start with THE RUN for the overview.
 """
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
+import extras # before all others: no folder that stands here, such as cache/, is taken for one of them
 import contextlib
 import hashlib
 import json
 import math
-import os
 import shlex
 import shutil
-import sys
 import time
 import warnings
 from dataclasses import dataclass, replace

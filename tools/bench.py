@@ -25,6 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import extras # first, so that no other folder is taken for one of our modules
 import common
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text

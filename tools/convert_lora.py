@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, number, positive
 

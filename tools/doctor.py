@@ -47,6 +47,7 @@ import numpy as np
 from PIL import Image, ImageChops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
+import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs

@@ -35,6 +35,7 @@ BEGUN = time.monotonic() # here, so that the imports below count too
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBLAS's sums may differ between calls
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import extras # first, so that no other folder is taken for one of our modules
 import common
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text

@@ -10,6 +10,7 @@ import safetensors
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
+import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, Sample
 from rope_patch import get_image_shapes_multi_resolution

@@ -50,6 +50,7 @@ from PIL import ImageOps
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
+import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from pydoc import locate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1])) # where the core files are
+import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import LORA_FILE, InputError, first_words, key_value, natural, not_negative, number, positive
 

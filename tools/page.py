@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import extras # first, so that no other folder is taken for one of our modules
 import numpy as np
 
 import common
