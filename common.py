@@ -12,10 +12,12 @@ import math
 import os
 import re
 import secrets
+import shlex
 import signal
 import sys
 import tempfile
 import textwrap
+import traceback
 import unicodedata
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -74,8 +76,8 @@ def shown(text):
     return CONTROLS.sub(lambda control: control[0].encode("unicode_escape").decode(), str(text))
 
 class ShownStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
-    """A stream whose lines are shown(), whoever writes them. Line ends stay, so that names get their own shown(); tqdm's
-    \\r at an end of what it writes stays, too, and its cursor up."""
+    """A stream on which one write is one line, shown(), whoever writes it: no name or prompt begins a line of its own.
+    So whoever has several lines prints each. tqdm's \\r at an end of what it writes stays, and its cursor up and down."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -84,10 +86,21 @@ class ShownStream: # a class because it stands for sys.stdout and sys.stderr, fo
         return getattr(self.stream, name)
 
     def write(self, text):
-        inner = text.strip("\r")
-        if inner.replace("\x1b[A", ""): # else tqdm alone has written it
-            text = text.replace(inner, "\n".join(map(shown, inner.split("\n"))), 1)
+        inner = text.strip("\r").rstrip("\n")
+        if inner.replace("\x1b[A", ""): # else it is a line end, or tqdm's
+            text = text.replace(inner, shown(inner), 1)
         return self.stream.write(text)
+
+def command(words):
+    """Words as a command that a person can paste into bash or zsh: a control character, which always stands in quotes
+    ('), becomes $'...' between them."""
+    def escaped(control):
+        return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
+    return CONTROLS.sub(escaped, shlex.join(map(str, words)))
+
+def print_lines(text, file=None):
+    """Prints a text of ours that has several lines; a name in it may make more."""
+    print(*text.rstrip("\n").split("\n"), sep="\n", file=file)
 
 def error_line(message):
     return "error: " + shown(message)
@@ -215,6 +228,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
     """-h shows all defaults; an error is one line, with the flag that may be meant, and status 2."""
+    _print_message = staticmethod(print_lines) # argparse writes all of -h at once
 
     def __init__(self, description, usage=None): # usage: the flags that a person needs first
         super().__init__(description=description, usage=usage and f"%(prog)s {usage} [other flags: see below]",
@@ -416,10 +430,11 @@ def quiet():
     """tqdm's `disable`: the first process alone shows bars, and only on a terminal (None)."""
     return True if rank() else None
 
-def say(line):
-    """The first process prints this line, above a bar if there is one."""
+def say(*lines):
+    """The first process prints these lines, above a bar if there is one."""
     if rank() == 0:
-        tqdm.write(line)
+        for line in lines:
+            tqdm.write(line)
 
 def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
@@ -544,8 +559,8 @@ def end_by_ctrl_c(kind, error, trace):
     """Ctrl-C where no signals_noted is at work: one line instead of a traceback. Files appear whole or not at all, so
     there is nothing to clean up."""
     if kind is not KeyboardInterrupt:
-        return sys.__excepthook__(kind, error, trace)
-    print("\nstopped by Ctrl-C: what is written stays; the same command continues with the rest", file=sys.stderr)
+        return print_lines("".join(traceback.format_exception(error)), sys.stderr)
+    print_lines("\nstopped by Ctrl-C: what is written stays; the same command continues with the rest", sys.stderr)
 
 def run_ahead(work, items, threads=1, most=1):
     """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""

@@ -30,7 +30,6 @@ import io
 import json
 import math
 import re
-import shlex
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -464,7 +463,7 @@ def save_png(image, path, key=""):
     # made in memory, so that write_file can write it whole or not at all
     png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
     meta.add_text("key", key)
-    meta.add_text("command", shlex.join(["python", *sys.argv]))
+    meta.add_text("command", common.command(["python", *sys.argv]))
     image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the mark)
     common.write_file(path, png.getvalue(), OURS)
 

@@ -30,7 +30,6 @@ import contextlib
 import hashlib
 import json
 import math
-import shlex
 import shutil
 import time
 import warnings
@@ -774,9 +773,11 @@ while step < args.max_steps and not stop:
         bar.update()
         # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
         if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
-            say(step_line(record, (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)))
+            left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
+            say(*step_line(record, left).split("\n"))
         if step == first_step + 1:
-            say(f"the curves, in a browser: python tools/page.py {shlex.quote(str(out_dir))} --watch")
+            say("the curves, in a browser: "
+                + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now:
             save_checkpoint(step, transformer, lora, optimizer, meta)
 bar.close()
@@ -797,7 +798,7 @@ else:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
     if hints := find_extra("hints"):
-        say(hints.next_commands(args, out_dir, parser.get_default))
+        say(*hints.next_commands(args, out_dir, parser.get_default))
 signals.close()
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -132,7 +132,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             sample = self.samples[place]
             groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(record["psnr"])
         if rows:
-            tqdm.write(f"mean PSNR to the target in dB:\n{'':20} pictures   input    base    LoRA  VAE alone")
+            tqdm.write("mean PSNR to the target in dB:")
+            tqdm.write(f"{'':20} pictures   input    base    LoRA  VAE alone")
         for name, psnrs in groups.items():
             means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
             tqdm.write("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs),

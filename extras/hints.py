@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -211,7 +210,7 @@ def describe(samples, val_samples):
         lines.append(f"warning: {len(shared)} of {len(val_samples)} samples of --val_data have pictures that are also "
                      f"trained, for instance {shared[0]}: they do not tell what the LoRA makes of others; move such "
                      "pairs, do not copy them")
-    return "\n".join(lines)
+    return lines
 
 
 def list_defaults(defaults):
@@ -225,21 +224,21 @@ def list_defaults(defaults):
 
 
 def next_commands(args, out_dir, default):
-    """-> what a person may want to do with a finished run of train.py. default(flag): its default value."""
-    flags = []
+    """-> lines: what a person may want to do with a finished run of train.py. default(flag): its default value."""
+    lines, flags = [], []
     for name in ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *common.SAMPLING]:
         value = vars(args).get(name)
         if value != default(name): # these are predict.py's flags, too
             flags += [f"--{name}", "all" if value == common.ALL_BLOCKS else str(value)]
-    best, chosen, compared = common.find_extra("best"), out_dir, ""
+    best, chosen = common.find_extra("best"), out_dir
     for folder, names in best.better_checkpoints(out_dir).items() if best else ():
-        compared += f"{folder} is better than the last one by {' and '.join(names)}; compare them\n"
+        lines.append(f"{folder} is better than the last one by {' and '.join(names)}; compare them")
         if len(names) == len(best.best_steps(out_dir)): # by all measures
             chosen = folder
-    command = shlex.join([*flags, "--lora", str(chosen), *args.sample_lora])
-    return (f"{compared}next:\n  python predict.py {command} --image CONTROL.png --prompt \"...\"\n"
-            f"  python tools/page.py {shlex.quote(str(out_dir))}\n"
-            f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(chosen / common.LORA_FILE)!r})")
+    draw = common.command(["python", "predict.py", *flags, "--lora", chosen, *args.sample_lora])
+    look = common.command(["python", "tools/page.py", out_dir, "--data", *args.data])
+    return [*lines, "next:", f"  {draw} --image CONTROL.png --prompt \"...\"", f"  {look}",
+            f"ComfyUI: copy it to models/loras; diffusers: pipe.load_lora_weights({str(chosen / common.LORA_FILE)!r})"]
 
 
 def common_files(sample):

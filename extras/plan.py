@@ -224,8 +224,9 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
         device, host = transformer_bytes(transformer, quantize, offload, processes if args.fsdp else 1)
         return device + resident, host
 
-    say("\nexpected memory of a process, in GiB. an estimate; what CUDA and fragments take is in `card`\n"
-        f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
+    say("")
+    say("expected memory of a process, in GiB. an estimate; what CUDA and fragments take is in `card`")
+    say(f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
     recomputed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
     given = recomputed, args.quantize, min(args.offload, blocks)
     others = [(0, "none", 0), (blocks, "none", 0), (blocks, "int8", 0), (blocks, "nf4", 0),
@@ -242,7 +243,8 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
     say(f"{args.device} has {free_bytes(args.device) / GIB:.1f} GiB free")
 
     if transformer.dtype == torch.bfloat16:
-        say("\nexpected time with the flags as given, counted and not measured (step_seconds in extras/plan.py). "
+        say("")
+        say("expected time with the flags as given, counted and not measured (step_seconds in extras/plan.py). "
             f"the lower end is a card that reaches the rates assumed there; others report up to {SLOWEST} times that")
         base, host = weights(args.quantize, args.offload)
         inputs = fit.input_bytes(transformer, largest)

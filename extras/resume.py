@@ -9,7 +9,6 @@ it comes back.
 """
 import contextlib
 import json
-import shlex
 import shutil
 import sys
 import time
@@ -19,8 +18,8 @@ from pydoc import locate
 import torch
 
 import predict
-from common import (LORA_FILE, SAMPLING, InputError, checkpoints, is_index, load_extra, number_of, read_tensors, say,
-                    write_tensors)
+from common import (LORA_FILE, SAMPLING, InputError, checkpoints, command, is_index, load_extra, number_of,
+                    read_tensors, say, write_tensors)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -112,7 +111,7 @@ def from_its_lora(out_dir):
         if word.startswith("--"):
             left_out = word.split("=")[0] in LEFT_OUT
         words += [] if left_out else [word]
-    return shlex.join(["python", sys.argv[0], *words, "--pretrained_lora", str(out_dir)])
+    return command(["python", sys.argv[0], *words, "--pretrained_lora", str(out_dir)])
 
 
 def clean_folder(out_dir, step):

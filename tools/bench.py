@@ -128,7 +128,8 @@ def explain(lines):
 
 def head(title):
     load = " ".join(f"{x:.1f}" for x in os.getloadavg())
-    print(f"\n{title} | {args.size} {str(dtype)[6:]} | {device_name} | torch {torch.__version__} | load {load}")
+    print()
+    print(f"{title} | {args.size} {str(dtype)[6:]} | {device_name} | torch {torch.__version__} | load {load}")
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ def bench_cost():
     cost = {name: flops_of("packed", [s]) for name, s in samples.items()}
     lines = [f"{name:16s} {np.median(times[name]):8.3f}   {ratio(times, name, '1 x 4096'):28s} "
              f"{cost[name] / cost['1 x 4096']:12.2f}" for name in ways]
-    print("\n".join(lines))
+    print(*lines, sep="\n")
     explain(lines)
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -278,7 +279,8 @@ def bench_predict():
         head(f"predict: {len(jobs)} jobs of mixed sizes, 4 steps, CFG")
         times = interleave(dict(batch=batch, single=single), args.rounds)
     line = f"N stock calls / one batch of N: {ratio(times, 'single', 'batch')}"
-    print(f"worst distance of the latents {worst:.1e}\n{line}")
+    print(f"worst distance of the latents {worst:.1e}")
+    print(line)
     explain([line])
 
 if args.predict:

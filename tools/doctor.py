@@ -468,14 +468,16 @@ def judged_at(args):
     return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
 
 def print_findings(title, numbers, findings, verdict, judged):
-    print(f"{title}\n{'':16}     min  median     max")
+    print(title)
+    print(f"{'':16}     min  median     max")
     for name, *values in numbers:
         print(f"{name:16}" + "".join(f" {value:>7}" for value in values))
     for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
             print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
                   f"{ADVICE.get(kind, '')}")
-    print(f"{verdict.strip()}\n{judged}")
+    print(verdict.strip())
+    print(judged)
 
 def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""

@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -202,7 +201,7 @@ def write(stage, row):
     print(f"{stage}: " + ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
 
-about = dict(command=shlex.join(["python", *sys.argv]), device=device_name, cuda=torch.version.cuda,
+about = dict(command=common.command(["python", *sys.argv]), device=device_name, cuda=torch.version.cuda,
              **{m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
 print(*[f"{key}: {value}" for key, value in about.items()], sep="\n")
 setup = SimpleNamespace(config=config | dict(num_layers=gpu_numbers.BLOCKS), pack=packs[-1], dtype=dtype,
@@ -235,7 +234,7 @@ try:
             for row in jobs[stage][name]:
                 write(stage, dict(what=name) | row)
         except (Exception, common.InputError) as e: # (an InputError is a SystemExit)
-            traceback.print_exc()
+            common.print_lines(traceback.format_exc(), sys.stderr)
             broken = dict(broken=f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
             no_memory = torch.OutOfMemoryError in (type(e), type(e.__context__)) # place_transformer hides it in another
             write(stage, dict(what=name) | (dict(note="out of memory") if no_memory else broken))
@@ -249,5 +248,8 @@ finally:
     torch.use_deterministic_algorithms(False)
     for process in started:
         end(process)
-print(*[f"\n**{stage}**\n\n{table(rows)}" for stage, rows in found.items() if rows], args.out, sep="\n")
+for stage, rows in found.items():
+    if rows:
+        common.print_lines(f"\n**{stage}**\n\n{table(rows)}")
+print(args.out)
 sys.exit(int(any("wrong" in row or "broken" in row for rows in found.values() for row in rows)))

@@ -2,7 +2,6 @@
 Converts caches of version 1.0 to the current version. A part of import_data.py, which is the command to run; its -h
 tells what such a cache contains.
 """
-import shlex
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ def as_safetensors(path):
     code = ("import sys, torch, safetensors.torch as s; "
             "d = {k: torch.as_tensor(v).clone().contiguous() for k, v in torch.load(sys.argv[1], weights_only=True)"
             ".items()}; s.save_file(d, sys.argv[2])")
-    return shlex.join(["python", "-c", code, str(path), str(path.with_suffix(".safetensors"))])
+    return common.command(["python", "-c", code, path, path.with_suffix(".safetensors")])
 
 def read_old(path):
     """Reads a dictionary of version 1.0, which may have padding and a batch dimension of 1 -> tensors, as cache.py

@@ -36,7 +36,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -793,7 +792,7 @@ def main():
         # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
         common.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
     if by_flags and args.source:
-        controls = f" --control {shlex.join(map(str, args.control))}" if args.control else ""
+        controls = f" --control {common.command(args.control)}" if args.control else ""
         parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give import_data.py "
                      f"{args.out} --target {args.target or args.source}{controls}")
     if by_flags and not args.target:
@@ -808,7 +807,7 @@ def main():
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
-            with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
+            with contextlib.redirect_stdout(common.ShownStream(io.StringIO())) as notes: # of what is not read, if it goes well
                 samples, problems = convert(args, columns, Path(tmp))
             common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):
@@ -816,7 +815,8 @@ def main():
             if args.hold_out:
                 os.replace(Path(tmp, "held_out"), val)
             os.replace(Path(tmp, "out"), args.out)
-            print(notes.getvalue(), end="")
+            if lines := notes.getvalue():
+                common.print_lines(lines)
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
     held_out = len(samples) // args.hold_out if args.hold_out else 0
