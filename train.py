@@ -542,6 +542,8 @@ def validate(step, track):
         transformer.train()
     if rank == 0:
         record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
+        if best: # what this loss may be compared with; drawer says it of its pictures
+            record["loss_of"] = best.loss_of(val_samples, args)
         write_log(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
         if best:
             say(best.describe(out_dir))

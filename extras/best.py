@@ -1,41 +1,184 @@
 """
 Which validation of a run is its best so far. train.py says it after each one and keeps that step's checkpoint; at the
 end extras/hints.py recommends it. Without this file only the newest --keep checkpoints stay.
+
+Only what was made of the same things is compared: with --resume other --val_data, --val_pictures or flags of sampling
+may be given. So a validation's line in the log says what its loss and its pictures were made of: `loss_of`, `psnr_of`.
+Lines of an older train.py do not, and are compared with each other.
 """
+import contextlib
 import json
 import math
+import os
 
-from common import checkpoints, number_of
+from common import checkpoints, content_key, number_of, pictures_of
+
+MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
+
+
+def short_key(what):
+    return content_key(what=what)[:16]
+
+
+def loss_of(samples, args):
+    """-> what the loss of a validation on these planned samples is made of, as the log has it. Their order counts: the
+    noise depends on it. What --resume cannot change, such as the model, is left out."""
+    files = [[s.encodings[0]["file"].stem, s.texts[s.prompts[0], True]["file"].stem] for s in samples]
+    return dict(val_data=short_key(files), samples=len(samples), mask_foreground_weight=args.mask_foreground_weight,
+                mask_background_weight=args.mask_background_weight)
+
+
+def psnr_of(samples, settings, loras, seed, from_latents):
+    """-> what the mean PSNR of these planned samples is made of, likewise: their pictures at their sizes, their
+    prompts, the flags of sampling, hashes of --sample_lora; and of how many the original target was not here."""
+    contents = []
+    for s in samples:
+        pictures = [s.contents.get(path) for path in pictures_of(s)]
+        contents.append([pictures, s.encodings[0]["img_shapes"], s.prompts[0]])
+    flags = settings | dict(sample_lora=[content[:16] for content in loras], seed=seed, from_latents=from_latents)
+    if settings["true_cfg_scale"] <= 1: # then it has no effect
+        del flags["negative_prompt"]
+    return dict(val_data=short_key(contents), val_pictures=len(samples), **flags)
+
+
+def read_json(text):
+    """A line of a log: its numbers fit into a float, as those of a foreign log need not."""
+    def parse_int(digits):
+        return int(digits) if len(digits) < 20 else float(digits)
+    return json.loads(text, parse_int=parse_int)
+
+
+def is_number(value, most=math.inf):
+    """Whether it is a number, from -most to most. (Without a limit NaN is one, too: the loss of a run that exploded.)"""
+    is_one = type(value) in (int, float) # no bool
+    return is_one and (most == math.inf or abs(value) <= most)
+
+
+def is_count(value, most):
+    return type(value) is int and 0 <= value <= most
+
+
+def is_shallow(value, levels=6):
+    """Whether JSON is nested so little that no reader of it, nor str(), runs out of stack."""
+    parts = value
+    if isinstance(value, dict):
+        parts = value.values()
+    elif not isinstance(value, list):
+        return True
+    return levels > 0 and all(is_shallow(part, levels - 1) for part in parts)
+
+
+def check_validation(record):
+    """An exception of any kind if a log's line is no validation as train.py writes it: a log may come from anywhere."""
+    pictures, groups = record.get("pictures", []), record.get("psnr", {})
+    psnrs = []
+    for picture in pictures:
+        os.fsencode(picture["file"]) # fails for what can be no file's name, but for one with NUL
+        if "\0" in picture["file"] or not isinstance(picture["prompt"], str):
+            raise ValueError("no file, or no prompt")
+        if not is_count(picture["controls"], 100) or len(picture["psnr"]) != 4:
+            raise ValueError("no number of controls, or not four PSNRs")
+        psnrs += picture["psnr"]
+    for means in groups.values():
+        psnrs += [means[kind] for kind in ("input", "base", "lora", "vae")]
+    if not all(is_number(psnr, 1e6) for psnr in psnrs) or not is_number(record["val_loss"]):
+        raise ValueError("no numbers")
+    if not isinstance(pictures, list) or not is_count(record["step"], 10**12) or not is_shallow(record):
+        raise ValueError("no list of pictures, or no step")
+    if not all(isinstance(record.get(name, {}), dict) for name in ("loss_of", "psnr_of", "flags")):
+        raise ValueError("no objects")
+
+
+def read_validations(out_dir):
+    """-> the validations in a run's log, as train.py wrote them; other lines are left out."""
+    log, found = out_dir / "log.jsonl", [] # only the first process has one
+    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    for line in lines:
+        if '"val_loss"' in line: # few of a long log
+            with contextlib.suppress(Exception): # a foreign log can fail in any way
+                record = read_json(line)
+                check_validation(record)
+                found.append(record)
+    return found
+
+
+def values_of(record):
+    """-> {measure: value} of a validation: its loss, and the LoRA's mean PSNR over all pictures, if it has any. (An older
+    log does not name the pictures, but has means of groups.)"""
+    values = {"validation loss": record["val_loss"]}
+    psnrs = [picture["psnr"][2] for picture in record.get("pictures", [])] # of input, base, LoRA, VAE
+    psnrs = psnrs or [means["lora"] for means in record.get("psnr", {}).values()]
+    if psnrs:
+        values["mean PSNR"] = sum(psnrs) / len(psnrs)
+    return values
+
+
+def sets_of(records, measure):
+    """-> lists of those of these validations that have this measure, each made of the same things; last the newest
+    one's."""
+    sets = {}
+    for record in records:
+        if measure in values_of(record):
+            made_of = json.dumps(record.get(MEASURES[measure]), sort_keys=True)
+            sets[made_of] = sets.pop(made_of, []) # it moves behind the others
+            sets[made_of].append(record)
+    return list(sets.values())
+
+
+def comparable(records, measure):
+    """-> those of these validations that were made of what the newest one with this measure was made of."""
+    return (sets_of(records, measure) or [[]])[-1]
+
+
+def best_of(records, measure):
+    """-> (step, value) of the least validation loss, or of the greatest mean PSNR, of equal ones the first; None if
+    there is no finite one."""
+    sign = -1 if measure == "mean PSNR" else 1
+    values = [(sign * values_of(record)[measure], n) for n, record in enumerate(records)]
+    values = [value for value in values if math.isfinite(value[0])]
+    if values:
+        value, n = min(values)
+        return records[n]["step"], sign * value
 
 
 def best_steps(out_dir):
-    """-> {measure: (step, value)} by the run's log, of equal ones the first: the step of the least validation loss, and
-    that of the LoRA's greatest mean PSNR over all pictures, as tools/page.py has them. {} before the first."""
-    best = dict.fromkeys(["validation loss", "mean PSNR"])
-    log = out_dir / "log.jsonl" # only the first process has one
-    lines = log.read_text().splitlines() if log.exists() else []
-    for record in [json.loads(line) for line in lines if '"val_loss"' in line]: # few of a long log
-        values = {"validation loss": record["val_loss"]}
-        if psnrs := [picture["psnr"][2] for picture in record.get("pictures") or ()]: # of input, base, LoRA, VAE
-            values["mean PSNR"] = sum(psnrs) / len(psnrs)
-        for name, value in values.items():
-            sign = -1 if name == "mean PSNR" else 1
-            if math.isfinite(value) and (not best[name] or sign * value < sign * best[name][1]):
-                best[name] = record["step"], value
-    return {name: found for name, found in best.items() if found}
+    """-> {measure: (step, value)} by the run's log, among the validations made of what the newest one was made of, as
+    tools/page.py has them. {} before the first."""
+    records = read_validations(out_dir)
+    best = {measure: best_of(comparable(records, measure), measure) for measure in MEASURES}
+    return {measure: found for measure, found in best.items() if found}
 
 
 def steps_to_keep(out_dir):
-    """-> the best steps, whose checkpoints --keep does not delete."""
-    return {step for step, _ in best_steps(out_dir).values()}
+    """-> the best steps, whose checkpoints --keep does not delete; also those of earlier sets of validations, which the
+    newest ones are not compared with."""
+    records, best = read_validations(out_dir), list(best_steps(out_dir).values())
+    for measure in MEASURES:
+        best += [best_of(earlier, measure) for earlier in sets_of(records, measure)[:-1]]
+    return {found[0] for found in best if found}
+
+
+def not_compared(records, measure):
+    """-> ["2 earlier validations with other val_data are not compared by mean PSNR"], or [] if all are compared."""
+    *earlier, newest = sets_of(records, measure) or [[]]
+    number, names = sum(map(len, earlier)), {}
+    for one in earlier:
+        now, then = [records[0].get(MEASURES[measure]) or {} for records in (newest, one)]
+        names |= {name: True for name in now | then if now.get(name) != then.get(name)}
+    if not number:
+        return []
+    return [f"{number} earlier {'validation' if number == 1 else 'validations'} with other {', '.join(names)} "
+            f"{'is' if number == 1 else 'are'} not compared by {measure}"]
 
 
 def describe(out_dir):
-    """-> "best so far: step 200 by validation loss (0.5432), step 300 by mean PSNR (24.1 dB)"."""
-    words = []
+    """-> "best so far: step 200 by validation loss (0.5432), step 300 by mean PSNR (24.1 dB)"; and which earlier
+    validations are not compared."""
+    words, records = [], read_validations(out_dir)
     for name, (step, value) in best_steps(out_dir).items():
         words.append(f"step {step} by {name} ({f'{value:.1f} dB' if name == 'mean PSNR' else f'{value:.4f}'})")
-    return f"best so far: {', '.join(words)}"
+    left_out = sum([not_compared(records, measure) for measure in MEASURES], [])
+    return "; ".join([f"best so far: {', '.join(words)}", *left_out])
 
 
 def better_checkpoints(out_dir):

@@ -65,6 +65,10 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     def base_pictures(self): # once, as the base does not change
         return self.generate(trained=False)
 
+    @cached_property
+    def sample_loras(self):
+        return [common.file_hash(common.find_lora(path)) for path in self.args.sample_lora]
+
     def generate(self, trained):
         """{place in samples: PIL image} of at most --val_pictures, with --sample_lora's LoRAs, and with the trained one
         or without. All processes together generate them; this one returns its share."""
@@ -101,12 +105,15 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         def by_vae(n):
             return predict.decode(self.vae, latents[n].to(self.args.device), [shapes[n]])
 
+        from_latents = []
+
         def original(n, path):
             try:
                 return common.read_image(path, sample.contents[path])
             except InputError as e:
                 if Path(path).exists():
                     tqdm.write(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
+                from_latents.append(path)
                 return by_vae(n)
         target, *controls = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
         # compared at the size that was generated
@@ -122,7 +129,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             if path not in self.saved:
                 predict.save_png(image, path)
                 self.saved.add(path)
-        return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs)
+        return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs,
+                           from_latents=sample.target in from_latents)
 
     def report(self, step, rows):
         """Prints each folder's mean PSNRs, and writes a contact sheet of each dataset into samples/ -> what draw
@@ -149,4 +157,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for name, image in sheets.items():
             predict.save_png(image, folder / f"step_{step:06d}_{name}.png")
         # with the flags of sampling, which --resume may have changed
-        return dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora)), sheets
+        said = dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora))
+        if best := common.find_extra("best"):
+            said["psnr_of"] = best.psnr_of([self.samples[place] for place, _ in rows], self.settings, self.sample_loras,
+                                           self.args.seed, sum(record["from_latents"] for record in records))
+        return said, sheets

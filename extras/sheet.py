@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from common import NAME_BYTES, read_image
+from common import NAME_BYTES, read_image, shown
 
 CELL = 192 # pixels
 # PIL's own font has no accents. These are looked for in the system's folders: European scripts, then Chinese, Japanese
@@ -77,6 +77,7 @@ def font_for(text):
 
 def write(pen, middle, text):
     """Paints a text in a cell's width; letters that no font here has become their numbers (\\u732b)."""
+    text = shown(text)
     if not (font := font_for(text)):
         text, font = text.encode("ascii", "backslashreplace").decode(), fonts()[0]
     letter = max(8, math.ceil(font.getlength(text) / max(1, len(text))))
@@ -85,7 +86,7 @@ def write(pen, middle, text):
 
 def shown_prompt(prompt, name):
     """-> the prompt, or the name if no font here has the prompt's letters."""
-    return prompt if font_for(prompt) else name
+    return prompt if font_for(shown(prompt)) else name
 
 
 def validation_sheets(folder, step, records):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common import shown
 from tests.harness import Reader, add_item, is_one_line, run_script, until
 from tools import page
 
@@ -344,14 +345,14 @@ def test_a_text_stays_a_text(tmp_path):
     steps = log_of_losses(tmp_path / "losses", hard | {f"easy/{n}": 1 for n in range(12)}, seen=100)
     losses = (steps / "log.jsonl").read_text().splitlines()[1:]
     (run / "log.jsonl").write_text("\n".join([log[0], *losses, *[line for line in log if "val_loss" in line]]) + "\n")
-    draw_page(run, "--hardest", len(ATTACKS))
+    draw_page(run, "--hardest", len(ATTACKS), "--data", data)
     read = Reader(run / "index.html")
     kinds = [tag for tag, _ in read.tags]
     assert kinds.count("script") == 1 and "bold" not in read.texts["b"]
     assert read.texts["title"] == read.texts["h1"] == [ODD_NAME]
     assert not [a for _, attributes in read.tags for a in attributes if a.startswith("on")]
     headings = read.texts["h3"]
-    assert headings[:len(ATTACKS)] == ATTACKS
+    assert headings[:len(ATTACKS)] == list(map(shown, ATTACKS))
     assert sorted(set(headings[len(ATTACKS):2 * len(ATTACKS)])) == sorted(a.replace("\u2028", " ") for a in ATTACKS)
     assert len([a for a in read.pictures if a["src"].startswith("data:image/jpeg")]) == 2 * len(ATTACKS)
     assert any(ATTACKS[0] in shlex.split(text)[-1] for text in read.texts["td"] if "a=" in text)
@@ -625,11 +626,11 @@ def test_an_attack_does_nothing_in_a_browser_and_pictures_of_any_name_are_shown(
     tab = view(run / "index.html")
     tab.evaluate("document.querySelectorAll('img').forEach(image => { image.loading = 'eager' })")
     wait_for_pictures(tab, "main img")
-    assert tab.locator("article h3").all_text_contents()[:len(ATTACKS)] == ATTACKS
+    assert tab.locator("article h3").all_text_contents()[:len(ATTACKS)] == list(map(shown, ATTACKS))
     tab.locator("summary").first.click()
     for button in tab.locator(".tile button").all()[::4]:
         button.click()
-        assert tab.locator(".prompt").text_content() in ATTACKS
+        assert tab.locator(".prompt").text_content() in map(shown, ATTACKS)
         tab.keyboard.press("Escape")
     assert tab.evaluate("window.hit") is None and tab.locator("script").count() == 1
 

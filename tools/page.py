@@ -4,9 +4,11 @@ pictures, training pairs whose losses stand out, the flags, and commands to cont
 several runs share one chart.
 
 Reads run folders of train.py, or copies of them; writes index.html into the (first) run's folder. The page needs no
-server and no network. It refers to the pictures in samples/, so copy the page together with its folder.
+server and no network. It refers to the pictures in samples/, so copy the page together with its folder. A run may come
+from someone else: of its folder nothing is read that lies elsewhere, and no command is offered that train.py would not
+know.
 
-$ python tools/page.py out/RUN
+$ python tools/page.py out/RUN --data photos            # the datasets that were trained, for pictures of odd pairs
 $ python tools/page.py out/RUN --watch          # while it trains: keeps the page, and browsers that show it, up to date
 $ python tools/page.py out/RUN out/OTHER --out both.html
 """
@@ -15,7 +17,7 @@ import difflib
 import json
 import math
 import os
-import shlex
+import re
 import sys
 import time
 from datetime import timedelta
@@ -39,6 +41,10 @@ SHOWN = 6 # cards of pictures that are not folded
 SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
 WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
+best = common.load_extra("best", "tools/page.py")
+# what a stranger's log may give to a command that a person pastes: --optimizer imports, --tracker may send
+HARMLESS = {"--optimizer": r"(torch\.optim|bitsandbytes\.optim|prodigyopt|schedulefree|prodigyplus)\.[A-Z]\w*",
+            "--tracker": "none|tensorboard"}
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
@@ -46,37 +52,78 @@ def read_log(folder):
     """-> SimpleNamespace(folder, name, done, written, flags, command, versions, steps, validations, dataset). steps and
     validations are lists of records; before step 1 there are none. A validation's has `mean_psnr`, too. written:
     when the log was; its last line may be incomplete: the run is writing it, or was killed. dataset: the first one's
-    name in --val_data, or None."""
+    name in the newest --val_data, or None."""
     log = folder / "log.jsonl"
+    if not common.is_inside(log, folder):
+        raise InputError(f"{log}: a link out of its run's folder; copy the file there")
     try:
-        lines = log.read_text().splitlines()
+        lines = log.read_text().removesuffix("\n").split("\n")
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{log}: cannot be read ({common.first_words(e)}); give a run folder of train.py")
     begin, steps, validations = {}, {}, {} # by step, as a resumed run may log a step again
     for n, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            step = record.get("step")
-            if record.get("seconds"):
-                record["speed"] = record.get("tokens", 0) / record["seconds"]
+            record = best.read_json(line)
+            if not isinstance(record, dict):
+                raise ValueError("no object")
             if "val_loss" in record:
-                means = dict(mean_psnr=mean_psnr(record).get("lora"))
-                validations[int(step)] = record | means | dict(val_loss=float(record["val_loss"]))
+                best.check_validation(record)
+                check_numbers(record)
+                record["mean_psnr"] = mean_psnr(record).get("lora")
+                # one step may have been validated with several --val_data
+                validations[record["step"], json.dumps([record.get(key) for key in best.MEASURES.values()])] = record
             elif "loss" in record:
-                steps[int(step)] = record | dict(loss=float(record["loss"]))
-            else:
+                check_step(record)
+                steps[record["step"]] = record
+            elif best.is_shallow(record):
                 begin |= record
         except Exception: # a foreign file can fail in any way
             if n < len(lines):
                 raise InputError(f"{log}:{n}: train.py does not write such a line; delete it")
-    flags = begin.pop("flags", {} if steps else None)
+    flags, command = begin.pop("flags", {} if steps else None), begin.pop("command", ["train.py"])
     if not isinstance(flags, dict):
         raise InputError(f"{log}: does not begin with flags, as a log of train.py does; give a run folder of train.py")
-    groups = [name for record in validations.values() for name in record.get("psnr", {})]
-    return SimpleNamespace(folder=folder, name=folder.resolve().name, done=(folder / "DONE").exists(), flags=flags,
-                           written=time.localtime(log.stat().st_mtime), command=begin.pop("command", ["train.py"]),
+    for name in ("max_steps", "sample_every"): # these are computed with
+        if not best.is_count(flags.get(name), 10**12):
+            flags.pop(name, None)
+    datasets = [name for record in validations.values() if (name := dataset_of(record))]
+    return SimpleNamespace(folder=folder, name=folder.resolve().name, done=is_done(folder), flags=flags,
+                           written=time.localtime(log.stat().st_mtime), command=command,
                            versions=begin, steps=list(steps.values()), validations=list(validations.values()),
-                           dataset=groups[0].split("/")[0] if groups else None)
+                           dataset=datasets[-1] if datasets else None)
+
+def dataset_of(record):
+    """-> the name of the first dataset of which a validation has pictures, or None."""
+    names = [*record.get("psnr", {}), *[picture["file"] for picture in record.get("pictures", [])]]
+    return names[0].split("/")[0] if names else None
+
+def is_done(folder):
+    """Whether train.py has finished this run."""
+    return (folder / "DONE").is_file() and common.is_inside(folder / "DONE", folder)
+
+def check_numbers(record):
+    """ValueError if a log's line has another thing than a number for one. Adds `speed`, where it can be computed."""
+    for name in ("lr", "grad_norm", "seconds", "tokens", "memory", "train_loss"):
+        if name in record and not best.is_number(record[name]):
+            raise ValueError(f"{name} is no number")
+    seconds = record.get("seconds", 0)
+    if not 0 <= seconds <= 1e9:
+        raise ValueError("no seconds")
+    if seconds:
+        record["speed"] = record.get("tokens", 0) / seconds
+
+def check_step(record):
+    """ValueError, or another exception, if a log's line is no step as train.py writes it."""
+    check_numbers(record)
+    if not best.is_count(record["step"], 10**12) or not best.is_number(record["loss"]):
+        raise ValueError("no step, or no loss")
+    names, timesteps, losses = [record.get(name, []) for name in ("samples", "timesteps", "losses")]
+    if not all(isinstance(values, list) for values in (names, timesteps, losses)):
+        raise ValueError("no lists")
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("a sample's name is no text")
+    if not all(best.is_number(number, 1e30) for number in [*timesteps, *losses]) or min(timesteps, default=0) < 0:
+        raise ValueError("no timestep, or no loss")
 
 def mean_psnr(record, dataset=None):
     """-> {kind: dB} for the KINDS: the mean PSNRs to the target of a validation's pictures, or of one dataset's; {} if
@@ -99,9 +146,12 @@ def seconds_left(run):
     return round(left - age)
 
 def column(records, name):
-    """-> (steps, values) of the records that contain this number."""
-    points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float)) and math.isfinite(r[name])]
-    return np.array(points, float).reshape(-1, 2).T
+    """-> (steps, values) of the records that contain this number. What no training reaches is left out, as NaN is: such
+    numbers have no sums."""
+    points = [(r["step"], r[name]) for r in records if best.is_number(r.get(name)) and abs(r[name]) < 1e30]
+    values = np.array(points, float).reshape(-1, 2).T
+    values[abs(values) < 1e-30] = 0
+    return values
 
 def find_hardest(steps):
     """-> [(name, ratio, times seen)] of the samples that were seen SEEN times or more in the second half of the run,
@@ -207,18 +257,22 @@ def curves(runs):
         add(run, title, "smoothed", f"line {run.colour}", x, mean)
     for run in runs:
         add_steps(run, "Training loss", "loss")
-        add(run, "Validation loss", "held-out pairs", f"dots {run.accent}", *column(run.validations, "val_loss"))
-        x, y = column(run.validations, "train_loss")
-        if len(x):
-            add(run, "Validation loss", "training pairs", f"dash {run.colour}", x, y)
-        if run.dataset:
-            title = f"PSNR to the target (dB), {run.dataset}"
-            records = [mean_psnr(r, run.dataset) | dict(step=r["step"]) for r in run.validations]
-            kinds = [("LoRA", "lora", f"dots {run.accent}")]
-            if title not in charts: # the other runs have the same
+        # validations that were made of other things get lines of their own
+        for number, records in enumerate(reversed(best.sets_of(run.validations, "validation loss"))):
+            earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
+            add(run, "Validation loss", f"held-out pairs{earlier}", f"dots {colour}", *column(records, "val_loss"))
+            x, y = column(records, "train_loss")
+            if len(x):
+                add(run, "Validation loss", f"training pairs{earlier}", f"dash {run.colour}", x, y)
+        for number, records in enumerate(reversed(best.sets_of(run.validations, "mean PSNR"))):
+            earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
+            title = f"PSNR to the target (dB), {dataset_of(records[-1])}"
+            means = [mean_psnr(r, dataset_of(records[-1])) | dict(step=r["step"]) for r in records]
+            kinds = [("LoRA", "lora", f"dots {colour}")]
+            if earlier or title not in charts: # the other runs have the same
                 kinds += [("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")]
             for name, kind, style in kinds:
-                add(run, title, name, style, *column(records, kind))
+                add(run, title, f"{name}{earlier}", style, *column(means, kind))
         add_steps(run, "Gradient norm", "grad_norm")
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
         add_steps(run, "Tokens per second", "speed")
@@ -242,14 +296,15 @@ def measures(run):
     """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns. The best
     step is, of all validations, that of the least `val_loss` or of the greatest mean_psnr; of equal ones the first."""
     values = {}
-    for name, key, best, form in (("validation loss", "val_loss", np.argmin, "{:.3g}"),
-                                  ("mean PSNR", "mean_psnr", np.argmax, "{:.1f} dB")):
-        steps, numbers = column(run.validations, key)
+    for name, key, arg_best, form in (("validation loss", "val_loss", np.argmin, "{:.3g}"),
+                                      ("mean PSNR", "mean_psnr", np.argmax, "{:.1f} dB")):
+        steps, numbers = column(best.comparable(run.validations, name), key)
         if len(steps):
-            n, last = best(numbers), f"at the last validation {form.format(numbers[-1])}"
+            n, last = arg_best(numbers), f"at the last validation {form.format(numbers[-1])}"
             if n == len(steps) - 1:
                 last = "the last validation" if n else "the only validation; more with --sample_every N"
-            values[f"Best by {name}"] = f"step {steps[n]:,.0f}", f"{form.format(numbers[n])}; {last}"
+            remarks = [form.format(numbers[n]), last, *best.not_compared(run.validations, name)]
+            values[f"Best by {name}"] = f"step {steps[n]:,.0f}", "; ".join(remarks)
     if means := run.dataset and mean_psnr(run.validations[-1], run.dataset):
         remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**means)
         values[f"PSNR (dB), {run.dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark
@@ -275,17 +330,21 @@ def figures(runs):
     for name in dict.fromkeys(name for values in of_runs for name in values):
         rows.append([name, *[values.get(name, [""])[0] for values in of_runs]])
     for name in sorted(set().union(*[run.flags for run in runs]) - NOT_COMPARED):
-        values = [shlex.join(flag_words(run.flags.get(name))) for run in runs]
+        values = [common.command(flag_words(run.flags.get(name))) for run in runs]
         if len(set(values)) > 1:
             rows.append([node("code", f"--{name}"), *values])
     return table(rows, ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]])
 
 def pictures(runs, page):
-    """-> the section with each validation picture, and what the base and the LoRAs made of it."""
-    shown, steps = {}, set() # {(heading, remark): {name of a tile: its pictures}}
+    """-> the section with each validation picture, and what the base and the LoRAs made of it. An earlier set of
+    validations is left out: the base's pictures and the targets in samples/ are of the newest set."""
+    shown, steps, left_out = {}, set(), "" # {(heading, remark): {name of a tile: its pictures}}
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
-        for record, picture in [(r, picture) for r in run.validations for picture in r.get("pictures", [])]:
+        records = best.comparable(run.validations, "mean PSNR")
+        for line in best.not_compared(run.validations, "mean PSNR"):
+            left_out += f" {line}{run.title}, and not shown."
+        for record, picture in [(r, picture) for r in records for picture in r.get("pictures", [])]:
             step, (of_input, of_base, of_lora, of_vae) = record["step"], picture["psnr"]
             tiles = shown.setdefault((picture["prompt"], picture["file"]), {})
             # name, folder in samples/, step (0: the same at all steps) and number of each picture
@@ -295,7 +354,8 @@ def pictures(runs, page):
             for name, folder, at, number in rows:
                 t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
                 path = run.folder / "samples" / folder / picture["file"]
-                if at not in t.links and (size := size_of(path)):
+                # a log may come from anywhere, and name pictures that are not its run's
+                if at not in t.links and common.is_inside(path, run.folder / "samples") and (size := size_of(path)):
                     t.links[at], t.size = link(path, page), size
                     if number is not None:
                         t.values[at] = f"{number:.1f} dB"
@@ -312,7 +372,7 @@ def pictures(runs, page):
                       max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
         at = "; the arrow keys change the step"
     remark = ("PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a picture to "
-              f"compare it with another one{at}.")
+              f"compare it with another one{at}.{left_out}")
     if not cards:
         remark = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
                   "what the LoRA makes of them. predict.py --image draws any picture with it.")
@@ -343,9 +403,10 @@ def find_samples(roots):
             by_name |= {f"{s.root}/{s.name}": s for s in samples}
     return by_name
 
-def hardest_pairs(run, most):
+def hardest_pairs(run, most, roots):
     """-> (lines to print, the section that says the same): the samples that stand out, at most so many, with their
-    pictures, as far as these are on this machine."""
+    pictures, as far as these are in the datasets `roots`. Those that the log names are not opened: it may name any
+    folder."""
     pairs, cards = find_hardest(run.steps), []
     hardest = [pair for pair in pairs if pair[1] > STANDS_OUT]
     said = f"The run is too short to tell: no pair was seen {SEEN} times in its second half."
@@ -354,13 +415,14 @@ def hardest_pairs(run, most):
         said = f"No pair stands out with {above}: the largest has {pairs[0][1]:.2f} times, {pairs[0][0]}."
     if hardest:
         said = f"{len(hardest)} of {len(pairs)} pairs stand out with {above}. Look at them: a target may be wrong."
-    lines, samples = [f"{run.folder}: {said}"], find_samples(run.flags.get("data") or []) if hardest else {}
+    lines, samples = [f"{run.folder}: {said}"], find_samples(roots) if hardest else {}
     for name, ratio, times in hardest[:most]:
         lines.append(f"{name}: {ratio:.2f} times the median, seen {times} times in the second half of the run")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
         cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
-    return lines, section(f"Hardest training pairs{run.title}", detail(said),
+    hint = "--data DIR, the datasets that were trained, adds their pictures." if hardest and not roots else None
+    return lines, section(f"Hardest training pairs{run.title}", detail(said), hint and detail(hint),
                           node("div", *cards, class_="pairs"))
 
 def to_share(word):
@@ -374,53 +436,106 @@ def to_share(word):
     return flag + equals + str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name)
 
 def flag_words(value):
-    """A flag's value -> the words that give it on a command line; a list within a list is [KEY, VALUE]."""
-    items = value if isinstance(value, list) else [value]
-    return [f"{item[0]}={json.dumps(item[1])}" if isinstance(item, list) else to_share(item) for item in items]
+    """A flag's value -> the words that give it on a command line; a list of two within a list is [KEY, VALUE]."""
+    words = []
+    for item in value if isinstance(value, list) else [value]:
+        pair = isinstance(item, list) and len(item) == 2
+        words.append(f"{item[0]}={json.dumps(item[1])}" if pair else to_share(item))
+    return words
 
-def commands(run):
-    """-> {what it does: words of a shell command}."""
-    resume = ["python", *[word for word in run.command if word != "--resume"], "--resume"]
-    if not any(word.split("=")[0] == "--out_dir" for word in resume):
-        resume += ["--out_dir", run.folder]
+def command_words(run):
+    """-> the words of the log's command; [] if it has none."""
+    words = run.command if isinstance(run.command, list) else []
+    return [word for word in words if isinstance(word, str)]
+
+def flags_of_train():
+    """-> the names of train.py's flags, as its text and common.py's have them: to import it would train."""
+    texts = [Path(common.__file__).with_name(name).read_text() for name in ("train.py", "common.py")]
+    found = {name for text in texts for name in re.findall(r'flag\((?:flag, )?"--([a-z_]+)"', text)}
+    return found | (common.SAMPLING.keys() & common.SAMPLE_FLAGS.keys())
+
+def resume_command(run):
+    """-> the words that continue a run, made of train.py's flags in its log. ValueError says why there are none."""
+    script, *words = command_words(run) or [""]
+    if Path(script).name != "train.py" or len(words) + 1 < len(run.command):
+        raise ValueError("it is not train.py's")
+    again, flag, known = ["python", "train.py"], "", flags_of_train()
+    for word in words:
+        value = word
+        if word.startswith("--"):
+            flag, _, value = word.partition("=") # (of --flag VALUE this value is "", and the next word is one)
+            if flag.removeprefix("--").removeprefix("no-") not in known:
+                raise ValueError(f"train.py has no {flag}")
+        elif not flag or re.match(r"-(?![\d.])", word):
+            raise ValueError(f"{word} belongs to no flag")
+        if value and not re.fullmatch(HARMLESS.get(flag, "(?s).*"), value):
+            raise ValueError(f"{flag} {value} is left to you")
+        if flag not in ("--resume", "--out_dir"):
+            again.append(word)
+    return [*again, "--resume", "--out_dir", run.folder]
+
+def option(name, value):
+    """-> the words of a flag with a value from the log. ValueError if it is neither text nor number."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"--{name} is neither text nor number")
+    if str(value).startswith("-"): # it must not become a flag
+        return [f"--{name}={value}"]
+    return [f"--{name}", value]
+
+def predict_command(run):
+    """-> the words that edit a picture with a run's LoRA. ValueError says why there are none."""
     # the flags of its newest pictures, as --resume may have changed them
-    given, flags = {word.split("=")[0] for word in run.command}, run.flags
+    given, flags = {word.split("=")[0] for word in command_words(run)}, run.flags
     for validation in run.validations[-1:]:
         flags = flags | validation.get("flags", {})
-    predict = ["python", "predict.py", "--model", flags.get("model", "tiny")]
+    words = ["python", "predict.py", *option("model", flags.get("model", "tiny"))]
     for name in ("transformer quantize quantize_text_encoder offload negative_prompt num_inference_steps "
                  "true_cfg_scale shift").split():
         changed = f"--{name}" in given or flags.get(name) != run.flags.get(name)
         if changed and flags.get(name) is not None:
-            predict += [f"--{name}", "all" if flags[name] == common.ALL_BLOCKS else flags[name]]
-    predict += ["--lora", run.folder, *flags.get("sample_lora", [])]
+            words += option(name, "all" if flags[name] == common.ALL_BLOCKS else flags[name])
+    loras = flags.get("sample_lora", [])
+    if not isinstance(loras, list) or not all(isinstance(path, str) and path[:1] != "-" for path in loras):
+        raise ValueError("--sample_lora has no names")
+    words += ["--lora", run.folder, *loras]
     image, prompt = "CONTROL.png", "..."
-    for picture in [picture for r in run.validations for picture in r.get("pictures", [])][:1]:
-        image, prompt = run.folder / "samples/control" / picture["file"], picture["prompt"]
-    return {"Continue it (if it is finished: give a larger --max_steps; its learning rate must be constant)": resume,
-            "Edit a picture with it": [*predict, "--image", image, "--prompt", prompt],
-            "Convert it for ComfyUI (a finished run's LoRA works there as it is)": [
-                "python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out", f"{run.name}.safetensors"]}
+    for picture in [picture for r in run.validations[-1:] for picture in r.get("pictures", [])][:1]:
+        prompt, path = picture["prompt"], run.folder / "samples/control" / picture["file"]
+        if common.is_inside(path, run.folder / "samples"):
+            image = path
+    return [*words, "--image", image, *option("prompt", prompt)]
+
+def convert_command(run):
+    return ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out", f"{run.name}.safetensors"]
+
+COMMANDS = {"Continue it (if it is finished: give a larger --max_steps; its learning rate must be constant)":
+            resume_command,
+            "Edit a picture with it": predict_command,
+            "Convert it for ComfyUI (a finished run's LoRA works there as it is)": convert_command}
 
 def settings(run):
     """-> the section with commands, flags and versions."""
     lines = []
-    for title, words in commands(run).items():
-        spans = [node("span", shlex.quote(to_share(word)), " ") for word in words]
-        lines += [node("h3", title), node("pre", *spans)]
-    given = {word.split("=")[0].replace("--no-", "--") for word in run.command}
+    for title, words_of in COMMANDS.items():
+        lines.append(node("h3", title))
+        try:
+            spans = [node("span", common.command([to_share(word)]), " ") for word in words_of(run)]
+            lines.append(node("pre", *spans))
+        except ValueError as e: # a log may come from anywhere, and a command is there to be pasted
+            lines.append(detail(f"No command is offered, because of the one in the log: {e}. Type it yourself."))
+    given = {word.split("=")[0].replace("--no-", "--") for word in command_words(run)}
     rows = {True: [], False: []} # True: the command gave the flag
     for name, value in run.flags.items():
-        rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
+        rows[f"--{name}" in given].append([node("code", f"--{name}"), common.command(flag_words(value))])
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
     usual = fold("Flags that were not given, and versions", table(rows[False] + versions))
     return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual)
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-def make_page(folders, page, most, watched=False):
+def make_page(folders, page, most, watched=False, roots=()):
     """Reads the runs and writes their page -> the lines to print: the hardest samples, and where the page is. watched:
-    browsers load it again and again, until the runs are done."""
+    browsers load it again and again, until the runs are done. roots: the datasets that were trained."""
     runs = [read_log(folder) for folder in folders]
     names = [run.name for run in runs]
     for n, run in enumerate(runs):
@@ -438,10 +553,12 @@ def make_page(folders, page, most, watched=False):
         live = node("p", f"updated {time.strftime('%d %b %Y, %H:%M')}", class_="live", data_made=round(time.time()),
                     data_left=left, data_reload=WATCH if watched else None)
     head = node("header", node("h1", title), node("p", about), live)
-    hardest = [hardest_pairs(run, most) for run in runs if most and run.steps]
+    hardest = [hardest_pairs(run, most, roots) for run in runs if most and run.steps]
     parts = [head, figures(runs), curves(runs), pictures(runs, page), groups(runs), *[part for _, part in hardest]]
     save_page(page, title, [*parts, *map(settings, runs)])
     hint = "" if live is None or watched else "; --watch keeps it up to date"
+    if not roots and any(len(lines) > 1 for lines, _ in hardest):
+        hint += f"; with pictures of these pairs: {common.command(['python', 'tools/page.py', *folders])} --data DIR"
     return [*[line for lines, _ in hardest for line in lines], f"{page}: open it in a browser{hint}"]
 
 def refuse_no_run(folder, watch):
@@ -463,6 +580,7 @@ def main():
     flag = parser.group("flags")
     flag("--out", None, "the page's file (default: index.html in the first run's folder)", type=Path)
     flag("--hardest", 6, "how many of the hardest samples to print and to show (0: none)", type=natural, metavar="N")
+    flag("--data", [], "the datasets that were trained: the hardest samples are shown with their pictures", nargs="+")
     flag("--watch", False, "write the page again as the log grows, until the run ends; browsers then load it again")
     args = parser.parse_args()
     for folder in args.run:
@@ -472,12 +590,12 @@ def main():
         raise InputError(f"--out {page}: is no page; give a name that ends in .html, such as {page / 'index.html'}")
     common.refuse_to_replace(page, PAGE)
     while True:
-        done = all((folder / "DONE").exists() for folder in args.run)
+        done = all(map(is_done, args.run))
         logs = [log.stat().st_size for folder in args.run if (log := folder / "log.jsonl").is_file()]
         if len(logs) == len(args.run) and [done, *logs] != written:
-            lines = make_page(args.run, page, args.hardest, args.watch)
+            lines = make_page(args.run, page, args.hardest, args.watch, args.data)
             if done or not written: # not each time
-                print("\n".join(lines))
+                print(*lines, sep="\n")
             written = [done, *logs]
         if not args.watch or done:
             return
