@@ -41,8 +41,14 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             self.vae = encoders.vae
         else:
             self.vae = cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
+        self.refuse_outside(out_dir / "samples") # now, not at the first validation
         # what this process has saved of the pictures that do not change from step to step
         self.saved = set()
+
+    def refuse_outside(self, path):
+        """InputError if a link in the run's folder, or a name in an index, leads a picture out of that folder."""
+        if not common.is_inside(path, self.out_dir):
+            raise InputError(f"{path}: lies outside of the run's folder; remove the link, or the name, that leads there")
 
     def draw(self, step):
         """Draws, compares and saves -> (what the log says about it: psnr, pictures, flags; {dataset: contact sheet}),
@@ -127,6 +133,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for name, image in shown.items():
             path = self.out_dir / "samples" / name / file
             if path not in self.saved:
+                self.refuse_outside(path)
                 predict.save_png(image, path)
                 self.saved.add(path)
         return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs,
@@ -147,7 +154,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             tqdm.write("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs),
                                                                                          **means[name]))
         # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
-        for old in sorted(folder.glob("step_*[0-9]/"))[:-20]:
+        drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
+        for old in drawn[:-20]:
             shutil.rmtree(old)
         records = [record for _, record in rows]
         sheets, sheet = {}, common.find_extra("sheet")

@@ -3,7 +3,7 @@ import hashlib
 
 import numpy as np
 
-from common import InputError
+from common import InputError, first_line, shown
 
 
 def open_tracker(kind, out_dir, step, config):
@@ -17,7 +17,7 @@ def open_tracker(kind, out_dir, step, config):
             for name, x in values.items():
                 writer.add_scalar(name, x, step)
             for name, image in pictures.items():
-                writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+                writer.add_image(shown(name), np.asarray(image), step, dataformats="HWC")
             writer.flush()
         return track
 
@@ -28,9 +28,9 @@ def open_tracker(kind, out_dir, step, config):
         run = wandb.init(project="qwen-image-edit", name=out_dir.resolve().name, dir=out_dir, config=config,
                          id=hashlib.sha256(begun.encode()).hexdigest()[:32], resume="allow")
     except wandb.Error as e:
-        raise InputError(f"--tracker wandb: {str(e).splitlines()[0]}; run `wandb login`, or set WANDB_MODE=offline, "
+        raise InputError(f"--tracker wandb: {first_line(e)}; run `wandb login`, or set WANDB_MODE=offline, "
                          "then --resume")
 
     def track(step, values, pictures={}):
-        run.log({**values, **{name: wandb.Image(image) for name, image in pictures.items()}}, step=step)
+        run.log({**values, **{shown(name): wandb.Image(image) for name, image in pictures.items()}}, step=step)
     return track

@@ -9,7 +9,8 @@ import pytest
 
 import common
 from extras import best
-from tests.harness import is_one_line, run_script
+from tests.harness import (add_item, is_one_line, lora_file, lora_tensors, refused, run_script,
+                           validations_of)
 from tools import page
 
 @pytest.fixture
@@ -22,9 +23,13 @@ def write_log(folder, records):
     folder.mkdir(exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [dict(flags={}, command=[]), *records]))
 
-def validation(step, loss, *psnrs):
+def validation(step, loss, *psnrs, **made_of):
     shown = [dict(file=f"a/{n}.png", prompt="go", controls=1, psnr=[1, 2, psnr, 40]) for n, psnr in enumerate(psnrs)]
-    return dict(step=step, val_loss=loss, psnr={}, pictures=shown)
+    return dict(step=step, val_loss=loss, psnr={}, pictures=shown, **made_of)
+
+def made_of(data, pictures=4, **flags):
+    """What a validation of this data, with so many pictures, says that it was made of."""
+    return dict(loss_of=dict(val_data=data), psnr_of=dict(val_data=data, val_pictures=pictures, **flags))
 
 def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(tmp_path):
     """Of equal ones the first; NaN is none. tools/page.py says the same."""
@@ -37,6 +42,103 @@ def test_the_best_step_is_that_of_the_least_loss_and_of_the_greatest_mean_psnr(t
     shown = page.measures(page.read_log(tmp_path))
     for name, (step, _) in best.best_steps(tmp_path).items():
         assert shown[f"Best by {name}"][0] == f"step {step}"
+
+V, W = made_of("v"), made_of("w")
+OTHER_DATA = [validation(2, 2.2, 30, **V), validation(4, 2.0, 29, **V), # 4, once more, is of other data
+              validation(4, 2.3, 20, **W), validation(6, 2.1, 21, **W), validation(8, 2.2, 19, **W)]
+
+def test_only_validations_made_of_the_same_things_are_compared(tmp_path):
+    """After --resume with other --val_data the best is the best of the new set, a line says so, and the page says the
+    same. Back at the first set, this is compared again."""
+    write_log(tmp_path, OTHER_DATA)
+    assert best.best_steps(tmp_path) == {"validation loss": (6, 2.1), "mean PSNR": (6, 21.0)}
+    said = best.describe(tmp_path)
+    for measure in ("validation loss", "mean PSNR"):
+        assert f"2 earlier validations with other val_data are not compared by {measure}" in said
+    shown = page.measures(page.read_log(tmp_path))
+    assert shown["Best by validation loss"][0] == shown["Best by mean PSNR"][0] == "step 6"
+    assert "2 earlier validations with other val_data are not compared" in shown["Best by mean PSNR"][1]
+    write_log(tmp_path, [*OTHER_DATA, validation(10, 2.1, 29.5, **V)])
+    assert best.best_steps(tmp_path) == {"validation loss": (4, 2.0), "mean PSNR": (2, 30.0)}
+    assert "3 earlier validations" in best.describe(tmp_path)
+
+def test_other_pictures_or_sampling_leave_the_losses_comparable(tmp_path):
+    for other in (made_of("v", 9), made_of("v", shift=3.0)):
+        write_log(tmp_path, [validation(2, 2.0, 30, **V), validation(4, 2.1, 20, **other)])
+        assert best.best_steps(tmp_path) == {"validation loss": (2, 2.0), "mean PSNR": (4, 20.0)}
+        said = best.describe(tmp_path)
+        assert f"1 earlier validation with other {'shift' if 'shift' in str(other) else 'val_pictures'} is not" in said
+        assert "compared by validation loss" not in said
+    write_log(tmp_path, [validation(2, 2.0, 30), validation(4, 2.1, 20)]) # of an older train.py
+    assert best.best_steps(tmp_path) == {"validation loss": (2, 2.0), "mean PSNR": (2, 30.0)}
+    assert "not compared" not in best.describe(tmp_path)
+
+def test_the_best_of_each_set_is_kept(tmp_path):
+    """Or --keep would delete what was the best by data that a later --resume may return to."""
+    write_log(tmp_path, OTHER_DATA)
+    assert best.steps_to_keep(tmp_path) == {2, 4, 6}
+
+def test_no_curve_joins_what_is_not_comparable(tmp_path):
+    write_log(tmp_path, [dict(step=n, loss=1.0) for n in range(1, 9)] + OTHER_DATA)
+    page.make_page([tmp_path], tmp_path / "index.html", 0)
+    lines = dict(re.findall(r'data-name="([^"]*)" d="M([^"]*)"', (tmp_path / "index.html").read_text()))
+    steps = {name: [float(point.split(",")[0]) for point in d.split()] for name, d in lines.items()}
+    assert steps["held-out pairs"] == steps["LoRA"] == [4, 6, 8]
+    assert steps["held-out pairs (earlier set 1)"] == steps["LoRA (earlier set 1)"] == [2, 4]
+    assert "not compared by mean PSNR, and not shown" in (tmp_path / "index.html").read_text()
+
+DAMAGES = ['{"val_loss": 0.1', '"val_loss"', '["val_loss"]', '{"val_loss": null, "step": 1}', '{"val_loss": 0.1}',
+           '{"val_loss": 0.1, "step": -1}', '{"val_loss": 0.1, "step": 1e999}', '{"val_loss": 0.1, "step": "2"}',
+           '{"val_loss": 0.1, "step": 2, "pictures": 5}', '{"val_loss": 0.1, "step": 2, "pictures": {"a": 1}}',
+           '{"val_loss": 0.1, "step": 2, "pictures": [{"file": "a/b", "prompt": "", "controls": 1, "psnr": [1, 2]}]}',
+           '{"val_loss": 0.1, "step": 2, "pictures": [{"file": "\\u0000", "prompt": "", "controls": 1, '
+           '"psnr": [1, 2, 3, 4]}]}', '{"val_loss": 0.1, "step": 2, "psnr": {"a": [1]}}',
+           '{"val_loss": 0.1, "step": 2, "pictures": [{"file": "a/b", "prompt": "", "controls": 1000000000, '
+           '"psnr": [1, 2, 3, 4]}]}', '{"val_loss": 0.1, "step": ' + 5000 * "1" + '}',
+           '{"val_loss": 0.1, "step": 2, "loss_of": 3}', '{"val_loss": 0.1, "step": 2, "x": ' + 90_000 * "[",
+           '{"val_loss": 0.1, "step": 2, "x": ' + 300 * "[" + 300 * "]" + "}"]
+
+@pytest.mark.parametrize("line", DAMAGES, ids=range(len(DAMAGES)))
+def test_a_foreign_line_of_a_log_counts_as_none(tmp_path, line):
+    """A run folder may come from anywhere. tools/page.py names the line."""
+    write_log(tmp_path, [validation(2, 2.0, 30)])
+    whole = (tmp_path / "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(f"{whole}{line}\n{json.dumps(validation(4, 3.0, 20))}\n")
+    assert best.best_steps(tmp_path) == {"validation loss": (2, 2.0), "mean PSNR": (2, 30.0)}
+    assert best.steps_to_keep(tmp_path) == {2}
+    with refused(f"{tmp_path / 'log.jsonl'}:3"):
+        page.make_page([tmp_path], tmp_path / "index.html", 0)
+
+def test_a_number_that_no_float_holds_is_infinite(tmp_path):
+    write_log(tmp_path, [validation(2, 2.0, 30)])
+    with open(tmp_path / "log.jsonl", "a") as f:
+        f.write('{"val_loss": 1' + 400 * "0" + ', "step": 4}\n')
+    assert best.best_steps(tmp_path)["validation loss"] == (2, 2.0)
+    page.make_page([tmp_path], tmp_path / "index.html", 0)
+
+def test_a_line_of_the_log_says_what_its_validation_was_made_of(tmp_path, small, flags):
+    """--val_data, --val_pictures and the flags of sampling may change with --resume, each alone; then back again. A
+    LoRA of --sample_lora counts by its content, and a negative prompt only if it is read."""
+    for name in ("3", "4", "0"):
+        add_item(tmp_path / "other", name)
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    lora_file(lora, lora_tensors())
+    ways = [[], ["--val_pictures", 1], ["--shift", 2], ["--val_data", tmp_path / "other"], ["--sample_lora", lora],
+            ["--negative_prompt", "a frame"], ["--true_cfg_scale", 2],
+            ["--true_cfg_scale", 2, "--negative_prompt", "a frame"], []] # of a flag that is given twice the last one counts
+    for n, way in enumerate(ways):
+        result = run_script("train.py", *flags, *way, "--sample_every", 0, "--max_steps", n + 1, "--out_dir",
+                            tmp_path / "run", *["--resume"] * (n > 0))
+        assert result.status == 0, result.err
+    found = validations_of(tmp_path / "run")
+    assert len(found) == len(ways)
+    losses, psnrs = [[json.dumps(record[key]) for record in found] for key in ("loss_of", "psnr_of")]
+    assert [n for n, loss in enumerate(losses) if loss != losses[0]] == [3] # the other data
+    assert [n for n, psnr in enumerate(psnrs) if psnr == psnrs[0]] == [0, 5, 8] # tiny has a CFG scale of 1
+    assert len(set(psnrs)) == len(ways) - 2
+    assert "earlier validations with other" in result.out and len(json.dumps(found[0]["psnr_of"])) < 400
+    assert 4 in best.steps_to_keep(tmp_path / "run") # the only one of the other data
 
 def test_only_checkpoints_before_the_last_one_are_better_than_it(tmp_path):
     write_log(tmp_path, [validation(20, 0.5, 25), validation(30, 0.25, 24), validation(40, 0.3, 1)])
