@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from urllib.parse import unquote
@@ -417,6 +418,102 @@ def test_watching_writes_the_page_again_as_the_log_grows_until_the_end(tmp_path,
     text = (run / "index.html").read_text()
     assert result.out.count("open it") == 2 and re.search(r"; finished \d", text)
     assert "data-reload" not in text and "data-made" not in text # it is final
+
+# ---- a run from a stranger ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["{private}", "../../{private}", "linked.png", "folder/a.png", "val/../../../private/a.png"])
+def test_a_picture_outside_of_the_run_s_folder_is_not_shown(tmp_path, name):
+    """Neither one that the log names by its place, nor one that a link in samples/ leads to."""
+    private = add_item(tmp_path / "private", "a") / "target/a.png"
+    (tmp_path / "private/a.png").symlink_to(private)
+    run = make_run(tmp_path / "run", files=["val/0.png", name.format(private=private)], prompts=["x", "y"])
+    for folder in (run / "samples").iterdir():
+        (folder / "linked.png").unlink(missing_ok=True)
+        (folder / "linked.png").symlink_to(private)
+        if (folder / "folder").is_dir():
+            shutil.rmtree(folder / "folder")
+        (folder / "folder").symlink_to(private.parent)
+    assert all(page.size_of(folder / name.format(private=private)) for folder in (run / "samples").iterdir())
+    draw_page(run)
+    read = Reader(run / "index.html")
+    assert len(read.pictures) == 4 and all("/val/0.png" in picture["src"] for picture in read.pictures)
+    assert "private" not in " ".join(read.texts["pre"])
+
+def test_a_log_that_is_a_link_is_not_followed_nor_a_page(tmp_path):
+    """A DONE that leads elsewhere says nothing. A page replaces the link at its place, not the file behind that."""
+    other, run = make_run(tmp_path / "other"), make_run(tmp_path / "run")
+    (other / "DONE").touch()
+    draw_page(other)
+    before = (other / "index.html").read_bytes()
+    (run / "DONE").symlink_to(other / "DONE")
+    (run / "index.html").symlink_to(other / "index.html")
+    draw_page(run)
+    assert not page.read_log(run).done and (other / "index.html").read_bytes() == before
+    assert not (run / "index.html").is_symlink() and Reader(run / "index.html").texts["h1"] == ["run"]
+    (run / "log.jsonl").unlink()
+    (run / "log.jsonl").symlink_to(other / "log.jsonl")
+    result = run_script("tools/page.py", run)
+    assert result.status == 1 and is_one_line(result.errors[-1], run / "log.jsonl", "link")
+
+def test_of_datasets_that_the_log_names_none_is_opened(tmp_path):
+    """Only those of --data; a line says so, with the command."""
+    data = tmp_path / "data"
+    for n in range(4):
+        add_item(data, f"{n}")
+    run = log_of_losses(tmp_path / "a run", {f"data/{n}": 9 if n == 3 else 1 for n in range(4)})
+    log = run / "log.jsonl"
+    log.write_text(log.read_text().replace('"flags": {}', json.dumps(dict(flags=dict(data=[str(data)])))[1:-1], 1))
+    assert page.read_log(run).flags["data"] == [str(data)]
+    line = draw_page(run).out.splitlines()[-1]
+    assert not Reader(run / "index.html").pictures and "--data DIR" in " ".join(Reader(run / "index.html").texts["p"])
+    words = shlex.split(line.rpartition(": ")[2])
+    assert words[:2] == ["python", "tools/page.py"]
+    draw_page(*words[2:-1], data)
+    assert len(Reader(run / "index.html").pictures) == 2
+
+@pytest.mark.parametrize("command, why", [
+    (["-c", "import os"], "not train.py's"), (["/tmp/evil.py", "--data", "d"], "not train.py's"), ([], "not train.py's"),
+    ("train.py; reboot", "not train.py's"), (["train.py", 3], "not train.py's"), ([["train.py"]], "not train.py's"),
+    (["train.py", "-c", "x"], "-c belongs to no flag"), (["train.py", "x.py"], "x.py belongs to no flag"),
+    (["train.py", "--data", "d", "-m", "evil"], "-m belongs to no flag"), (["train.py", "--evil", "x"], "no --evil"),
+    (["train.py", "--data;reboot"], "no --data;reboot"), (["train.py", "--optimizer", "evil.Opt"], "evil.Opt"),
+    (["train.py", "--optimizer=torch.optim.sgd.torch.os.system"], "--optimizer"),
+    (["train.py", "--optimizer", "torch.optim.AdamW", "evil.Opt"], "evil.Opt"),
+    (["train.py", "--tracker", "wandb"], "--tracker"), (["train.py", "--tracker=wandb"], "--tracker"),
+    (["train.py", "--data", "\ud800"], "")])
+def test_a_stranger_s_command_is_not_offered(tmp_path, command, why):
+    """What a page offers is pasted. A line says why there is none."""
+    run = make_run(tmp_path / "run")
+    log = run / "log.jsonl"
+    log.write_text(log.read_text().replace('"flags"', json.dumps(dict(command=command))[1:-1] + ', "flags"', 1))
+    draw_page(run)
+    read = Reader(run / "index.html")
+    predict, convert = map(shlex.split, read.texts["pre"])
+    assert predict[:2] == ["python", "predict.py"] and convert[:2] == ["python", "tools/convert_lora.py"]
+    assert any("No command is offered" in text and why in text for text in read.texts["p"])
+
+@pytest.mark.parametrize("flags", [dict(model=["a"]), dict(model={"a": 1}), dict(sample_lora="x"), dict(sample_lora=[1]),
+                                   dict(sample_lora=["--out=x.png"]), dict(model=True)])
+def test_flags_of_a_log_that_are_no_flags_are_not_offered(tmp_path, flags):
+    draw_page(make_run(tmp_path / "run", **flags))
+    assert not any("predict.py" in text for text in Reader(tmp_path / "run/index.html").texts["pre"])
+
+def test_an_offered_command_has_one_word_for_each_value(tmp_path):
+    """It is quoted, and a value is no flag; the script and the run's folder are not the log's."""
+    texts = ["$(touch hit)", "`touch hit`", "'; touch hit; '", "a\nb", "--out=/x.png"]
+    run = make_run(tmp_path / "run", prompts=[texts[4]], model=texts[0], negative_prompt="-1", shift=2)
+    words = ["/other/place/train.py", "--model", texts[0], "--data", *texts[1:4], "--negative_prompt=-1", "--shift", "2",
+             "--optimizer", "torch.optim.AdamW", "--no-upscale", "--out_dir", "/elsewhere", "--resume"]
+    log = run / "log.jsonl"
+    log.write_text(log.read_text().replace('"flags"', json.dumps(dict(command=words))[1:-1] + ', "flags"', 1))
+    draw_page(run)
+    again, predict, _ = Reader(run / "index.html").texts["pre"]
+    shell = "for word; do printf '%s\\0' \"$word\"; done"
+    got = subprocess.run(["bash", "-c", f"set -- {again}; {shell}"], capture_output=True, cwd=tmp_path).stdout.decode()
+    assert got.split("\0")[:-1] == ["python", "train.py", *words[1:-3], "--resume", "--out_dir", "run"]
+    got = subprocess.run(["bash", "-c", f"set -- {predict}; {shell}"], capture_output=True, cwd=tmp_path).stdout.decode()
+    assert got.split("\0")[2:6] == ["--model", texts[0], "--negative_prompt=-1", "--shift"]
+    assert got.split("\0")[-2] == "--prompt=--out=/x.png" and not (tmp_path / "hit").exists()
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
