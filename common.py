@@ -17,7 +17,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-import traceback
 import unicodedata
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +76,7 @@ def shown(text):
 
 class ShownStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
     """A stream on which one write is one line, shown(), whoever writes it: no name or prompt begins a line of its own.
-    So whoever has several lines prints each. tqdm's \\r at an end of what it writes stays, and its cursor up and down."""
+    So whoever has several lines prints each. What tqdm writes stays: \\r before a bar, moves up and down, blanks."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -86,9 +85,9 @@ class ShownStream: # a class because it stands for sys.stdout and sys.stderr, fo
         return getattr(self.stream, name)
 
     def write(self, text):
-        inner = text.strip("\r").rstrip("\n")
-        if inner.replace("\x1b[A", ""): # else it is a line end, or tqdm's
-            text = text.replace(inner, shown(inner), 1)
+        if text.strip("\r\n\x1b[A "):
+            line = text.removeprefix("\r").removesuffix("\n")
+            text = text.replace(line, shown(line), 1)
         return self.stream.write(text)
 
 def command(words):
@@ -97,10 +96,6 @@ def command(words):
     def escaped(control):
         return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
     return CONTROLS.sub(escaped, shlex.join(map(str, words)))
-
-def print_lines(text, file=None):
-    """Prints a text of ours that has several lines; a name in it may make more."""
-    print(*text.rstrip("\n").split("\n"), sep="\n", file=file)
 
 def error_line(message):
     return "error: " + shown(message)
@@ -228,7 +223,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
     """-h shows all defaults; an error is one line, with the flag that may be meant, and status 2."""
-    _print_message = staticmethod(print_lines) # argparse writes all of -h at once
 
     def __init__(self, description, usage=None): # usage: the flags that a person needs first
         super().__init__(description=description, usage=usage and f"%(prog)s {usage} [other flags: see below]",
@@ -258,16 +252,18 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
 
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
-        for name in ("stdout", "stderr"): # a file name that is no UTF-8 must not end a run, nor a name move the cursor
-            stream = getattr(sys, name)
-            stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, ShownStream(stream))
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         if hints := find_extra("hints"):
             hints.refuse_slips(self)
-        return super().parse_args()
+        args = super().parse_args()
+        # behind -h, which is many lines: a file name that is no UTF-8 must not end a run, nor a name move the cursor
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, ShownStream(stream))
+        return args
 
 def from_hub(name, fetch):
     """What fetch(), a download of huggingface_hub's, returns. InputError says that `name` is not there."""
@@ -559,8 +555,9 @@ def end_by_ctrl_c(kind, error, trace):
     """Ctrl-C where no signals_noted is at work: one line instead of a traceback. Files appear whole or not at all, so
     there is nothing to clean up."""
     if kind is not KeyboardInterrupt:
-        return print_lines("".join(traceback.format_exception(error)), sys.stderr)
-    print_lines("\nstopped by Ctrl-C: what is written stays; the same command continues with the rest", sys.stderr)
+        return sys.__excepthook__(kind, error, trace)
+    print("", "stopped by Ctrl-C: what is written stays; the same command continues with the rest", sep="\n",
+          file=sys.stderr)
 
 def run_ahead(work, items, threads=1, most=1):
     """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""

@@ -151,8 +151,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             tqdm.write(f"{'':20} pictures   input    base    LoRA  VAE alone")
         for name, psnrs in groups.items():
             means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
-            tqdm.write("{:20} {:8} {input:7.1f} {base:7.1f} {lora:7.1f} {vae:7.1f}".format(name, len(psnrs),
-                                                                                         **means[name]))
+            numbers = " ".join(f"{mean:7.1f}" for mean in means[name].values())
+            tqdm.write(f"{common.shown(name):20} {len(psnrs):8} {numbers}")
         # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
         drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
         for old in drawn[:-20]:

@@ -234,7 +234,7 @@ try:
             for row in jobs[stage][name]:
                 write(stage, dict(what=name) | row)
         except (Exception, common.InputError) as e: # (an InputError is a SystemExit)
-            common.print_lines(traceback.format_exc(), sys.stderr)
+            print(*traceback.format_exc().splitlines(), sep="\n", file=sys.stderr)
             broken = dict(broken=f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
             no_memory = torch.OutOfMemoryError in (type(e), type(e.__context__)) # place_transformer hides it in another
             write(stage, dict(what=name) | (dict(note="out of memory") if no_memory else broken))
@@ -250,6 +250,6 @@ finally:
         end(process)
 for stage, rows in found.items():
     if rows:
-        common.print_lines(f"\n**{stage}**\n\n{table(rows)}")
+        print("", f"**{stage}**", "", *table(rows).splitlines(), sep="\n")
 print(args.out)
 sys.exit(int(any("wrong" in row or "broken" in row for rows in found.values() for row in rows)))

@@ -815,8 +815,8 @@ def main():
             if args.hold_out:
                 os.replace(Path(tmp, "held_out"), val)
             os.replace(Path(tmp, "out"), args.out)
-            if lines := notes.getvalue():
-                common.print_lines(lines)
+            for line in notes.getvalue().splitlines():
+                print(line)
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
     held_out = len(samples) // args.hold_out if args.hold_out else 0

@@ -194,7 +194,7 @@ def main(args):
     groups = {name: average(records) for name, records in groups.items()}
     for name, m in groups.items():
         cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]
-        print(f"{name:20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:])
+        print(f"{common.shown(name):20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:])
     if args.json:
         common.write_file(args.json, json.dumps(groups, indent=1).encode())
     sys.exit(1 if problems else 0)

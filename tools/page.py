@@ -418,7 +418,7 @@ def hardest_pairs(run, most, roots):
         said = f"{len(hardest)} of {len(pairs)} pairs stand out with {above}. Look at them: a target may be wrong."
     lines, samples = [f"{run.folder}: {said}"], find_samples(roots) if hardest else {}
     for name, ratio, times in hardest[:most]:
-        lines.append(f"{name}: {ratio:.2f} times the median, seen {times} times in the second half of the run")
+        lines.append(f"{common.shown(name)}: {ratio:.2f} times the median, seen {times} times in the second half of the run")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
         cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
