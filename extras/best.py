@@ -49,7 +49,8 @@ def read_json(text):
 
 
 def is_number(value, most=math.inf):
-    """Whether it is a number, from -most to most. (Without a limit NaN is one, too: the loss of a run that exploded.)"""
+    """Whether it is a number, from -most to most. (Without a limit NaN is one, too: the loss of a run that went
+    wrong.)"""
     is_one = type(value) in (int, float) # no bool
     return is_one and (most == math.inf or abs(value) <= most)
 
@@ -103,8 +104,8 @@ def read_validations(out_dir):
 
 
 def values_of(record):
-    """-> {measure: value} of a validation: its loss, and the LoRA's mean PSNR over all pictures, if it has any. (An older
-    log does not name the pictures, but has means of groups.)"""
+    """-> {measure: value} of a validation: its loss, and the LoRA's mean PSNR over all pictures, if it has any. (A log
+    that does not name the pictures has means of groups.)"""
     values = {"validation loss": record["val_loss"]}
     psnrs = [picture["psnr"][2] for picture in record.get("pictures", [])] # of input, base, LoRA, VAE
     psnrs = psnrs or [means["lora"] for means in record.get("psnr", {}).values()]

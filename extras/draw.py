@@ -48,7 +48,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     def refuse_outside(self, path):
         """InputError if a link in the run's folder, or a name in an index, leads a picture out of that folder."""
         if not common.is_inside(path, self.out_dir):
-            raise InputError(f"{path}: lies outside of the run's folder; remove the link, or the name, that leads there")
+            raise InputError(f"{path}: lies outside of the run's folder; remove the link, or the name, that leads "
+                             "there")
 
     def draw(self, step):
         """Draws, compares and saves -> (what the log says about it: psnr, pictures, flags; {dataset: contact sheet}),

@@ -126,7 +126,7 @@ def test_a_line_of_the_log_says_what_its_validation_was_made_of(tmp_path, small,
     lora_file(lora, lora_tensors())
     ways = [[], ["--val_pictures", 1], ["--shift", 2], ["--val_data", tmp_path / "other"], ["--sample_lora", lora],
             ["--negative_prompt", "a frame"], ["--true_cfg_scale", 2],
-            ["--true_cfg_scale", 2, "--negative_prompt", "a frame"], []] # of a flag that is given twice the last one counts
+            ["--true_cfg_scale", 2, "--negative_prompt", "a frame"], []] # the last one of a flag counts
     for n, way in enumerate(ways):
         result = run_script("train.py", *flags, *way, "--sample_every", 0, "--max_steps", n + 1, "--out_dir",
                             tmp_path / "run", *["--resume"] * (n > 0))

@@ -421,7 +421,8 @@ def test_watching_writes_the_page_again_as_the_log_grows_until_the_end(tmp_path,
 
 # ---- a run from a stranger ------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["{private}", "../../{private}", "linked.png", "folder/a.png", "val/../../../private/a.png"])
+@pytest.mark.parametrize("name", ["{private}", "../../{private}", "linked.png", "folder/a.png",
+                                  "val/../../../private/a.png"])
 def test_a_picture_outside_of_the_run_s_folder_is_not_shown(tmp_path, name):
     """Neither one that the log names by its place, nor one that a link in samples/ leads to."""
     private = add_item(tmp_path / "private", "a") / "target/a.png"
@@ -472,8 +473,8 @@ def test_of_datasets_that_the_log_names_none_is_opened(tmp_path):
     assert len(Reader(run / "index.html").pictures) == 2
 
 @pytest.mark.parametrize("command, why", [
-    (["-c", "import os"], "not train.py's"), (["/tmp/evil.py", "--data", "d"], "not train.py's"), ([], "not train.py's"),
-    ("train.py; reboot", "not train.py's"), (["train.py", 3], "not train.py's"), ([["train.py"]], "not train.py's"),
+    (["-c", "import os"], "not train.py's"), (["/tmp/evil.py", "--data", "d"], "not train.py's"),
+    ([], "not train.py's"), ("train.py; reboot", "not train.py's"), (["train.py", 3], "not train.py's"), ([["train.py"]], "not train.py's"),
     (["train.py", "-c", "x"], "-c belongs to no flag"), (["train.py", "x.py"], "x.py belongs to no flag"),
     (["train.py", "--data", "d", "-m", "evil"], "-m belongs to no flag"), (["train.py", "--evil", "x"], "no --evil"),
     (["train.py", "--data;reboot"], "no --data;reboot"), (["train.py", "--optimizer", "evil.Opt"], "evil.Opt"),
@@ -492,8 +493,8 @@ def test_a_stranger_s_command_is_not_offered(tmp_path, command, why):
     assert predict[:2] == ["python", "predict.py"] and convert[:2] == ["python", "tools/convert_lora.py"]
     assert any("No command is offered" in text and why in text for text in read.texts["p"])
 
-@pytest.mark.parametrize("flags", [dict(model=["a"]), dict(model={"a": 1}), dict(sample_lora="x"), dict(sample_lora=[1]),
-                                   dict(sample_lora=["--out=x.png"]), dict(model=True)])
+@pytest.mark.parametrize("flags", [dict(model=["a"]), dict(model={"a": 1}), dict(sample_lora="x"),
+                                   dict(sample_lora=[1]), dict(sample_lora=["--out=x.png"]), dict(model=True)])
 def test_flags_of_a_log_that_are_no_flags_are_not_offered(tmp_path, flags):
     draw_page(make_run(tmp_path / "run", **flags))
     assert not any("predict.py" in text for text in Reader(tmp_path / "run/index.html").texts["pre"])
@@ -502,18 +503,19 @@ def test_an_offered_command_has_one_word_for_each_value(tmp_path):
     """It is quoted, and a value is no flag; the script and the run's folder are not the log's."""
     texts = ["$(touch hit)", "`touch hit`", "'; touch hit; '", "a\nb", "--out=/x.png"]
     run = make_run(tmp_path / "run", prompts=[texts[4]], model=texts[0], negative_prompt="-1", shift=2)
-    words = ["/other/place/train.py", "--model", texts[0], "--data", *texts[1:4], "--negative_prompt=-1", "--shift", "2",
+    words = ["/other/train.py", "--model", texts[0], "--data", *texts[1:4], "--negative_prompt=-1", "--shift", "2",
              "--optimizer", "torch.optim.AdamW", "--no-upscale", "--out_dir", "/elsewhere", "--resume"]
     log = run / "log.jsonl"
     log.write_text(log.read_text().replace('"flags"', json.dumps(dict(command=words))[1:-1] + ', "flags"', 1))
     draw_page(run)
     again, predict, _ = Reader(run / "index.html").texts["pre"]
-    shell = "for word; do printf '%s\\0' \"$word\"; done"
-    got = subprocess.run(["bash", "-c", f"set -- {again}; {shell}"], capture_output=True, cwd=tmp_path).stdout.decode()
-    assert got.split("\0")[:-1] == ["python", "train.py", *words[1:-3], "--resume", "--out_dir", "run"]
-    got = subprocess.run(["bash", "-c", f"set -- {predict}; {shell}"], capture_output=True, cwd=tmp_path).stdout.decode()
-    assert got.split("\0")[2:6] == ["--model", texts[0], "--negative_prompt=-1", "--shift"]
-    assert got.split("\0")[-2] == "--prompt=--out=/x.png" and not (tmp_path / "hit").exists()
+
+    def paste(command):
+        got = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, cwd=tmp_path)
+        return got.stdout.decode().split("\0")[:-1]
+    assert paste(again) == ["python", "train.py", *words[1:-3], "--resume", "--out_dir", "run"]
+    assert paste(predict)[2:6] == ["--model", texts[0], "--negative_prompt=-1", "--shift"]
+    assert paste(predict)[-1] == "--prompt=--out=/x.png" and not (tmp_path / "hit").exists()
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 

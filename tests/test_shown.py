@@ -1,6 +1,6 @@
 """
-What comes from a file is shown escaped: names, prompts, "out", tensor names and texts of any kind move no cursor, ring no
-bell, turn no direction of writing, and begin no line on a terminal or in a page, where they could pass for one of ours.
+What comes from a file is shown escaped: names, prompts, "out", tensor names and texts of any kind move no cursor, ring
+no bell, turn no direction of writing, and begin no line on a terminal or in a page, where they could pass for ours.
 """
 import ast
 import json
@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 import common
-from tests.harness import (EXACT, HERE, NATIVE, TINY, add_item, copy_model, is_one_line, log_of, lora_file, lora_tensors,
-                           paint_picture, run_script, save)
+from tests.harness import (EXACT, HERE, NATIVE, add_item, copy_model, is_one_line, log_of, lora_file, lora_tensors,
+                           paint_picture, renamed, run_script, save)
 
 PLANTED = "error: PLANTED: broken; paste this"
 # a cleared screen, a bell, line ends of many kinds, a C1 control, text from right to left
@@ -49,9 +49,9 @@ def flags_for(data, folder):
     return ["--data", data, "--cache_dir", folder / "cache", "--device", "cpu", *EXACT]
 
 def small_training(data, folder, *more):
-    return [*flags_for(data, folder), "--val_data", data, "--out_dir", folder / TEXT, "--batch_size", 1, "--lora_rank", 2,
-            "--sample_every", 1, "--val_pictures", 1, "--lora_targets", "to_q", "--lr_scheduler", "constant",
-            "--warmup_steps", 0, *more]
+    return [*flags_for(data, folder), "--val_data", data, "--out_dir", folder / TEXT, "--batch_size", 1,
+            "--lora_rank", 2, "--sample_every", 1, "--val_pictures", 1, "--lora_targets", "to_q",
+            "--lr_scheduler", "constant", "--warmup_steps", 0, *more]
 
 def test_a_training_of_strange_names_shows_them_and_its_commands_can_be_pasted(tmp_path, strange):
     """Also its page, the contact sheet's PNG, and a copy for ComfyUI."""
@@ -127,7 +127,7 @@ def test_what_import_data_says_of_a_table(tmp_path):
     run_shown("tools/import_data.py", tmp_path / NAME / "none", tmp_path / "out", status=1)
 
 STRANGE_LORAS = { # what is done to the tensors of a LoRA that fits, and to its metadata
-    "a layer that is none": (lambda t: {k.replace("to_q", f"to_q\x1b[2J\n{PLANTED}\u202e"): v for k, v in t.items()}, {}),
+    "a layer that is none": (renamed("to_q", f"to_q\x1b[2J\n{PLANTED}\u202e"), {}),
     "another name": (lambda t: t | {f"\x07\n{PLANTED}": torch.ones(2)}, {}),
     "metadata": (lambda t: t, {"transformer.r": f"\x1b[2J\n{PLANTED}", "train.model": f"\n{PLANTED}\x07"}),
     "a rank's pattern": (lambda t: t, {"transformer.rank_pattern": {f"\n{PLANTED}\x1b[2J": "x"}})}
@@ -171,8 +171,8 @@ def test_a_page_of_a_strange_log(tmp_path):
     run.mkdir()
     steps = [dict(step=n, loss=1.0, samples=["a", TEXT], timesteps=[0.5, 0.5], losses=[1, 9]) for n in range(1, 30)]
     shown = dict(file=f"{TEXT.replace('/', '')}/a.png", prompt=TEXT + "\ud800", controls=1, psnr=[1, 2, 3, 4])
-    validation = dict(step=29, val_loss=1.0, pictures=[shown],
-                      psnr={TEXT: dict(input=1, base=2, lora=3, vae=4), f"b{TEXT}": dict(input=1, base=2, lora=3, vae=4)})
+    means = dict(input=1, base=2, lora=3, vae=4)
+    validation = dict(step=29, val_loss=1.0, pictures=[shown], psnr={TEXT: means, f"b{TEXT}": means})
     begin = dict(command=["train.py", "--data", TEXT], flags={TEXT: TEXT, "data": [TEXT, "\ud800"], "model": TEXT},
                  **{f"torch{TEXT}": TEXT})
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [begin, *steps, validation]))
@@ -205,7 +205,7 @@ def test_a_traceback_keeps_its_lines():
     assert lines[0].startswith("Traceback") and lines[-1] == "ZeroDivisionError: division by zero" and len(lines) > 2
 
 def test_no_text_of_ours_that_is_printed_has_two_lines():
-    """On a terminal each write is one line, so a line end in it would be shown as \\n; print(*lines, sep=...) writes each."""
+    """On a terminal each write is one line, so a line end in it would be shown as \\n."""
     for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py"), *HERE.glob("tools/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""

@@ -807,7 +807,8 @@ def main():
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
-            with contextlib.redirect_stdout(common.ShownStream(io.StringIO())) as notes: # of what is not read, if it goes well
+            notes = common.ShownStream(io.StringIO()) # of what is not read, if it goes well
+            with contextlib.redirect_stdout(notes):
                 samples, problems = convert(args, columns, Path(tmp))
             common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):

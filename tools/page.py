@@ -356,7 +356,9 @@ def pictures(runs, page):
                 t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
                 path = run.folder / "samples" / folder / picture["file"]
                 # a log may come from anywhere, and name pictures that are not its run's
-                if at not in t.links and common.is_inside(path, run.folder / "samples") and (size := size_of(path)):
+                if at in t.links or not common.is_inside(path, run.folder / "samples"):
+                    continue
+                if size := size_of(path):
                     t.links[at], t.size = link(path, page), size
                     if number is not None:
                         t.values[at] = f"{number:.1f} dB"
@@ -418,7 +420,8 @@ def hardest_pairs(run, most, roots):
         said = f"{len(hardest)} of {len(pairs)} pairs stand out with {above}. Look at them: a target may be wrong."
     lines, samples = [f"{run.folder}: {said}"], find_samples(roots) if hardest else {}
     for name, ratio, times in hardest[:most]:
-        lines.append(f"{common.shown(name)}: {ratio:.2f} times the median, seen {times} times in the second half of the run")
+        lines.append(f"{common.shown(name)}: {ratio:.2f} times the median, seen {times} times in the second half of "
+                     "the run")
         s = samples.get(name, common.Sample(name, "", [], [name]))
         copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
         cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))

@@ -26,7 +26,8 @@ def node(tag, *children, **attributes):
     """-> an HTML element. children: texts, which are escaped when the page is written, then elements; None is left out.
     The attributes class_ and data_at become class and data-at. Control characters, which HTML has no letters for, or
     which turn the direction of writing, become \\x1b, as on a terminal."""
-    names = {name.rstrip("_").replace("_", "-"): shown(value) for name, value in attributes.items() if value is not None}
+    attributes = {name.rstrip("_"): value for name, value in attributes.items() if value is not None}
+    names = {name.replace("_", "-"): shown(value) for name, value in attributes.items()}
     element = Element(tag, names)
     for child in children:
         if isinstance(child, Element):
