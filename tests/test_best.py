@@ -4,6 +4,7 @@ run; and why a run whose learning rate has ended cannot go on.
 """
 import json
 import re
+import shutil
 
 import pytest
 
@@ -148,6 +149,21 @@ def test_only_checkpoints_before_the_last_one_are_better_than_it(tmp_path):
     assert best.better_checkpoints(tmp_path) == {folders[30]: ["validation loss"], folders[20]: ["mean PSNR"]}
     folders[40].rmdir()
     assert best.better_checkpoints(tmp_path) == {folders[20]: ["mean PSNR"]}
+
+@pytest.mark.parametrize("place", ["samples", "samples/base/data", "samples/step_000002"])
+def test_no_picture_is_written_through_a_link_out_of_the_run(tmp_path, flags, place):
+    """A run folder may come from anywhere; what lies there stays as it was."""
+    run = tmp_path / "run"
+    assert run_script("train.py", *flags, "--max_steps", 1, "--out_dir", run).status == 0
+    for n in range(30):
+        (tmp_path / f"mine/step_{n:06d}/data").mkdir(parents=True)
+    if (run / place).exists():
+        shutil.rmtree(run / place)
+    (run / place).symlink_to(tmp_path / "mine")
+    before = sorted(tmp_path.glob("mine/**/*"))
+    result = run_script("train.py", *flags, "--max_steps", 2, "--out_dir", run, "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], run), result.err
+    assert sorted(tmp_path.glob("mine/**/*")) == before
 
 @pytest.mark.parametrize("psnr_step", [2, 3])
 def test_its_checkpoint_is_not_deleted_and_the_end_names_it(tmp_path, flags, monkeypatch, psnr_step):

@@ -471,10 +471,12 @@ def test_of_datasets_that_the_log_names_none_is_opened(tmp_path):
     assert words[:2] == ["python", "tools/page.py"]
     draw_page(*words[2:-1], data)
     assert len(Reader(run / "index.html").pictures) == 2
+    assert is_one_line(run_script("tools/page.py", run, "--data", tmp_path / "none").errors[0], tmp_path / "none")
 
 @pytest.mark.parametrize("command, why", [
     (["-c", "import os"], "not train.py's"), (["/tmp/evil.py", "--data", "d"], "not train.py's"),
-    ([], "not train.py's"), ("train.py; reboot", "not train.py's"), (["train.py", 3], "not train.py's"), ([["train.py"]], "not train.py's"),
+    ([], "not train.py's"), ("train.py; reboot", "not train.py's"), (["train.py", 3], "not train.py's"),
+    ([["train.py"]], "not train.py's"),
     (["train.py", "-c", "x"], "-c belongs to no flag"), (["train.py", "x.py"], "x.py belongs to no flag"),
     (["train.py", "--data", "d", "-m", "evil"], "-m belongs to no flag"), (["train.py", "--evil", "x"], "no --evil"),
     (["train.py", "--data;reboot"], "no --data;reboot"), (["train.py", "--optimizer", "evil.Opt"], "evil.Opt"),

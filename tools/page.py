@@ -397,13 +397,12 @@ def groups(runs):
                    table(rows, ["", "input", "base", "LoRA", "VAE alone"])) if rows else None
 
 def find_samples(roots):
-    """-> {"root/name": Sample} of those datasets that are on this machine."""
+    """-> {"root/name": Sample} of these datasets."""
     by_name = {}
     for root in roots:
-        with contextlib.suppress(InputError):
-            read = common.load_extra("indexes", root).read_index if common.is_index(root) else common.read_dataset
-            samples, *_ = read(root)
-            by_name |= {f"{s.root}/{s.name}": s for s in samples}
+        read = common.load_extra("indexes", root).read_index if common.is_index(root) else common.read_dataset
+        samples, *_ = read(root)
+        by_name |= {f"{s.root}/{s.name}": s for s in samples}
     return by_name
 
 def hardest_pairs(run, most, roots):
