@@ -162,14 +162,21 @@ def steps_to_keep(out_dir):
 def not_compared(records, measure):
     """-> ["2 earlier validations with other val_data are not compared by mean PSNR"], or [] if all are compared."""
     *earlier, newest = sets_of(records, measure) or [[]]
-    number, names = sum(map(len, earlier)), {}
-    for one in earlier:
-        now, then = [records[0].get(MEASURES[measure]) or {} for records in (newest, one)]
-        names |= {name: True for name in now | then if now.get(name) != then.get(name)}
+    number = sum(map(len, earlier))
     if not number:
         return []
+    names = differences([records[0] for records in (newest, *earlier)], measure)
     return [f"{number} earlier {'validation' if number == 1 else 'validations'} with other {', '.join(names)} "
             f"{'is' if number == 1 else 'are'} not compared by {measure}"]
+
+
+def differences(records, measure):
+    """-> the names of what some of these validations were made of and the first one was not; [] if all are alike."""
+    names = {} # in order
+    first, *others = [record.get(MEASURES[measure]) or {} for record in records]
+    for other in others:
+        names |= {name: True for name in first | other if first.get(name) != other.get(name)}
+    return list(names)
 
 
 def describe(out_dir):

@@ -88,6 +88,15 @@ def test_no_curve_joins_what_is_not_comparable(tmp_path):
     assert steps["held-out pairs (earlier set 1)"] == steps["LoRA (earlier set 1)"] == [2, 4]
     assert "not compared by mean PSNR, and not shown" in (tmp_path / "index.html").read_text()
 
+def test_runs_with_other_validations_are_not_to_be_compared(tmp_path):
+    for name, data in (("a", V), ("b", W), ("c", V)):
+        write_log(tmp_path / name, [dict(step=1, loss=1.0), dict(step=2, loss=1.0), validation(2, 2.0, 30, **data)])
+    for other, said in (("b", True), ("c", False)):
+        page.make_page([tmp_path / "a", tmp_path / other], tmp_path / "both.html", 0)
+        text = (tmp_path / "both.html").read_text()
+        for measure in best.MEASURES:
+            assert (f"Do not compare these runs by {measure}: their validations had other val_data" in text) == said
+
 DAMAGES = ['{"val_loss": 0.1', '"val_loss"', '["val_loss"]', '{"val_loss": null, "step": 1}', '{"val_loss": 0.1}',
            '{"val_loss": 0.1, "step": -1}', '{"val_loss": 0.1, "step": 1e999}', '{"val_loss": 0.1, "step": "2"}',
            '{"val_loss": 0.1, "step": 2, "pictures": 5}', '{"val_loss": 0.1, "step": 2, "pictures": {"a": 1}}',

@@ -281,6 +281,10 @@ def curves(runs):
     if any(run.validations for run in runs):
         said = ("Do not compare the losses of training and of validation: their noise levels differ, as a step draws "
                 "them at random, and a validation always has the same four.")
+    for measure in best.MEASURES:
+        newest = [records[-1] for run in runs if (records := best.comparable(run.validations, measure))]
+        if newest and (names := best.differences(newest, measure)):
+            said += f" Do not compare these runs by {measure}: their validations had other {', '.join(names)}."
     if "training pairs" in str(charts):
         said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
     return section("Curves", detail(said), node("div", *figures, class_="charts")) if figures else None
