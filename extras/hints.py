@@ -229,7 +229,8 @@ def next_commands(args, out_dir, default):
     for name in ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *common.SAMPLING]:
         value = vars(args).get(name)
         if value != default(name): # these are predict.py's flags, too
-            flags += [f"--{name}", "all" if value == common.ALL_BLOCKS else str(value)]
+            value = "all" if value == common.ALL_BLOCKS else str(value)
+            flags += [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value] # else it were a flag
     best, chosen = common.find_extra("best"), out_dir
     for folder, names in best.better_checkpoints(out_dir).items() if best else ():
         lines.append(f"{folder} is better than the last one by {' and '.join(names)}; compare them")

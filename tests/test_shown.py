@@ -73,6 +73,10 @@ def test_a_training_of_strange_names_shows_them_and_its_commands_can_be_pasted(t
     run_shown("train.py", *small_training(strange, tmp_path, "--max_steps", 4), "--resume")
     run_shown("train.py", *small_training(strange, tmp_path, "--max_steps", 4), "--resume", "--seed", 1, status=1)
     run_shown("tools/prune.py", tmp_path / "cache")
+    again = run_shown("train.py", *small_training(strange, tmp_path, "--max_steps", 5, "--negative_prompt=-\x1b[2J",
+                                                  "--true_cfg_scale", 2), "--resume").out
+    words = paste(next(line for line in again.splitlines() if line.startswith("  python predict.py")))
+    assert "--negative_prompt=-\x1b[2J" in words and words[-3:] == ["CONTROL.png", "--prompt", "..."]
 
 def paste(command):
     """-> the words that a shell makes of a line."""
