@@ -167,7 +167,7 @@ def test_bad_input_is_one_line(flags, named, tmp_path, training):
 
 def test_resume_refuses_what_has_changed_or_is_damaged(tmp_path, training):
     lean(tmp_path, *training, "--max_steps", 2)
-    for flags, named in ((["--lr", 1], "lr"), (["--repeats", 2], "repeats, samples"), (["--seed", 1], "seed")):
+    for flags, named in ((["--lr", 1], "lr"), (["--lora_rank", 1], "lora_rank"), (["--seed", 1], "seed")):
         result = run_script(LEAN, *training, "--max_steps", 2, "--out_dir", tmp_path, "--resume", *flags)
         assert result.status == 1 and is_one_line(result.errors[0], f"other {named};"), result.err
     damage_tensors(tmp_path / "state.safetensors")
