@@ -327,9 +327,8 @@ def save_lora(path, transformer, train, fold=False):
         scales = {layer: transformer.get_submodule(layer).scaling["default"] for layer in layers}
         for layer, scale in scales.items():
             key = f"{layer}.lora_B.weight"
-            state[key] = state[key] * scale
-        if set(scales.values()) != {1.0}:
-            train = train | dict(folded=scales)
+            state[key] = state[key] * scale # (not in place: it is the model's)
+        train = train | dict(folded=scales)
         config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
     meta = with_prefix("transformer", config) | with_prefix("train", train)
     common.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")

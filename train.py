@@ -153,11 +153,9 @@ if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
 for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
-pretrained = None # (tensors, metadata)
-if pretrained_file:
-    pretrained = predict.read_lora(pretrained_file)
-    if "train.folded" in pretrained[1]: # a finished run's: back to the scale at which it was trained
-        pretrained = load_extra("lora_files", "--pretrained_lora").unfold(pretrained_file, *pretrained)
+if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
+    unfold = load_extra("lora_files", "--pretrained_lora").unfold
+    pretrained = unfold(pretrained_file, *predict.read_lora(pretrained_file))
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -392,7 +390,7 @@ def make_model(folder, file):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns)."""
     load = partial(predict.load_transformer, folder, args.dtype, weights=not args.plan, file=file)
     transformer = load()
-    if pretrained:
+    if pretrained_file:
         lora_config = predict.config_of(*pretrained)
     else:
         lora_config = predict.find_layers(transformer, args.lora_targets)
@@ -407,7 +405,7 @@ def make_model(folder, file):
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
     if lora_args: # all weights are compared with those of a transformer that is loaded once more
         load_extra("lora_args").refuse_added(transformer, load, lora_args)
-    if pretrained and not args.plan:
+    if pretrained_file and not args.plan:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, args.sample_lora)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
@@ -712,7 +710,7 @@ while step < args.max_steps and not stop:
         failure = e
     if any(common.gather_objects(failure is not None)):
         if agree:
-            agree.compare(out_dir, step, args.optimizer, lora.values())
+            agree.compare(out_dir, step, lora.values())
         save_the_rest(step, transformer, lora, optimizer, meta)
         raise failure or SystemExit(1)
 
@@ -770,7 +768,7 @@ while step < args.max_steps and not stop:
     # estimate of the time left includes the validations so far.
     save_now = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
     if save_now and agree: # what is saved is what all processes have
-        agree.compare(out_dir, step, args.optimizer, lora.values())
+        agree.compare(out_dir, step, lora.values())
     if rank == 0:
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))

@@ -22,9 +22,8 @@ def digest(parameters):
     return int(total)
 
 
-def compare(out_dir, step, optimizer, parameters):
-    """If these parameters differ between the processes, all end, and the first one prints the error. optimizer: the
-    flag."""
+def compare(out_dir, step, parameters):
+    """If these parameters differ between the processes, all end, and the first one prints the error."""
     found = common.gather_objects(digest(parameters))
     others = [n for n, number in enumerate(found) if number != found[0]]
     if others and common.rank():
@@ -34,4 +33,4 @@ def compare(out_dir, step, optimizer, parameters):
         since = common.number_of(saved[-1]) if saved else 0
         raise InputError(f"{out_dir}: process {others[0]} has another LoRA than the first one at step {step}, and had "
                          f"the same at step {since}; continue from there in one process, with --resume (and without "
-                         f"--fsdp), or start a new run without --optimizer {optimizer}")
+                         "--fsdp), or start a new run with another --optimizer")

@@ -377,9 +377,12 @@ def meta_of(alphas):
 # ---- a finished run's file, for a training that goes on from it ------------------------------------------------------
 
 def unfold(file, state, meta):
-    """predict.read_lora's state and metadata of a file into whose lora_B predict.save_lora has folded the scales -> the
-    same as in the run's checkpoints: lora_B as it was trained, and each layer's alpha. The change of the weights stays,
-    and a step of training makes the same of it as of the checkpoint's. InputError for an entry that cannot be ours."""
+    """predict.read_lora's state and metadata of a file -> the same, if predict.save_lora has not folded the scales into
+    lora_B; else as in the run's checkpoints: lora_B as it was trained, and each layer's alpha. The change of the
+    weights stays, and a step of training makes of it what it makes of the checkpoint's. InputError for an entry that
+    cannot be ours."""
+    if "train.folded" not in meta:
+        return state, meta
     folded, alphas, state = meta["train.folded"], {}, dict(state)
     config = {key.removeprefix("transformer."): value for key, value in meta.items()}
     try:
