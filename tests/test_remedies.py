@@ -91,10 +91,12 @@ TABLE = [
         OWN + "--pretrained_lora {run}", OWN + "--pretrained_lora {run}/checkpoint-000001",
         OWN + "--pretrained_lora {run}/pytorch_lora_weights.safetensors"]),
     (OWN + "--sample_lora {f}/none", "give a .safetensors file", [OWN + "--sample_lora {run}"]),
-    (OWN + "--pretrained_lora {zeros}", "another --pretrained_lora than one of zeros", [OWN + "--pretrained_lora {run}"]),
+    (OWN + "--pretrained_lora {zeros}", "another --pretrained_lora than one of zeros", [
+        OWN + "--pretrained_lora {run}"]),
     ("{d} --out_dir {run}", "with --resume, or give another folder", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
-    ("{d} --resume --out_dir {f}/none", "give the right --out_dir", ["{d} --max_steps 3 --resume --out_dir {copy:run}"]),
+    ("{d} --resume --out_dir {f}/none", "give the right --out_dir", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}"]),
     # extras/resume.py
     ("{d} --max_steps 3 --resume --out_dir {run} --lr 1", "give the old ones, or start a new run", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--lr 1"]),
