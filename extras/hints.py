@@ -309,8 +309,8 @@ def preserved(samples, preserve, pretrained_lora):
     with_controls = sum(sample.repeats for sample in samples if sample.controls)
     share = preserve * with_controls / sum(sample.repeats for sample in samples)
     if share == 1 and not pretrained_lora:
-        raise InputError("--preserve 1: all samples learn what the base answers, which a new LoRA already does; lower "
-                         "it, or give a --pretrained_lora")
+        yield ("--preserve 1: all samples learn what the base answers, which a new LoRA already does; lower it, or "
+               "give a --pretrained_lora")
     if preserve and share < preserve:
         yield (f"--preserve {preserve:g}: is {share:.3g} of all samples, as those without a control are always "
                "trained; raise it for a larger share")

@@ -127,7 +127,7 @@ def test_offloaded_blocks_may_be_kept(run):
 
 def test_preserve_asks_the_base_once(run):
     """One pass more, without LoRA and gradient, which leaves nothing behind."""
-    answer = run("--preserve", 0.9999, "--gradient_checkpointing", 60, blocks=3)
+    answer = run("--preserve", 1, "--gradient_checkpointing", 60, blocks=3)
     check(answer, packs=1, kernels=341.4, copied=ITEM + 270_000, peak=3.18, blocks=3)
 
 def test_masks_and_mixed_sizes_in_one_pack(run):

@@ -75,7 +75,7 @@ TABLE = [
     (OTHER + "--repeats 2 3", "one number each", [OTHER + "--repeats 2"]),
     (OTHER + "--preserve_prompts keep", "give both", [OTHER + "--preserve_prompts keep --preserve 0.5"]),
     (OTHER + "--preserve_prompts 'add a red border' --preserve 0.5", "leave it out", [OTHER + "--preserve 0.5"]),
-    (OTHER + "--preserve 1", "lower it, or give a --pretrained_lora", [
+    (OTHER + "--preserve 1", "or less than --preserve 1", [
         OTHER + "--preserve 0.6", OTHER + "--preserve 1 --pretrained_lora {run}"]),
     (OWN + "--mask_foreground_weight 0 --mask_background_weight 0", "give one", [OWN + "--mask_foreground_weight 0"]),
     (OWN + "--lora_rank 4000", "3072 at most, or 16", [OWN + "--lora_rank 16"]),

@@ -232,12 +232,13 @@ def test_a_mask_that_leaves_nothing_to_learn_is_named_before_the_first_step(tmp_
     assert result.status == 1 and is_one_line(result.errors[-1], "no sample is left"), result.err
 
 def test_a_gradient_of_exactly_zero_ends_the_run_before_the_step(tmp_path, data):
-    """A LoRA of zeros; but not --lr 0, nor a step whose samples are all `preserve` while others will come. (--preserve
-    1 on a new LoRA is refused before the first step.)"""
+    """A LoRA of zeros, and --preserve 1 on a LoRA that has learned nothing, of which a line warns before; but not --lr
+    0, nor a step whose samples are all `preserve` while others will come."""
     assert train(data, tmp_path, "--lr", 0).status == 0
     assert train(data, tmp_path, "--warmup_steps", 2).status == 0
     result = train(data, tmp_path, "--preserve", 1)
-    assert result.status == 1 and is_one_line(result.errors[0], "--preserve 1: ", "--pretrained_lora"), result.err
+    assert result.status == 1 and is_one_line(result.errors[0], "exactly 0 at step 1 (", "cat", "--preserve 1")
+    assert result.err.count("warning: --preserve 1: all samples learn what the base answers") == 1, result.err
     result = train(data, tmp_path / "b", "--preserve", 0.999)
     assert result.status == 0 and result.losses == [0, 0], result.err # from the second on, too
     run = train(data, tmp_path)
