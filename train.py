@@ -606,6 +606,7 @@ if encoders:
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 transformer, lora = make_model(transformer_folder, transformer_file)
+pretrained = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
     load_extra("plan").print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss)

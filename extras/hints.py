@@ -307,13 +307,13 @@ def scheduled_twice(optimizer, lr_scheduler):
 def preserved(samples, preserve, pretrained_lora):
     """What --preserve is of all samples, as only those with controls can be asked of the base."""
     with_controls = sum(sample.repeats for sample in samples if sample.controls)
-    share = preserve * with_controls / sum(sample.repeats for sample in samples)
-    if share == 1 and not pretrained_lora:
+    epoch = sum(sample.repeats for sample in samples)
+    if preserve == 1 and with_controls == epoch and not pretrained_lora:
         yield ("--preserve 1: all samples learn what the base answers, which a new LoRA already does; lower it, or "
                "give a --pretrained_lora")
-    if preserve and share < preserve:
-        yield (f"--preserve {preserve:g}: is {share:.3g} of all samples, as those without a control are always "
-               "trained; raise it for a larger share")
+    if preserve and with_controls < epoch:
+        yield (f"--preserve {preserve:g}: is {preserve * with_controls / epoch:.3g} of all samples, as those without a "
+               "control are always trained; raise it for a larger share")
 
 
 NO_EFFECT = "has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"

@@ -394,7 +394,7 @@ def unfold(file, state, meta):
             if type(scale) not in (int, float) or not 1e-6 <= abs(scale) <= 1e6 or not 1e-6 <= abs(own) <= 1e6:
                 raise ValueError(f"of {layer} it is {str(scale)[:20]}")
             alphas[layer] = own * scale * rank
-            state[f"transformer.{layer}.lora_B.weight"] = state[f"transformer.{layer}.lora_B.weight"] / scale
+            state[f"transformer.{layer}.lora_B.weight"] = state[f"transformer.{layer}.lora_B.weight"].float() / scale
     except (ArithmeticError, KeyError, TypeError, ValueError) as e:
         raise error_of(file, f"its entry train.folded is no scale of 1e-6 to 1e6 for each layer ({first_words(e)})",
                        "take another copy, or a checkpoint of its run")
