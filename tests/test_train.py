@@ -231,6 +231,22 @@ def test_a_mask_that_leaves_nothing_to_learn_is_named_before_the_first_step(tmp_
     result = train(data, tmp_path / "none", *flags, *c, "--skip_bad")
     assert result.status == 1 and is_one_line(result.errors[-1], "no sample is left"), result.err
 
+def test_masks_that_leave_nothing_are_the_same_to_all_processes(tmp_path, start):
+    """The first one names them, and all end; with --skip_bad all train the others."""
+    add_item(tmp_path / "data", "a")
+    dot = Image.new("L", (64, 64))
+    for n in (1, 2):
+        dot.putpixel((20 * n, 20), 50 * n)
+    add_item(tmp_path / "data", "b", mask=dot)
+    flags = ["--data", tmp_path / "data", "--val_data", "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size",
+             2, "--mask_background_weight", 0, *NATIVE, *EXACT, "--device", "cpu", "--out_dir", tmp_path / "run"]
+    ranks = start_ranks(start, *flags)
+    assert [rank.wait() for rank in ranks] == [1, 1], [rank.output() for rank in ranks]
+    assert is_one_line(error_of(ranks[0]), "mask/b.png") and not ranks[1].output().strip()
+    ranks = start_ranks(start, *flags, "--skip_bad")
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
+    assert log_of(tmp_path / "run")[0]["samples"] == ["data/a"] * 2
+
 def test_a_gradient_of_exactly_zero_ends_the_run_before_the_step(tmp_path, data):
     """A LoRA of zeros, and --preserve 1 on a LoRA that has learned nothing, of which a line warns before; but not --lr
     0, nor a step whose samples are all `preserve` while others will come."""
