@@ -603,6 +603,8 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
         if indexes := common.find_extra("indexes"): # which another machine can train from
             indexes.write_indexes(args, samples, val_samples, geometry, encoder_fingerprints(folder, args.cache_dir))
         plan.unlink(missing_ok=True)
+    if masks := common.find_extra("mask"): # behind the indexes, which serve other weights, too
+        samples, val_samples = masks.check_weights(args, samples, val_samples)
     if hints := common.find_extra("hints"):
         common.say(*hints.describe(samples, val_samples))
     return samples, val_samples, geometry

@@ -299,8 +299,8 @@ def add_data_flags(parser):
     flag("--prompt_image_dropout_rate", 0.0,
          "share of samples trained as text-to-image, without their controls; not with v1", type=fraction)
     flag("--preserve", 0.0,
-         "share of samples that get another instruction and learn what the base answers to it, so that the model does "
-         "not forget", type=fraction)
+         "share of samples with controls that get another instruction and learn what the base answers to it, so that "
+         "the model does not forget", type=fraction)
     flag("--preserve_prompts", [NEGATIVE_PROMPT],
          "instructions that the base follows, for --preserve (default: an empty one)", nargs="+")
     flag("--mask", None,
@@ -401,9 +401,9 @@ def parse_data_args(parser, script):
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
     if len({Path(root).resolve() for root in args.data}) < len(args.data):
         parser.error("argument --data: names a dataset twice; leave one out; --repeats uses it more often")
-    if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask):
-        parser.error("argument --data: an index holds a whole training's samples with their masks; give it alone, "
-                     "without --mask")
+    if any(map(is_index, args.data)) and (len(args.data) > 1 or args.mask or args.repeats):
+        parser.error("argument --data: an index holds a whole training's samples with their masks and repeats; give it "
+                     "alone, without --mask and --repeats")
     if args.preserve_prompts != [NEGATIVE_PROMPT] and not args.preserve:
         parser.error("argument --preserve_prompts: has no use without --preserve; give both")
     for prompt in args.preserve_prompts:

@@ -3,7 +3,7 @@ Five claims, each with a negative control that shows its teeth. The oracle is st
 
 1. A call that stock diffusers knows is bit-equal to stock.
 2. A batch of mixed sizes, and its gradients, equal stock one sample at a time; pads never leak.
-3. A training step is the formula with the stock model; packed, padded, one at a time and on two processes alike.
+3. A training step is the formula with the stock model; packed, one at a time and on two processes alike.
 4. A resumed run is the unbroken run, a cached sample is the live one, and the LoRA loads in the stock pipeline.
 5. What predict.py generates is what the stock pipeline draws.
 
@@ -317,7 +317,7 @@ def test_training_step_equals_the_formula_with_stock_one_at_a_time(tmp_path, mas
 
 WAYS = {
     "one at a time": ["--max_tokens", 1], "several packs": ["--max_tokens", 150],
-    "padded": ["--batching", "padded", "--max_tokens", 250], "recomputed": ["--gradient_checkpointing", 2]}
+    "recomputed": ["--gradient_checkpointing", 2]}
 
 @pytest.fixture(scope="module")
 def packed_log(tmp_path_factory, masked):
@@ -410,7 +410,7 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
 # ==== claim 4: a resumed run is the unbroken run, cached is live, the LoRA loads in the stock pipeline ================
 
 @pytest.mark.parametrize("optimizer, flags", [("Muon", []), ("AdamW", [
-    "--batching", "padded", "--caption_dropout_rate", 0.1, "--lora_dropout", 0.5, "--lr_scheduler", "cosine",
+    "--caption_dropout_rate", 0.1, "--lora_dropout", 0.5, "--lr_scheduler", "cosine",
     "--gradient_checkpointing", 1])], ids=["plain", "with dropout"])
 def test_resume_is_bitwise(tmp_path, optimizer, flags):
     """6 steps in one go == 4 steps, killed after the checkpoint of step 2, resumed: log and LoRA, bit for bit. The log

@@ -64,8 +64,6 @@ flag("--max_steps", 2000, "optimizer steps", type=positive)
 flag("--batch_size", max(4, common.world()), "samples per optimizer step, over all processes "
      "(default: 4, with more processes one for each)", type=positive)
 flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this first if memory runs out", type=positive)
-flag("--batching", "packed", "padded calls the model as other trainers do; for checking packed",
-     choices=["packed", "padded"])
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
      "learning rate itself: --lr 1), or another class that takes lr and weight_decay, a schedule-free one too")
 flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
@@ -152,8 +150,11 @@ if hasattr(optimizer_class, "eval"): # schedule-free
     load_extra("schedule_free", f"--optimizer {args.optimizer}")
 if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
-for path in filter(None, [*sample_lora_files, pretrained_file]): # now, as a model may be downloaded next
+for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
+if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
+    unfold = load_extra("lora_files", "--pretrained_lora").unfold
+    pretrained = unfold(pretrained_file, *predict.read_lora(pretrained_file))
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -277,9 +278,6 @@ def load_item(picked):
     if "edit_mask" in latents and not picked.preserve: # with another prompt there is no edit for the mask to mark
         mask = latents["edit_mask"] # (I,) from 0 to 1: the edited share of a token
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
-        if weight.sum() == 0: # flow_loss divides by it
-            raise InputError(f"{picked.sample.mask or picked.sample.name}: this mask leaves no token a weight in the "
-                             "loss; correct it, or raise --mask_background_weight or --mask_foreground_weight")
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
     prompt = cache.load_text(picked.sample, (picked.prompt, picked.with_controls), encoders)
     velocity = None if picked.preserve else noise - x0
@@ -304,8 +302,7 @@ def predict_velocity(model, items):
         latents.append(torch.cat([noisy.to(dtype), i.controls])) # the model sees the controls as they are
     prompts = [i.prompt for i in items]
     timesteps = torch.stack([i.s for i in items])
-    run = run_packed if args.batching == "packed" else load_extra("padded", "--batching padded").run_padded
-    preds = run(model, latents, prompts, timesteps, [i.img_shapes for i in items])
+    preds = run_packed(model, latents, prompts, timesteps, [i.img_shapes for i in items])
     return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # what it predicts for controls is dropped
 
 def ask_base(model, items):
@@ -393,7 +390,7 @@ def make_model(folder, file):
     load = partial(predict.load_transformer, folder, args.dtype, weights=not args.plan, file=file)
     transformer = load()
     if pretrained_file:
-        lora_config = predict.config_of(*predict.read_lora(pretrained_file))
+        lora_config = predict.config_of(*pretrained)
     else:
         lora_config = predict.find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
@@ -408,7 +405,7 @@ def make_model(folder, file):
     if lora_args: # all weights are compared with those of a transformer that is loaded once more
         load_extra("lora_args").refuse_added(transformer, load, lora_args)
     if pretrained_file and not args.plan:
-        predict.load_weights(transformer, predict.read_lora(pretrained_file)[0], pretrained_file)
+        predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, args.sample_lora)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
@@ -571,6 +568,7 @@ checkpoint, step = None, 0
 config = resume.compared(args) if resume else {} # what --resume compares, more below
 config["pretrained_hash"] = pretrained_file and common.file_hash(pretrained_file)
 best = find_extra("best") # which validation is the best so far
+agree = find_extra("agree") # whether all processes have the same LoRA
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
 if args.resume:
@@ -581,6 +579,9 @@ if checkpoint:
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
     sys.exit(0)
+if step > args.max_steps:
+    raise InputError(f"--max_steps {args.max_steps}: {out_dir} is at step {step} already; give {step} to finish it "
+                     "there, or more")
 
 # --plan works without a network, too: of a published model it knows the configs.
 if args.plan:
@@ -606,6 +607,7 @@ if encoders:
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 transformer, lora = make_model(transformer_folder, transformer_file)
+pretrained = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
     load_extra("plan").print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss)
@@ -709,6 +711,8 @@ while step < args.max_steps and not stop:
     except InputError as e:
         failure = e
     if any(common.gather_objects(failure is not None)):
+        if agree:
+            agree.compare(out_dir, step, lora.values())
         save_the_rest(step, transformer, lora, optimizer, meta)
         raise failure or SystemExit(1)
 
@@ -750,10 +754,13 @@ while step < args.max_steps and not stop:
     # `preserve` have no gradient; with --preserve below 1, others will come.)
     lr = learning_rate(step)
     if grad_norm == 0 and lr > 0 and not (args.preserve < 1 and all(p.preserve for p in picks)):
-        raise step_error(out_dir, "a gradient of exactly 0", step, picks, "look at the masks and their weights, "
-                         "--preserve 1, --lora_args, and a --pretrained_lora of zeros")
+        raise step_error(out_dir, "a gradient of exactly 0", step, picks, "give other --lora_args, another "
+                         "--pretrained_lora than one of zeros, or less than --preserve 1")
     for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
         group["lr"] = lr
+    # Every process takes this step by itself, and must take the same one, also with an optimizer that draws numbers.
+    # (Python's and numpy's are not seeded: extras/probe.py refuses an optimizer that draws those.)
+    torch.manual_seed(seed_of("optimizer", step))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     step += 1
@@ -762,6 +769,8 @@ while step < args.max_steps and not stop:
     # Log and save; nothing below changes the training. A checkpoint precedes a validation, which may take minutes. The
     # estimate of the time left includes the validations so far.
     save_now = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
+    if save_now and agree: # what is saved is what all processes have
+        agree.compare(out_dir, step, lora.values())
     if rank == 0:
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                       tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))

@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from pydoc import locate
 
 import common
 from common import InputError
@@ -291,6 +292,30 @@ def no_pictures(val_samples, sample_every):
         yield "--sample_every: nothing will be generated; give pairs that are not trained as --val_data"
 
 
+def only_rises(warmup_steps, max_steps, lr):
+    if warmup_steps >= max_steps and is_given("--warmup_steps"): # (tiny has a default)
+        yield (f"--warmup_steps {warmup_steps}: the run has {max_steps} steps, so its learning rate only rises, to "
+               f"{lr * max_steps / warmup_steps:.1e} in the last; lower it, or raise --max_steps")
+
+
+def scheduled_twice(optimizer, lr_scheduler):
+    if lr_scheduler != "constant" and hasattr(locate(optimizer), "eval"):
+        yield (f"--lr_scheduler {lr_scheduler}: {optimizer} is schedule-free, and its average replaces a schedule; "
+               "give constant")
+
+
+def preserved(samples, preserve, pretrained_lora):
+    """What --preserve is of all samples, as only those with controls can be asked of the base."""
+    with_controls = sum(sample.repeats for sample in samples if sample.controls)
+    epoch = sum(sample.repeats for sample in samples)
+    if preserve == 1 and with_controls == epoch and not pretrained_lora:
+        yield ("--preserve 1: all samples learn what the base answers, which a new LoRA already does; lower it, or "
+               "give a --pretrained_lora")
+    if preserve and with_controls < epoch:
+        yield (f"--preserve {preserve:g}: is {preserve * with_controls / epoch:.3g} of all samples, as those without a "
+               "control are always trained; raise it for a larger share")
+
+
 NO_EFFECT = "has no effect at a CFG scale of 1 or below; raise --true_cfg_scale, or leave it out"
 
 
@@ -397,11 +422,12 @@ def of_masks(samples, mask_foreground_weight, mask_background_weight):
         yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"
 
 
-WARNINGS = dict( # a flag that tells which script asks: its warnings, whose parameters are flags
-    model=[bend_of, size_for_tiny], # of all scripts
-    data=[one_text_in_lines], # of all that train or encode
-    max_steps=[too_wide, longest_of, of_masks, no_pictures, without_cfg], # of trainings
-    jobs=[overwritten, one_result, results_without_cfg]) # of predict.py
+WARNINGS = dict( # a flag that tells which script asks (all; those that train or encode; trainings; predict.py): its
+    # warnings, whose parameters are flags
+    model=[bend_of, size_for_tiny],
+    data=[one_text_in_lines],
+    max_steps=[too_wide, longest_of, of_masks, no_pictures, without_cfg, only_rises, scheduled_twice, preserved],
+    jobs=[overwritten, one_result, results_without_cfg])
 
 
 def warnings(args, samples, val_samples=()):

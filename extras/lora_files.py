@@ -372,3 +372,30 @@ def meta_of(alphas):
             others.setdefault(alpha, []).append(re.escape(layer))
     patterns = {f"^({'|'.join(names)})": alpha for alpha, names in others.items()}
     return {"transformer.lora_alpha": most, "transformer.alpha_pattern": patterns}
+
+
+# ---- a finished run's file, for a training that goes on from it ------------------------------------------------------
+
+def unfold(file, state, meta):
+    """predict.read_lora's state and metadata of a file -> the same, if predict.save_lora has not folded the scales into
+    lora_B; else as in the run's checkpoints: lora_B as it was trained, and each layer's alpha. The change of the
+    weights stays, and a step of training makes of it what it makes of the checkpoint's. InputError for an entry that
+    cannot be ours."""
+    if "train.folded" not in meta:
+        return state, meta
+    folded, alphas, state = meta["train.folded"], {}, dict(state)
+    config = {key.removeprefix("transformer."): value for key, value in meta.items()}
+    try:
+        for key in [key for key in state if key.endswith(".lora_A.weight")]:
+            layer, rank = key[len("transformer."):-len(".lora_A.weight")], len(state[key])
+            # of a file of ours the scale by its config is 1 now; another program may have changed its alpha
+            own = of_config(file, config, layer, rank) if "lora_alpha" in config else 1.0
+            scale = folded[layer]
+            if type(scale) not in (int, float) or not 1e-6 <= abs(scale) <= 1e6 or not 1e-6 <= abs(own) <= 1e6:
+                raise ValueError(f"of {layer} it is {str(scale)[:20]}")
+            alphas[layer] = own * scale * rank
+            state[f"transformer.{layer}.lora_B.weight"] = state[f"transformer.{layer}.lora_B.weight"].float() / scale
+    except (ArithmeticError, KeyError, TypeError, ValueError) as e:
+        raise error_of(file, f"its entry train.folded is no scale of 1e-6 to 1e6 for each layer ({first_words(e)})",
+                       "take another copy, or a checkpoint of its run")
+    return state, meta_of(alphas) | {key: value for key, value in meta.items() if key.startswith("train.")}

@@ -1,14 +1,19 @@
 """
 How does a target show its control's scene? Its motion and its overall colour, and where the two differ: the edit.
 For --mask auto of train.py and cache.py, tools/doctor.py and tools/measure.py. Pictures in, numbers or pictures out.
+At the end: masks by hand, in other programs' colours, and those that leave a training nothing to learn.
 
 Shapes: H, W height and width of a small copy in pixels, N pixels, K pixels that both pictures show.
 """
 import math
+import sys
 
 import numpy as np
 import safetensors
 from PIL import Image, ImageFilter
+
+import common
+from common import InputError, first_words
 
 # A motion is sought in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
 SIDE = 256
@@ -350,3 +355,56 @@ def is_photo(shown_N3):
     some_N3 = shown_N3[::len(shown_N3) // 10**5 + 1]
     counts = np.sort(np.bincount(some_N3 // 8 @ [1024, 32, 1]))
     return counts[:-8].sum() > len(some_N3) / 10
+
+# ---- a mask that leaves the loss nothing, because its only part has the weight 0 -------------------------------------
+
+def check_weights(args, samples, val_samples):
+    """-> (samples, validation samples): planned ones, and encoded as far as they will be, without those whose mask
+    leaves no token a weight in train.py's flow_loss, which divides by the sum of the weights. If there are any, they
+    are named, and end the script, without --skip_bad. The same on every process."""
+    weights = [getattr(args, f"mask_{part}_weight", 1.0) for part in ("foreground", "background")] # cache.py has none
+    if min(weights) > 1e-30: # (in fp32 a smaller one may be 0)
+        return samples, val_samples
+    problems, *kept = common.on_first_process(lambda: split_weightless(samples, val_samples, weights))
+    if common.rank() == 0:
+        common.print_problems(problems)
+    if problems and not args.skip_bad:
+        sys.exit("correct these masks, or go on without these samples: --skip_bad" if common.rank() == 0 else 1)
+    if not kept[0]:
+        raise InputError(f"{' '.join(args.data)}: no sample is left; correct the masks that are listed above")
+    return kept
+
+def split_weightless(samples, val_samples, weights):
+    """-> (a line for each mask that leaves nothing, the other samples, the other validation samples)."""
+    problems, kept = [], ([], [])
+    for all_of, good in zip((samples, val_samples), kept):
+        for sample in common.progress("masks", all_of, unit="sample"):
+            with common.noted(problems):
+                for encoding in sample.encodings:
+                    check_weight(sample, encoding, *weights)
+                good.append(sample)
+    return problems, *kept
+
+def check_weight(sample, encoding, foreground, background):
+    """InputError if this encoding's mask leaves no token a weight."""
+    _, h, w = encoding["img_shapes"][0]
+    mask_I = edit_mask_of(sample, encoding["file"], (w, h))
+    if mask_I is not None and (foreground * mask_I + background * (1 - mask_I)).sum() == 0: # as load_item has it
+        part = "foreground" if foreground < background else "background"
+        raise InputError(f"{sample.mask or sample.name}: this mask leaves no token a weight in the loss at {16 * w}x"
+                         f"{16 * h}; correct it, or raise --mask_{part}_weight")
+
+def edit_mask_of(sample, file, size):
+    """-> the edited share of each of (width, height) tokens, fp32, as cache.encode_latents has it: read from the
+    encoded file alone, or of a mask that will be encoded later. None without a mask, or for a later one of auto_mask,
+    which has both parts. InputError names a damaged file."""
+    if file.is_file():
+        try:
+            with safetensors.safe_open(file, "np") as f:
+                return f.get_tensor("edit_mask") if "edit_mask" in f.keys() else None
+        except Exception as e: # it is damaged, which can fail in any way
+            raise InputError(f"{file}: cannot be read ({first_words(e)}); cache.py --verify encodes it again")
+    if not sample.mask:
+        return None
+    mask = common.read_mask(sample.mask, sample.contents[sample.mask]).resize(size, Image.BOX)
+    return np.asarray(mask).flatten() / np.float32(255)

@@ -84,11 +84,3 @@ def drop_pads(x_BNC, places):
     """-> (1, tokens, C), which knows nothing of what stood in the pads, NaN too."""
     row = x_BNC.flatten(0, 1)[None]
     return row if places is None else row.index_select(1, places)
-
-def run_padded(model, latents, prompt_embeds, timesteps, img_shapes):
-    """rope_patch.run_packed's answer, by a call with rows that are padded to the longest sample."""
-    img_BIC, _ = pad_latents_for_multi_res(latents)
-    txt_BTC, _ = pad_latents_for_multi_res(prompt_embeds)
-    out = model(img_BIC, txt_BTC, timestep=timesteps, img_shapes=img_shapes,
-                txt_seq_lens=[len(p) for p in prompt_embeds], return_dict=False)[0]
-    return [row[:len(x)] for row, x in zip(out, latents)]

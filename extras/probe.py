@@ -66,7 +66,7 @@ def find_lost(few, make_optimizer, averaged_weights):
     lost = difference(vars(optimizer), vars(other), "", set())
     if lost is None:
         for one, parameters in ((optimizer, first), (other, second)):
-            random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each pack
+            random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each step
             take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
         if not all(close(first[name], second[name], few[name]) for name in few):
             lost = "all of its state: with the same gradients it goes on with other steps"

@@ -63,7 +63,8 @@ def find_checkpoint(out_dir):
     # a run that was killed before its first checkpoint begins again
     if not saved and (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists():
         return None
-    raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or leave out --resume")
+    raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or begin a new run in "
+                     "another, without --resume")
 
 
 def compared(args):

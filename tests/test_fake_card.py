@@ -135,12 +135,6 @@ def test_masks_and_mixed_sizes_in_one_pack(run):
     answer = run("--max_tokens", 30_000, "--gradient_checkpointing", 60, samples=[*LARGE, *masked], blocks=3)
     check(answer, packs=1, kernels=441.4, copied=3 * ITEM, peak=4.93, blocks=3)
 
-def test_padded_rows_take_what_packed_ones_take(run):
-    """They are dropped before the first block, and where they are is known without a wait for the card."""
-    answer = run("--batching", "padded", "--max_tokens", 30_000, "--gradient_checkpointing", 60,
-                 samples=[*LARGE[:1], *SMALL], blocks=3)
-    check(answer, packs=1, kernels=397.3, copied=3 * ITEM, peak=3.78, blocks=3)
-
 CAPTURE = """
 import functools
 seen.graphs = []

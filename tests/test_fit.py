@@ -383,8 +383,8 @@ def trained(flags, folder):
     recomputed = re.search(r"the backward pass computes (\d) of 3 blocks again", result.out) # no line if it is none
     return int(recomputed[1]) if recomputed else 0, curve(log_of(folder)), lora_of(folder)
 
-@pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"], ["--batching", "padded"]],
-                         ids=["plain", "dropout", "offload", "padded"])
+@pytest.mark.parametrize("more", [[], ["--lora_dropout", 0.5], ["--offload", "all"]],
+                         ids=["plain", "dropout", "offload"])
 def test_a_run_is_the_same_to_the_bit_whatever_fits(flags, more, card, tmp_path):
     numbers = []
     for n, room in enumerate((None, 10**6, 10**12)): # no card; one that is full; one that is empty

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rope_patch
-from extras import offload, padded
+from extras import offload
 from extras import quantize as low_bit
 from tests import varlen_cpu # noqa: F401 (which gives torch's variable-length attention a CPU kernel)
 from tests.fake_card import client, guard
@@ -130,10 +130,10 @@ def test_each_fault_turns_its_own_rows(tmp_path, monkeypatch, as_a_card):
         checkpoint(*args, **options, preserve_rng_state=False)))
     monkeypatch.setattr(offload, "copy_ahead", lambda blocks, hosts, buffers, device: (
         copy_ahead(blocks, [hosts[1], hosts[0], *hosts[2:]], buffers, device)))
-    product, run_padded = low_bit.eight_bit_product, padded.run_padded
+    product, run_padded = low_bit.eight_bit_product, bench_common.run_padded
     monkeypatch.setattr(low_bit, "eight_bit_product", lambda rows, row_scale, *more, **fast: (
         product(rows, torch.ones_like(row_scale), *more, **fast)))
-    monkeypatch.setattr(padded, "run_padded", lambda *args: [1.001 * x for x in run_padded(*args)])
+    monkeypatch.setattr(bench_common, "run_padded", lambda *args: [1.001 * x for x in run_padded(*args)])
     result = gpu_check(tmp_path, "--stages", "numbers")
     wrong = {row["what"] for row in result.found["numbers"] if "wrong" in row}
     assert result.status == 1 and wrong == {"padded, float32"} | COPIED | REPEATED | MULTIPLIED

@@ -82,6 +82,13 @@ def test_masks_sizes_wordings_repeats_packs_and_optimizers_too(tmp_path):
     assert run_script("train.py", "--out_dir", tmp_path / "train", *flags).status == 0
     assert_same(tmp_path / "lean", tmp_path / "train")
 
+def test_an_optimizer_that_draws_numbers_too(tmp_path, training):
+    """Each of its steps has the same seed in both."""
+    more = [*training, "--max_steps", 3, "--optimizer", "tests.test_optimizers.Draws", "--lr", 1e-2, "--out_dir"]
+    for name, script in (("a", "train.py"), ("b", LEAN)):
+        assert run_script(script, *more, tmp_path / name).status == 0
+    assert_same(tmp_path / "a", tmp_path / "b", steps=3)
+
 # ---- stop and resume -------------------------------------------------------------------------------------------------
 
 def test_after_a_signal_the_step_is_finished_and_resume_is_bitwise(tmp_path, training, unstopped, monkeypatch):
@@ -167,7 +174,7 @@ def test_bad_input_is_one_line(flags, named, tmp_path, training):
 
 def test_resume_refuses_what_has_changed_or_is_damaged(tmp_path, training):
     lean(tmp_path, *training, "--max_steps", 2)
-    for flags, named in ((["--lr", 1], "lr"), (["--repeats", 2], "repeats, samples"), (["--seed", 1], "seed")):
+    for flags, named in ((["--lr", 1], "lr"), (["--lora_rank", 1], "lora_rank"), (["--seed", 1], "seed")):
         result = run_script(LEAN, *training, "--max_steps", 2, "--out_dir", tmp_path, "--resume", *flags)
         assert result.status == 1 and is_one_line(result.errors[0], f"other {named};"), result.err
     damage_tensors(tmp_path / "state.safetensors")

@@ -6,17 +6,20 @@ $ python -m pytest -q tests/test_optimizers.py    # twenty seconds
 """
 import collections
 import contextlib
+import functools
 import json
 import random
 import types
 from pydoc import locate
 
+import numpy as np
 import pytest
 import torch
 
 import common
-from extras import probe, resume, schedule_free
-from tests.harness import assert_same_run, is_one_line, log_of, recipe, run_script
+from extras import agree, probe, resume, schedule_free
+from tests.harness import (assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, recipe, run_script,
+                           start_ranks, steps_of)
 
 class Optimizer(torch.optim.Optimizer):
     """Each class below says how it updates one parameter, from a state of some form."""
@@ -92,6 +95,17 @@ class Harmless(Optimizer):
     def update(self, p, state, group):
         return self.settings.a
 
+class Draws(Optimizer):
+    """As SGLD, stochastic rounding, random projections: torch's numbers, also in its constructor. train.py seeds them
+    for each step."""
+    def begin(self):
+        self.scale = torch.rand(())
+
+    def update(self, p, state, group):
+        if not state:
+            state["projection"] = torch.randn_like(p)
+        return self.scale + 0.1 * (torch.randn_like(p) + state["projection"])
+
 # ---- and that it does not --------------------------------------------------------------------------------------------
 
 class ByParameter(Optimizer):
@@ -120,6 +134,10 @@ class PythonsGenerator(Optimizer):
 class GlobalGenerator(Optimizer):
     def update(self, p, state, group):
         return random.random()
+
+class NumpysGenerator(Optimizer):
+    def update(self, p, state, group):
+        return np.random.rand()
 
 class Closure(Optimizer):
     def begin(self):
@@ -192,8 +210,9 @@ TORCH = "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Adafactor Muon"
 KEPT = [f"torch.optim.{name}" for name in TORCH.split()]
 KEPT += ["bitsandbytes.optim.PagedAdEMAMix8bit", "bitsandbytes.optim.Lion8bit", "schedulefree.RAdamScheduleFree",
          "schedulefree.AdamWScheduleFreeReference", "prodigyplus.ProdigyPlusScheduleFree", "prodigyopt.Prodigy"]
-OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Attribute, Lists, Nested, Harmless)]
+OWN = [f"{__name__}.{c.__name__}" for c in (TensorInGroup, Attribute, Lists, Nested, Harmless, Draws)]
 LOST = {ByParameter: "counts", Generator: "random", PythonsGenerator: "random", GlobalGenerator: "all of its state",
+        NumpysGenerator: "all of its state",
         Closure: "all of its state", ObjectThatCounts: "counter", ObjectInState: "SimpleNamespace in its moment",
         LateObject: "set in its later", StateOfAll: "state", Window: "all of its state", Sparse: "a trial",
         OneTensorTwice: "all of its state", FailsInItsStep: "KeyError", ChangesNothing: "changes no weight"}
@@ -278,3 +297,62 @@ def test_a_checkpoints_state_is_json_and_tensors(small, tmp_path):
     for bad in (object(), {1}, torch.nn.Parameter(torch.ones(1)), [b"bytes"], torch.float32):
         with pytest.raises(TypeError):
             resume.to_json(bad, "path", {})
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+def unsaved():
+    """For a child process: what each of them has in the end, beside what the first one saves."""
+    def compare(out_dir, step, parameters, real=agree.compare):
+        real(out_dir, step, parameters)
+        torch.save([p.detach().clone() for p in parameters], out_dir.with_name(f"rank-{common.rank()}"))
+    agree.compare = compare
+
+def test_an_optimizer_that_draws_numbers_takes_the_same_step_on_each_process(small, tmp_path, start):
+    """Each has its own dropout, whose seeds are the process's, before the step."""
+    flags = [*small.flags, "--optimizer", f"{__name__}.Draws", "--lr", 1e-2, "--lora_dropout", 0.1, "--max_steps", 4,
+             "--out_dir", tmp_path / "a"]
+    ranks = start_ranks(start, *flags, preludes=[unsaved, unsaved])
+    assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
+    assert_bitwise(*[torch.load(tmp_path / f"rank-{n}") for n in (0, 1)])
+
+def nudges_at(step):
+    """For a child process: after this step one of its weights is another number."""
+    real, calls = torch.optim.AdamW.step, []
+
+    def nudged(self):
+        real(self)
+        calls.append(1)
+        if len(calls) == step:
+            self.param_groups[0]["params"][-1].data.view(-1)[-1] += 1e-4
+    torch.optim.AdamW.step = nudged
+
+@pytest.mark.parametrize("at, more, since, found", [
+    (3, ["--save_every", 2], 2, 4), (1, ["--save_every", 9], 0, 5), (5, ["--save_every", 4], 4, 5)], ids=str)
+def test_processes_that_part_end_the_run_before_they_write_a_checkpoint(small, tmp_path, start, at, more, since, found):
+    """In one weight, and noticed where the next checkpoint or the finished LoRA would be written. What the error names
+    goes on from where they were equal."""
+    flags = [*small.flags, "--optimizer", "torch.optim.AdamW", "--max_steps", 5, *more, "--out_dir", tmp_path / "a"]
+    ranks = start_ranks(start, *flags, preludes=[None, functools.partial(nudges_at, at)])
+    assert [r.wait() for r in ranks] == [1, 1], [r.output() for r in ranks]
+    last = ranks[0].output().strip().splitlines()[-1]
+    assert is_one_line(last, "process 1 ", f"at step {found}", f"at step {since};", "--resume"), last
+    assert not ranks[1].output().strip()
+    assert steps_of(tmp_path / "a") == [since] * bool(since) and not (tmp_path / "a/DONE").exists()
+    result = run_script("train.py", *flags, "--resume")
+    assert result.status == 0 and [r["step"] for r in log_of(tmp_path / "a")] == [1, 2, 3, 4, 5], result.err
+    assert lora_of(tmp_path / "a")
+
+def test_any_bit_of_any_weight_changes_the_digest():
+    """Also two weights that are exchanged, in one matrix or between two, and a zero's sign."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 5), torch.randn(4)
+    digests = [agree.digest([a, b]), agree.digest([b, a]), agree.digest([a[:, [1, 0, 2, 3, 4]], b])]
+    for tensor in (a, b):
+        bits = tensor.view(torch.int32).view(-1)
+        for place in range(len(bits)):
+            for bit in range(32):
+                before = bits[place].item()
+                bits[place] = before ^ (1 << bit if bit < 31 else -2**31)
+                digests.append(agree.digest([a, b]))
+                bits[place] = before
+    assert len(set(digests)) == len(digests) == 3 + 19 * 32 and agree.digest([a, b]) == digests[0]

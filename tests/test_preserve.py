@@ -77,7 +77,7 @@ def test_the_first_step_has_nothing_to_learn_of_them(tmp_path, flags):
     assert all(ns["pick"](p).prompt in LINES for p in range(99))
 
 def test_it_is_the_same_however_it_is_computed(tmp_path, flags, start):
-    """Resumed: to the bit, with dropout. Padded, one at a time, without a cache, by two processes, with --fsdp (where
+    """Resumed: to the bit, with dropout. One at a time, without a cache, by two processes, with --fsdp (where
     all must run as many forward passes), with blocks recomputed or offloaded: to 1e-5."""
     dropout = ["--lora_dropout", 0.5]
     trained(flags, tmp_path / "whole", "--max_steps", 4, *dropout)
@@ -89,7 +89,7 @@ def test_it_is_the_same_however_it_is_computed(tmp_path, flags, start):
     flags = [*flags, "--max_steps", 4]
     trained(flags, tmp_path / "want", "--gradient_checkpointing", 0)
     want = losses_of(log_of(tmp_path / "want"))
-    for n, more in enumerate((["--batching", "padded"], ["--max_tokens", 1], ["--no-use_cache"], ["--offload", 2],
+    for n, more in enumerate((["--max_tokens", 1], ["--no-use_cache"], ["--offload", 2],
                               ["--gradient_checkpointing", 3])):
         trained(flags, tmp_path / f"{n}", *more)
         assert losses_of(log_of(tmp_path / f"{n}")) == pytest.approx(want, rel=1e-5), more

@@ -24,11 +24,11 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import draw, indexes, resume
+from extras import draw, indexes, lora_files, resume
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
                            damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
-                           losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks, train,
-                           train_demo, train_log, until, validations_of)
+                           lora_tensors, losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks,
+                           train, train_demo, train_log, until, validations_of)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -195,9 +195,10 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
     assert math.isnan(losses([0 * ones[0], halves[1]])[0])
 
 @pytest.mark.parametrize("weight, colour", [("background", "black"), ("foreground", "white")])
-def test_a_mask_that_leaves_nothing_to_learn_ends_the_run_and_is_named(tmp_path, weight, colour):
-    """Its loss would be 0, and one among others would make their gradients smaller. A gray pixel of 256 is no token;
-    half of the picture is something. (Without such pixels the mask would mark nothing or all, and not count.)"""
+def test_a_mask_that_leaves_nothing_to_learn_is_named_before_the_first_step(tmp_path, weight, colour):
+    """Its loss would be 0 / 0. A gray pixel of 256 is no token; half of the picture is something. (Without such pixels
+    the mask would mark nothing or all, and not count.) All are named, those of --val_data too; of an index, without a
+    cache; --skip_bad goes on without them, and so does a weight that is not 0."""
     half = Image.new("L", (64, 64), "gray")
     half.paste({"black": "white", "white": "black"}[colour], (0, 0, 64, 32))
     for name in "ab":
@@ -207,22 +208,55 @@ def test_a_mask_that_leaves_nothing_to_learn_ends_the_run_and_is_named(tmp_path,
     dot = Image.new("L", (64, 64), colour)
     for n in (1, 2): # (two values would be labels)
         dot.putpixel((20 * n, 20), 255 - 50 * n if colour == "white" else 50 * n)
-    save(dot, tmp_path / "data/mask/b.png")
-    result = train(tmp_path / "data", tmp_path, *flags)
-    assert result.status == 1 and is_one_line(result.errors[0], "data/mask/b.png", "no token a weight"), result.err
-    assert not list(tmp_path.glob("run-1/*.safetensors"))
-    assert train(tmp_path / "data", tmp_path).status == 0 # at the default weights nothing is wrong
+    for path in ("data/mask/b.png", "data/mask/c.png", "val/mask/v.png"):
+        add_item(tmp_path / path.split("/")[0], Path(path).stem)
+        save(dot, tmp_path / path)
+    add_item(tmp_path / "val", "w")
+    index, c = tmp_path / "c/tiny-data.json", ["--cache_dir", tmp_path / "c", *NATIVE]
+    data, val = tmp_path / "data", ["--val_data", tmp_path / "val"]
+    for n, more in enumerate((["--no-use_cache", *c], c, [*c, "--max_steps", 400])):
+        result = train(index if n == 2 else data, tmp_path / f"{n}", *flags, *val, *more)
+        assert result.status == 1 and "step 1" not in result.out and "Traceback" not in result.err
+        assert len(result.errors) == 3, result.err
+        for line, name in zip(result.errors, ("data/mask/b.png", "data/mask/c.png", "val/mask/v.png")):
+            assert is_one_line(line, name, "no token a weight in the loss at 64x64", f"--mask_{weight}_weight"), line
+        assert "--skip_bad" in result.err
+    for n, root in enumerate((data, index)):
+        result = train(root, tmp_path / f"skip-{n}", *flags, *val, *c, "--skip_bad")
+        assert result.status == 0 and "on 1 samples" in result.out, result.err
+        assert [s.name for s in result.globals["val_samples"]] == ["w"] and all(loss > 0 for loss in result.losses)
+    assert len(indexes.read_index(index)[0]) == 3 # for other weights
+    assert train(index, tmp_path / "defaults", *c).status == 0 # at the default weights nothing is wrong
+    save(dot, tmp_path / "data/mask/a.png")
+    result = train(data, tmp_path / "none", *flags, *c, "--skip_bad")
+    assert result.status == 1 and is_one_line(result.errors[-1], "no sample is left"), result.err
+
+def test_masks_that_leave_nothing_are_the_same_to_all_processes(tmp_path, start):
+    """The first one names them, and all end; with --skip_bad all train the others."""
+    add_item(tmp_path / "data", "a")
+    dot = Image.new("L", (64, 64))
+    for n in (1, 2):
+        dot.putpixel((20 * n, 20), 50 * n)
+    add_item(tmp_path / "data", "b", mask=dot)
+    flags = ["--data", tmp_path / "data", "--val_data", "--cache_dir", tmp_path / "c", "--max_steps", 1, "--batch_size",
+             2, "--mask_background_weight", 0, *NATIVE, *EXACT, "--device", "cpu", "--out_dir", tmp_path / "run"]
+    ranks = start_ranks(start, *flags)
+    assert [rank.wait() for rank in ranks] == [1, 1], [rank.output() for rank in ranks]
+    assert is_one_line(error_of(ranks[0]), "mask/b.png") and not ranks[1].output().strip()
+    ranks = start_ranks(start, *flags, "--skip_bad")
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
+    assert log_of(tmp_path / "run")[0]["samples"] == ["data/a"] * 2
 
 def test_a_gradient_of_exactly_zero_ends_the_run_before_the_step(tmp_path, data):
-    """A LoRA of zeros, and --preserve 1 on a LoRA that has learned nothing; but not --lr 0, nor a step whose samples
-    are all `preserve` while others will come."""
+    """A LoRA of zeros, and --preserve 1 on a LoRA that has learned nothing, of which a line warns before; but not --lr
+    0, nor a step whose samples are all `preserve` while others will come."""
     assert train(data, tmp_path, "--lr", 0).status == 0
     assert train(data, tmp_path, "--warmup_steps", 2).status == 0
-    for share, status in ((1, 1), (0.999, 0)):
-        result = train(data, tmp_path, "--preserve", share)
-        assert result.status == status, result.err
-        assert not status or is_one_line(result.errors[0], "exactly 0 at step 1 (", "cat", "--preserve 1"), result.err
-    assert result.losses == [0, 0] # from the second on, too
+    result = train(data, tmp_path, "--preserve", 1)
+    assert result.status == 1 and is_one_line(result.errors[0], "exactly 0 at step 1 (", "cat", "--preserve 1")
+    assert result.err.count("warning: --preserve 1: all samples learn what the base answers") == 1, result.err
+    result = train(data, tmp_path / "b", "--preserve", 0.999)
+    assert result.status == 0 and result.losses == [0, 0], result.err # from the second on, too
     run = train(data, tmp_path)
     tensors, meta = common.read_tensors(next(tmp_path.glob("run-0/*.safetensors")), "lora_adapter_metadata")
     zeros = {name: torch.zeros_like(x) for name, x in tensors.items()}
@@ -389,7 +423,7 @@ def test_every_optimizer_resumes_to_the_bit(small, tmp_path, optimizer):
         "--batch_size 0", "--max_steps 0", "--max_tokens 0", "--lora_rank 0", "--save_every 0", "--keep 0", "--lr fast",
         "--lr -1", "--lr nan", "--lr_scheduler step", "--caption_dropout_rate 1.5", "--lora_dropout -0.1",
         "--warmup_steps -1", "--gradient_checkpointing -1", "--max_grad_norm 0", "--lora_targets", "--seed x",
-        "--data=", "--batching both", "--mask_foreground_weight -1", "--lora_args rank", "--offload some",
+        "--data=", "--mask_foreground_weight -1", "--lora_args rank", "--offload some",
         "--mod tiny")]], ids=str)
 def test_a_bad_flag_is_one_line_before_anything_slow(small, tmp_path, monkeypatch, flags, status, named):
     find_spec = importlib.util.find_spec
@@ -408,7 +442,12 @@ WARNINGS = { # flags of a training on pairs of 64x64, or of two shapes -> what i
     "--negative_prompt ugly --true_cfg_scale 2": None,
     "--sample_every 1": "--sample_every: nothing will be generated", "--max_tokens 9": "--max_tokens 9: cat has ",
     "--mask_foreground_weight 5": "there is no mask", "--target_pixels 512x512": "cat: 512x512 is slow",
-    "--mask auto --mask_foreground_weight 5": None, "--target_pixels 320x320": None}
+    "--mask auto --mask_foreground_weight 5": None, "--target_pixels 320x320": None,
+    "--warmup_steps 2": "--warmup_steps 2: the run has 2 steps", "--warmup_steps 1": None,
+    "--warmup_steps 8": "only rises, to 1.3e-03 in the last",
+    "--optimizer tests.test_schedule_free.ScheduleFreeSGD": "--lr_scheduler cosine: tests.test_schedule_free.Sch",
+    "--optimizer tests.test_schedule_free.ScheduleFreeSGD --lr_scheduler constant": None,
+    "--preserve 0.5": None}
 
 @pytest.mark.parametrize("flags", WARNINGS)
 def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tmp_path, flags, monkeypatch):
@@ -740,12 +779,12 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     deep = psnr["data/deep"]
     assert deep["lora"] == deep["base"] == deep["vae"] > deep["input"]
 
-@pytest.mark.skipif(not FULL, reason="five trainings of a minute and more each: --full -k shared_positions -s")
-def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
-    """The demo's edit by mixed-size packs, one sample at a time and padded batches, from the same stream of samples,
-    has the same quality. With the first sample's positions for the whole batch, as in stock diffusers, it has not.
-    (Stock fails if the first sample is not the longest; here its positions begin again.) With those of its text alone
-    this edit does not suffer. -s prints the table; the pictures are in the test's folder."""
+@pytest.mark.skipif(not FULL, reason="four trainings of a minute and more each: --full -k shared_positions -s")
+def test_the_edit_is_learned_in_two_ways_and_not_with_shared_positions(tmp_path, monkeypatch):
+    """The demo's edit by mixed-size packs and one sample at a time, from the same stream of samples, has the same
+    quality. With the first sample's positions for the whole batch, as in stock diffusers, it has not. (Stock fails if
+    the first sample is not the longest; here its positions begin again.) With those of its text alone this edit does
+    not suffer. -s prints the table; the pictures are in the test's folder."""
     first, psnr = [], {}
 
     def shared(pos_embed, shapes, txt_len, device, real=rope_patch.sample_freqs):
@@ -759,7 +798,7 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
     def remember_first(*args, real=rope_patch.sample_shapes):
         first[:] = real(*args)
         return real(*args)
-    ways = {"mixed": [], "one": ["--max_tokens", 1], "padded": ["--batching", "padded"], "text": [], "shared": []}
+    ways = {"mixed": [], "one": ["--max_tokens", 1], "text": [], "shared": []}
     for name, flags in ways.items():
         if name == "text":
             monkeypatch.setattr(rope_patch, "sample_freqs", shared)
@@ -768,18 +807,16 @@ def test_the_edit_is_learned_in_three_ways_and_not_with_shared_positions(tmp_pat
         assert result.status == 0, result.err
         psnr[name] = validations_of(tmp_path / name)[-1]["psnr"]["val"]["lora"]
         print(f"\n{name:8} {psnr[name]:.2f} dB in {tmp_path / name}")
-    for way in ("one", "padded"):
-        show(f"{way}, dB from mixed", abs(psnr[way] - psnr["mixed"]), 0.3)
-        assert abs(psnr[way] - psnr["mixed"]) < 0.3
+    show("one, dB from mixed", abs(psnr["one"] - psnr["mixed"]), 0.3)
+    assert abs(psnr["one"] - psnr["mixed"]) < 0.3
     assert psnr["shared"] < psnr["mixed"] - 3 and abs(psnr["text"] - psnr["mixed"]) < 1
 
 TWENTY = [*ADAMW, "--max_steps", 20, "--batch_size", 8]
 
 @pytest.mark.skipif(not FULL, reason="as in test_consistency.py, but for twenty steps: --full")
-@pytest.mark.parametrize("flags", [["--batching", "padded"], ["--max_tokens", 1]])
-def test_twenty_steps_are_the_same_steps(tmp_path, flags):
-    """Twenty optimizer steps at the demo's own settings: one packed batch a step, padded, one at a time."""
-    want, got = train_log(tmp_path / "a", *TWENTY), train_log(tmp_path / "b", *TWENTY, *flags)
+def test_twenty_steps_are_the_same_steps(tmp_path):
+    """Twenty optimizer steps at the demo's own settings: one packed batch a step, one sample at a time."""
+    want, got = train_log(tmp_path / "a", *TWENTY), train_log(tmp_path / "b", *TWENTY, "--max_tokens", 1)
     assert losses_of(got) == pytest.approx(losses_of(want), rel=1e-5)
 
 def test_a_long_gradient_is_scaled_down(tmp_path):
@@ -857,3 +894,92 @@ def test_a_resumed_run_with_other_validation_pictures_compares_with_these(data, 
 def test_one_dataset_by_two_paths_is_given_twice(data):
     result = run_script("cache.py", "--data", data, f"{data}/../data/", *ON_DEVICE)
     assert result.status == 2 and is_one_line(result.errors[0], "--data", "twice"), result.err
+
+def test_fewer_steps_than_a_run_has_taken_are_refused_and_as_many_finish_it(small, tmp_path):
+    """It was said to be trained for as many steps as the flag says."""
+    run, flags = tmp_path / "a", [*small.flags, "--out_dir", tmp_path / "a", "--max_steps"]
+    assert run_script("train.py", *flags, 3).status == 0
+    (run / "DONE").unlink() # as if it had been stopped
+    (run / predict.LORA_FILE).unlink()
+    result = run_script("train.py", *flags, 2, "--resume")
+    assert result.status == 1 and is_one_line(result.errors[0], "--max_steps 2: ", "at step 3", "give 3"), result.err
+    assert not (run / "DONE").exists() and not (run / predict.LORA_FILE).exists()
+    result = run_script("train.py", *flags, 3, "--resume")
+    assert result.status == 0 and "trained for 3 steps" in result.out and (run / "DONE").exists(), result.err
+
+def test_an_index_has_its_own_repeats(small, tmp_path):
+    """--repeats would replace them."""
+    result = run_script("train.py", *small.flags, "--repeats", 2, "--out_dir", tmp_path / "a")
+    assert result.status == 2 and is_one_line(result.errors[0], "--data: an index", "--repeats"), result.err
+
+def test_the_real_share_of_preserve_is_told(tmp_path):
+    """Of all that an epoch has; a sample without a control cannot be asked of the base."""
+    add_item(add_item(tmp_path / "pairs", "a"), "b")
+    add_item(tmp_path / "alone", "c", [(64, 64)])
+    flags = ["--data", tmp_path / "pairs", tmp_path / "alone", "--repeats", 1, 2, "--cache_dir", tmp_path / "c",
+             "--val_data", "--max_steps", 1, "--batch_size", 4, *NATIVE, *ON_DEVICE]
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "a", "--preserve", 0.5)
+    warnings = [line for line in result.err.splitlines() if line.startswith("warning: --preserve")]
+    assert result.status == 0 and len(warnings) == 1 and "--preserve 0.5: is 0.25 of all" in warnings[0], result.err
+    picks = [result.globals["pick"](n) for n in range(2000)]
+    assert sum(p.preserve for p in picks) / len(picks) == pytest.approx(0.25, abs=0.03)
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "b", "--preserve", 1).status == 0 # c is trained
+
+# ---- --pretrained_lora -----------------------------------------------------------------------------------------------
+
+def effect_of(run):
+    """It returns what a run's LoRA adds to each weight."""
+    state, meta = predict.read_lora(run)
+    config = {key.removeprefix("transformer."): value for key, value in meta.items()}
+    added = {}
+    for key in [key for key in state if key.endswith(".lora_A.weight")]:
+        layer = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
+        scale = lora_files.of_config(run, config, layer, len(state[key]))
+        added[layer] = scale * state[key.replace("lora_A", "lora_B")].double() @ state[key].double()
+    return added
+
+FOLDED = {"alpha": ["--lora_alpha", 16], "rslora": ["--lora_alpha", 6, "--lora_args", "use_rslora=true"],
+          "patterns": ["--lora_alpha", 16, "--lora_args", 'alpha_pattern={"to_q":2}', 'rank_pattern={"to_v":2}']}
+
+@pytest.mark.parametrize("flags", FOLDED.values(), ids=FOLDED)
+def test_going_on_from_a_finished_lora_is_going_on_from_its_checkpoint(small, tmp_path, flags):
+    """Its scale was folded into lora_B: trained like that, the same step would change the weights less. Also of a copy
+    that tools/convert_lora.py has made, for diffusers and for ComfyUI."""
+    at = small.flags.index("--lora_rank")
+    own, own_layers = [*small.flags[:at], *small.flags[at + 5:]], small.flags[at + 2:at + 5]
+    sgd = ["--optimizer", "torch.optim.SGD", "--lr", 3, "--warmup_steps", 0, "--out_dir"]
+    result = run_script("train.py", *own, "--lora_rank", 4, *own_layers, *flags, "--max_steps", 2, *sgd, tmp_path / "a")
+    assert result.status == 0, result.err
+    for to in ("diffusers", "comfyui"):
+        result = run_script("tools/convert_lora.py", tmp_path / "a", "--to", to, "--out",
+                            tmp_path / f"{to}.safetensors")
+        assert result.status == 0, result.err
+    before, want = effect_of(tmp_path / "a/checkpoint-000002"), None
+    for n, start in enumerate(("a/checkpoint-000002", "a", "diffusers.safetensors", "comfyui.safetensors")):
+        result = run_script("train.py", *own, "--pretrained_lora", tmp_path / start, "--max_steps", 2, *sgd,
+                            tmp_path / f"{n}")
+        assert result.status == 0 and log_of(tmp_path / f"{n}")[1]["grad_norm"] > 0, result.err
+        added = effect_of(tmp_path / f"{n}")
+        want = want or added
+        for layer, change in added.items():
+            assert rel(change - before[layer], want[layer] - before[layer]) < 1e-4 and rel(change, want[layer]) < 1e-5
+        assert log_of(tmp_path / f"{n}")[1]["grad_norm"] == pytest.approx(log_of(tmp_path / "0")[1]["grad_norm"], 1e-5)
+
+@pytest.mark.parametrize("folded", [
+    4.0, "x", None, [], {}, {"to_q": 4.0}, *[dict.fromkeys("ab", value) for value in (
+        "4", True, None, 0, 1e-7, -2e6, math.nan, math.inf, 10**400, [4.0], {})]], ids=str)
+def test_a_folded_scale_that_cannot_be_ours_is_one_line(small, tmp_path, folded):
+    """The entry comes with the file. Without it the file is trained as it is."""
+    tensors, layers = {}, [f"transformer.transformer_blocks.{n}.attn.to_q" for n in (0, 1)]
+    for key, value in lora_tensors(names=("attn.to_q",)).items():
+        tensors[key] = 0.01 * value
+    if isinstance(folded, dict) and "a" in folded:
+        folded = dict.fromkeys([layer.removeprefix("transformer.") for layer in layers], folded["a"])
+    meta = {"transformer.r": 2, "transformer.lora_alpha": 2, "train.folded": folded}
+    common.write_tensors(tmp_path / "x.safetensors", tensors, meta, "lora_adapter_metadata")
+    at = small.flags.index("--lora_rank")
+    result = run_script("train.py", *small.flags[:at], *small.flags[at + 5:], "--out_dir", tmp_path / "a",
+                        "--max_steps", 1, "--pretrained_lora", tmp_path / "x.safetensors")
+    assert result.status == 1 and len(result.errors) == 1, result.err
+    assert is_one_line(result.errors[0], "x.safetensors: ", "train.folded") and not (tmp_path / "a").exists()
+    assert predict.read_lora(tmp_path / "x.safetensors") # predict.py does not read it

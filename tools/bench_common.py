@@ -24,7 +24,7 @@ import predict
 import rope_patch
 
 try:
-    from extras import cuda, fit, padded, quantize
+    from extras import cuda, fit, quantize
 except ImportError as e:
     raise common.InputError(f"{Path(sys.argv[0]).name}: needs all of extras/ ({e}); copy it beside tools/")
 
@@ -142,12 +142,20 @@ def flops(config, lens, checkpointed=0, tail=True):
     return total
 
 def run_on(model, samples, mode="packed"):
-    """Runs all samples in one forward pass -> their predictions. mode: packed; padded, as train.py does it; with pads,
+    """Runs all samples in one forward pass -> their predictions. mode: packed; padded, as others call it; with pads,
     which are computed; or stock, diffusers' own code, for samples of equal shapes."""
-    runs = {"packed": rope_patch.run_packed, "padded": padded.run_padded, "with pads": run_with_pads,
+    runs = {"packed": rope_patch.run_packed, "padded": run_padded, "with pads": run_with_pads,
             "stock": run_stock}
     latents, prompts, shapes = [[getattr(s, name) for s in samples] for name in ("latents", "prompt", "img_shapes")]
     return runs[mode](model, latents, prompts, torch.stack([s.timestep for s in samples]), shapes)
+
+def run_padded(model, latents, prompts, timesteps, img_shapes):
+    """rope_patch.run_packed's answer, by a call with rows that are padded to the longest sample."""
+    rows, _ = rope_patch.pad_latents_for_multi_res(latents)
+    texts, _ = rope_patch.pad_latents_for_multi_res(prompts)
+    out = model(rows, texts, timestep=timesteps, img_shapes=img_shapes, txt_seq_lens=[len(p) for p in prompts],
+                return_dict=False)[0]
+    return [row[:len(x)] for row, x in zip(out, latents)]
 
 def run_stock(model, latents, prompts, timesteps, img_shapes):
     rows = torch.stack(latents)

@@ -194,9 +194,9 @@ with common.signals_noted() as signals:
         grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
         if not math.isfinite(loss + grad_norm):
             raise InputError(f"{log}: step {step + 1} has loss {loss}, gradient {grad_norm}; mend masks, or lower --lr")
-        lr = learning_rate(step)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr = learning_rate(step)
+        torch.manual_seed(generator("optimizer", step).initial_seed()) # for an optimizer that draws random numbers
         optimizer.step()
         optimizer.zero_grad()
         step += 1

@@ -1,0 +1,220 @@
+"""
+Every remedy that an error line of train.py or extras/resume.py names is tried: what was wrong, the line, the command
+with the remedy, what happens then. Those of common.py's flags that train.py shares are here, too.
+
+Not tried here, and why. Elsewhere, as they want several processes: --fsdp under torchrun (test_extras.py), processes
+that part (test_optimizers.py) or differ (test_identity.py). Elsewhere, as they want a full disk or a missing file: log
+and checkpoints that cannot be written (test_faults.py), an extra that was deleted (test_house.py). A run in a folder at
+which another one works: test_faults.py. Nowhere: `pip install` of a missing package; a validation of several processes
+without memory, whose remedy is that of a step, below.
+
+$ python -m pytest -q tests/test_remedies.py    # half a minute
+"""
+import ast
+import shlex
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+
+import common
+import predict
+import rope_patch
+from tests.harness import EXACT, HERE, add_item, copy_model, damage_tensors, is_one_line, log_of, run_script, save
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """What the commands of the table name: datasets and their cache, an index, LoRAs, runs that are only read."""
+    folder = tmp_path_factory.mktemp("remedies")
+    for n in range(3):
+        add_item(folder / "data", f"{n}", [(64, 64), (64, 64)])
+    half = Image.new("L", (64, 64), "black")
+    half.paste("white", (0, 0, 64, 32))
+    dot = Image.new("L", (64, 64), "black")
+    for n in (1, 2): # two grays, or they would be labels
+        dot.putpixel((20 * n, 20), 50 * n)
+    add_item(folder / "masked", "a", mask=half)
+    save(dot, add_item(folder / "masked", "b") / "mask/b.png")
+    shared = ["--cache_dir", folder / "cache", "--val_data", *EXACT, "--device", "cpu"]
+    common_flags = ["--max_steps", 1, "--batch_size", 2, "--lr_scheduler", "constant", "--warmup_steps", 0]
+    d = shlex.join(map(str, ["--data", folder / "data", *shared, *common_flags]))
+    assert run_script("cache.py", "--data", folder / "data", *shared).status == 0
+    model = copy_model(folder / "tiny", "defaults.json")
+    names = dict(f=folder, d=d, i=d.replace(f"{folder}/data", f"{folder}/cache/tiny-data.json"),
+                 masked=d.replace(f"{folder}/data", f"{folder}/masked"), model=model, run=folder / "run",
+                 cosine=folder / "cosine", zeros=folder / "zeros.safetensors")
+    for name, more in (("run", []), ("cosine", ["--lr_scheduler", "cosine"])):
+        result = run_script("train.py", *shlex.split(d), "--max_steps", 2, "--save_every", 1, *more, "--out_dir",
+                            folder / name)
+        assert result.status == 0, result.err
+    tensors, meta = common.read_tensors(folder / "run" / predict.LORA_FILE, "lora_adapter_metadata")
+    common.write_tensors(names["zeros"], {k: 0 * v for k, v in tensors.items()}, meta, "lora_adapter_metadata")
+    return names
+
+# (the command, what its line says, the commands that apply its remedies). {i}: an index with the flags of a short run,
+# {d}: the dataset, {o}: an --out_dir of its own for each command.
+OWN, OTHER = "{i} --out_dir {o} ", "{d} --out_dir {o} "
+DOTTED = "--optimizer tests.test_optimizers."
+TABLE = [
+    # flags that contradict each other
+    (OWN + "--pretrained_lora {run} --lora_rank 4", "leave out --lora_rank", [OWN + "--pretrained_lora {run}"]),
+    (OWN + "--lora_args r=4", "give --lora_rank", [OWN + "--lora_rank 4"]),
+    (OWN + "--lora_args lora_alpha=4", "--lora_alpha", [OWN + "--lora_alpha 4"]),
+    (OWN + "--lora_args use_dora=true", "leave it out, and raise --lora_rank", [OWN + "--lora_rank 32"]),
+    (OTHER + "--dtype float16", "use bfloat16", [OTHER + "--dtype bfloat16"]),
+    (OWN + "--model {model} --num_inference_steps 1", "give one, or 2 or more", [
+        OWN + "--model {model} --num_inference_steps 1 --shift 3", OWN + "--model {model} --num_inference_steps 2"]),
+    (OWN + "--negative_prompt '<|x|>'", "leave it out", [OWN]),
+    (OWN + "--no-use_cache", "leave out --no-use_cache", [OWN]),
+    (OTHER + "--no-use_cache --skip_bad", "leave out --no-use_cache", [OTHER + "--skip_bad", OTHER + "--no-use_cache"]),
+    (OWN + "--optimizer_args lr=1", "give --lr", [OWN + "--lr 1e-3"]),
+    (OWN + "--optimizer AdamW", "torch.optim.AdamW", [OWN + "--optimizer torch.optim.AdamW"]),
+    (OWN + "--optimizer torch.optim.AdamZ", "torch.optim.AdamW", [OWN + "--optimizer torch.optim.AdamW"]),
+    (OWN + "--mask auto", "without --mask", [OWN]), (OWN + "--repeats 2", "without --mask and --repeats", [OWN]),
+    (OTHER + "--repeats 2 3", "one number each", [OTHER + "--repeats 2"]),
+    (OTHER + "--preserve_prompts keep", "give both", [OTHER + "--preserve_prompts keep --preserve 0.5"]),
+    (OTHER + "--preserve_prompts 'add a red border' --preserve 0.5", "leave it out", [OTHER + "--preserve 0.5"]),
+    (OTHER + "--preserve 1", "or less than --preserve 1", [
+        OTHER + "--preserve 0.6", OTHER + "--preserve 1 --pretrained_lora {run}"]),
+    (OWN + "--mask_foreground_weight 0 --mask_background_weight 0", "give one", [OWN + "--mask_foreground_weight 0"]),
+    (OWN + "--lora_rank 4000", "3072 at most, or 16", [OWN + "--lora_rank 16"]),
+    # what peft or an optimizer refuses
+    (OWN + "--lora_args no_such=1", "see peft.LoraConfig", [OWN + "--lora_args use_rslora=true"]),
+    (OWN + "--lora_args bias=all", "leave out bias", [OWN]),
+    (OWN + "--lora_targets nosuch", "there are to_q", [OWN + "--lora_targets to_q"]),
+    (OWN + "--optimizer_args beta=3", "give a class and its arguments", [OWN + "--optimizer_args ns_steps=4"]),
+    (OWN + DOTTED + "Closure", "such as torch.optim.AdamW", [OWN + "--optimizer torch.optim.AdamW"]),
+    (OWN + DOTTED + "ObjectInState", "such as torch.optim.AdamW", [OWN + "--optimizer torch.optim.AdamW"]),
+    # LoRAs and folders
+    (OWN + "--pretrained_lora {f}/none", "a folder with pytorch_lora_weights.safetensors or checkpoints", [
+        OWN + "--pretrained_lora {run}", OWN + "--pretrained_lora {run}/checkpoint-000001",
+        OWN + "--pretrained_lora {run}/pytorch_lora_weights.safetensors"]),
+    (OWN + "--sample_lora {f}/none", "give a .safetensors file", [OWN + "--sample_lora {run}"]),
+    (OWN + "--pretrained_lora {zeros}", "another --pretrained_lora than one of zeros", [
+        OWN + "--pretrained_lora {run}"]),
+    ("{d} --out_dir {run}", "with --resume, or give another folder", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
+    ("{d} --resume --out_dir {f}/none", "give the right --out_dir", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}"]),
+    # extras/resume.py
+    ("{d} --max_steps 3 --resume --out_dir {run} --lr 1", "give the old ones, or start a new run", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--lr 1"]),
+    ("{d} --max_steps 3 --resume --out_dir {run} --control_pixels 32*32", "give the old ones, or start a new run", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--control_pixels 32*32"]),
+    ("{d} --max_steps 1 --resume --out_dir {undone:run}", "to finish it there, or more", [
+        "{d} --max_steps 2 --resume --out_dir {undone:run}", "{d} --max_steps 3 --resume --out_dir {undone:run}"]),
+    ("{d} --max_steps 3 --resume --out_dir {old:run}", "start a new run from its LoRA with --pretrained_lora", [
+        OTHER + "--pretrained_lora {old:run}"]),
+    ("{d} --max_steps 3 --resume --out_dir {damaged:run}", "or begin a new one in another, without --resume", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
+    # masks
+    ("{masked} --mask_background_weight 0 --out_dir {o}", "raise --mask_background_weight", [
+        "{masked} --mask_background_weight 0.1 --out_dir {o}",
+        "{masked} --mask_background_weight 0 --skip_bad --out_dir {o}"]),
+]
+
+def change(folder, how):
+    """It makes a copied run one that was stopped, or is damaged, or was begun by an older train.py."""
+    (folder / "DONE").unlink()
+    for path in folder.glob("checkpoint-*/optimizer.safetensors"):
+        if how == "damaged":
+            damage_tensors(path)
+        elif how == "old":
+            tensors, info = common.read_tensors(path)
+            del info["config"]["data_hash"]
+            common.write_tensors(path, tensors, info)
+
+def command(text, places, folder):
+    """It returns the words of a command of the table, whose {o} is a new folder, and {copy:run} a copy."""
+    for how in ("copy", "undone", "old", "damaged"):
+        if f"{{{how}:run}}" in text:
+            run = shutil.copytree(places["run"], folder / how)
+            text = text.replace(f"{{{how}:run}}", str(run))
+            if how != "copy":
+                change(run, how)
+    return shlex.split(text.format(o=folder / "out", **places))
+
+@pytest.mark.parametrize("wrong, line, remedies", TABLE, ids=[f"{n} {line}" for n, (_, line, _) in enumerate(TABLE)])
+def test_what_an_error_line_names_helps(tmp_path, places, wrong, line, remedies):
+    """The command fails with the line, and each of its remedies makes a whole run of it."""
+    result = run_script("train.py", *command(wrong, places, tmp_path / "wrong"))
+    assert result.status in (1, 2) and is_one_line(result.errors[0], line), result.err
+    assert "Traceback" not in result.err
+    for n, remedy in enumerate(remedies):
+        words = command(remedy, places, tmp_path / f"{n}")
+        result = run_script("train.py", *words)
+        assert result.status == 0 and "trained for" in result.out, (remedy, result.err)
+
+def test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora(places):
+    """Where the learning rate ends, --max_steps cannot be raised; the line has the whole command."""
+    flags = [*shlex.split(places["d"]), "--lr_scheduler", "cosine", "--out_dir", places["cosine"], "--resume"]
+    result = run_script("train.py", *flags, "--max_steps", 3)
+    assert result.status == 1 and is_one_line(result.errors[0], "was begun with --max_steps 2"), result.err
+    python, script, *words = shlex.split(result.errors[0].rpartition("its LoRA: ")[2])
+    result = run_script(script, *words)
+    assert python == "python" and result.status == 0 and "trained for 3 steps" in result.out, result.err
+    result = run_script("train.py", *flags, "--max_steps", 2)
+    assert result.status == 0 and "already done" in result.out, result.err
+
+def test_a_damaged_file_of_the_cache_is_encoded_again_and_the_run_goes_on(places, tmp_path):
+    cache = shutil.copytree(places["f"] / "cache", tmp_path / "cache")
+    flags = [*shlex.split(places["d"].replace(str(places["f"] / "cache"), str(cache))), "--out_dir", tmp_path / "run"]
+    for file in cache.glob("latents/*"):
+        damage_tensors(file)
+    result = run_script("train.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[0], "cache.py --verify encodes it again"), result.err
+    own = flags[:flags.index("--max_steps")]
+    assert run_script("cache.py", *own, "--verify").status == 0
+    result = run_script("train.py", *flags, "--resume")
+    assert result.status == 0 and len(log_of(tmp_path / "run")) == 1, result.err
+
+def test_less_tokens_a_pass_help_after_memory_ran_out(places, tmp_path, monkeypatch):
+    """On this card a pass of two samples is too large."""
+    real = rope_patch.run_packed
+
+    def run_packed(model, latents, *more):
+        if len(latents) > 1:
+            raise torch.OutOfMemoryError
+        return real(model, latents, *more)
+    monkeypatch.setattr(rope_patch, "run_packed", run_packed)
+    flags = [*shlex.split(places["d"]), "--out_dir", tmp_path / "run"]
+    result = run_script("train.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[0], "lower the first", "then --resume"), result.err
+    result = run_script("train.py", *flags, "--max_tokens", 50, "--resume")
+    assert result.status == 0 and len(log_of(tmp_path / "run")) == 1, result.err
+
+def test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_at_a_lower_rate_goes_on(places, tmp_path):
+    flags = [*shlex.split(places["d"]), "--save_every", 1, "--max_steps", 9]
+    layers = ["--lora_targets", "all-linear", "proj_out"]
+    result = run_script("train.py", *flags, *layers, "--lr", 1e5, "--out_dir", tmp_path / "nan")
+    assert result.status == 1 and is_one_line(result.errors[-1], "a lower --lr (--pretrained_lora takes"), result.err
+    for more in (layers, ["--pretrained_lora", places["run"]]):
+        result = run_script("train.py", *flags, "--lr", 1e-4, *more, "--out_dir", tmp_path / more[0])
+        assert result.status == 0, result.err
+
+ELSEWHERE = { # lines of the two files: where their remedies are tried, or why not
+    "was begun with --max_steps": "test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora",
+    "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
+    "lower the first (for one sample": "test_less_tokens_a_pass_help_after_memory_ran_out",
+    ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_extras.py",
+    "cannot be written": "test_faults.py", "lower --max_tokens, then": "docstring",
+    "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that extras/probe.py does not catch",
+    "its files do not belong together": "never shown alone: find_checkpoint takes the checkpoint before it"}
+
+def lines_of(file):
+    """It returns the texts of all error lines that a file of ours can write, without what is put into them."""
+    texts = []
+    for node in ast.walk(ast.parse((HERE / file).read_text())):
+        name = isinstance(node, ast.Call) and ast.unparse(node.func)
+        if name in ("InputError", "parser.error", "common.flag_error", "step_error") and node.args:
+            constants = [part.value for arg in node.args for part in ast.walk(arg) if isinstance(part, ast.Constant)]
+            texts.append(" ".join(filter(lambda value: isinstance(value, str), constants)))
+    return [text for text in texts if " " in text]
+
+@pytest.mark.parametrize("file", ["train.py", "extras/resume.py"])
+def test_every_remedy_has_its_row(file):
+    """A new error line of theirs needs a row in the table, or a reason."""
+    tried = [line for _, line, _ in TABLE] + list(ELSEWHERE)
+    lines = lines_of(file)
+    assert len(lines) > 5 and [text for text in lines if not any(line in text for line in tried)] == []
