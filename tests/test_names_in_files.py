@@ -102,3 +102,130 @@ def test_no_compiled_file_or_folder_of_the_project_is_a_module(tmp_path):
             "print(*[n for n in sys.argv[2:] if u.find_spec(n)])")
     result = python(tmp_path, ["-c", code, tmp_path, "folder", "bare", "compiled", "library", "mine"], HERE)
     assert result.stdout.split() == ["mine"], result.stderr
+
+# ---- places where a text becomes code, or a name ---------------------------------------------------------------------
+
+# calls by the end of what is called
+FOUND_BY_NAME = {"locate", "import_module", "__import__", "find_spec", "spec_from_file_location", "run_path",
+                 "run_module"}
+READ_BY_LIBRARIES = {"from_pretrained", "from_config", "_from_config", "load_config", "from_single_file"}
+BUILT_IN = {"eval", "exec", "compile", "globals", "locals"} # not the method of something, as model.eval()
+FIELDS = {"getattr", "setattr", "delattr", "hasattr"}
+WHOLE = {"torch.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen",
+         "os.execv", "os.spawnv", "Template", "string.Template"}
+MODULES = {"pickle", "marshal", "shelve", "dill", "joblib", "jinja2", "cloudpickle"}
+HIDDEN = {"__dict__", "__globals__", "__subclasses__", "__builtins__", "__reduce__", "__code__"}
+
+def is_constant(node):
+    """A text that stands here, or a constant of the module, by its capitals."""
+    return isinstance(node, ast.Constant) or isinstance(node, ast.Name) and node.id.isupper()
+
+def what_decides(node):
+    """The part of a node by which a text becomes code or a name: an ast node; None if it does no such thing."""
+    if isinstance(node, ast.Attribute) and node.attr in HIDDEN:
+        return node
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod): # of numbers it is arithmetic
+        is_text = isinstance(node.left, ast.JoinedStr) or isinstance(getattr(node.left, "value", None), str)
+        return node if is_text or isinstance(node.right, (ast.Tuple, ast.Dict)) else None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return node if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "vars" else None
+    if not isinstance(node, ast.Call):
+        return None
+    called, args = ast.unparse(node.func), node.args or [node]
+    end = called.split(".")[-1]
+    if end in FOUND_BY_NAME or called in BUILT_IN or called in WHOLE or called.startswith("subprocess."):
+        return args[0]
+    if end in READ_BY_LIBRARIES or any(keyword.arg in ("trust_remote_code", "allow_pickle") for keyword in node.keywords):
+        return args[0]
+    if called == "patch.dict":
+        return args[0]
+    if called in FIELDS and not is_constant(args[1]):
+        return args[1]
+    if end in ("format", "format_map") and not is_constant(node.func.value):
+        return node.func.value
+    if called.startswith("re.") and end != "escape" and not is_constant(args[0]):
+        return args[0]
+
+def places_in(source):
+    """Yields (function, what is called there with the deciding part of it) of a module's source."""
+    def walk(node, function):
+        for child in ast.iter_child_nodes(node):
+            inner = child.name if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else function
+            decides = what_decides(child)
+            if decides is not None:
+                called = ast.unparse(child.func) if isinstance(child, ast.Call) else type(child).__name__
+                yield function, f"{called}({ast.unparse(decides)})"
+            if isinstance(child, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in child.names] + [getattr(child, "module", None) or ""]
+                for name in MODULES & {name.split(".")[0] for name in names}:
+                    yield function, f"import {name}"
+            yield from walk(child, inner)
+    yield from walk(ast.parse(source), "")
+
+FLAG = "a flag, by its choices or by the person who gave it"
+OWN = "a constant, or a table of ours"
+FILES = "our class; code in the folder is never taken; its JSON files are checked before (extras/configs.py)"
+# {file: {function, or "" for the script itself: {call: why no file can say what it names}}}
+ALLOWED = {
+    "cache.py": {
+        "load_pipeline": {"Qwen2VLImageProcessorPil.from_pretrained(folder)": FILES,
+                          "DiffusionPipeline.from_pretrained(folder)": "two names of classes, compared before"},
+        "load_part": {"cls.from_pretrained(folder)": FILES, "getattr(dtype)": FLAG},
+        "prompt_length": {"pipe.prompt_template_encode.format(pipe.prompt_template_encode)": "of stock's class"},
+        "plan_training": {"getattr(name)": OWN}},
+    "common.py": {
+        "__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
+        "load_extra": {"importlib.import_module(f'extras.{name}')": OWN},
+        "parse_args": {"getattr(name)": OWN, "setattr(name)": OWN, "find_spec('extras')": OWN,
+                       "find_spec(f'extras.{name}')": OWN, "find_spec(PACKAGES[value])": OWN},
+        "find_devices": {"setattr(name)": "names of flags"},
+        "signals_noted": {"getattr(name)": OWN},
+        "refuse_to_replace": {"re.search(mark)": OWN},
+        "numbered": {"re.fullmatch(re.escape(name) + '-\\\\d+')": "escaped"}},
+    "predict.py": {
+        "load_transformer": {
+            "QwenImageTransformer2DModel.from_config(QwenImageTransformer2DModel.load_config(folder / 'transformer'))":
+                FILES,
+            "QwenImageTransformer2DModel.load_config(folder / 'transformer')": FILES, "getattr(dtype)": FLAG},
+        "check_fit": {"getattr(side)": OWN},
+        "make_schedule": {"FlowMatchEulerDiscreteScheduler.from_config(config)": FILES},
+        "find_geometry": {"getattr(name)": "of a LoRA's geometry only the three names above"},
+        "complete_settings": {"getattr(name)": OWN}},
+    "rope_patch.py": {"patch_qwen_model_for_multi_resolution": {
+        "Attribute(m.__dict__)": "is looked at", "Attribute(processor.__dict__)": "of an object of stock's",
+        "Attribute(block.attn.processor.__dict__)": "of an object of stock's"}},
+    "train.py": {
+        "": {"find_spec(args.optimizer.split('.')[0])": "--optimizer; a model's folder may name torch.optim's only",
+             "locate(args.optimizer)": "--optimizer, likewise", "getattr(args.dtype)": FLAG,
+             "FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / 'scheduler')": FILES}},
+    "extras/__init__.py": {"find_spec": {"super().find_spec(name)": "what Python code imports",
+                                         "spec_from_file_location(name)": "a .py of the project"}},
+    "extras/cuda.py": {"find_flash": {"find_spec(package)": OWN}},
+    "extras/foreign.py": {"family": {"re.search(pattern)": OWN}},
+    "extras/hints.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"}},
+    "extras/lora_args.py": {"try_out": {"getattr(key)": "--lora_args"}, "refuse_added": {"getattr(field)": OWN}},
+    "extras/lora_files.py": {"fits": {"re.search(pattern)": "patterns of a LoRA's metadata"}},
+    "extras/offload.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
+    "extras/plan.py": {
+        "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
+    "extras/published.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},
+    "extras/quantize.py": {"quantize_linears": {"getattr(child)": "of a model's modules",
+                                                "setattr(child)": "of a model's modules"}},
+    "extras/transformer.py": {
+        "refuse_format": {"re.search(pattern)": OWN},
+        "attach": {"setattr(name)": "of a model's parameters"}},
+}
+
+def test_every_place_where_a_text_becomes_code_or_a_name_is_known():
+    """And what it names is never what a file says. A new place fails here: see to it that no file can say what it
+    names, then list it with half a line why."""
+    found, known = set(), set()
+    for pattern in ("*.py", "extras/*.py", "tools/*.py", "tiny/*.py"):
+        for path in HERE.glob(pattern):
+            if path.name not in ("conftest.py", "test_consistency.py"):
+                found |= {(path.relative_to(HERE).as_posix(), *place) for place in places_in(path.read_text())}
+    for file, functions in ALLOWED.items():
+        known |= {(file, function, call) for function, calls in functions.items() for call in calls}
+    assert not found - known, "\n".join(f"{file}, {function or 'the script'}: {call}: can a file say what this names? "
+                                        "If not, list it in ALLOWED" for file, function, call in sorted(found - known))
+    assert not known - found, f"no longer there; take it out of ALLOWED: {sorted(known - found)}"

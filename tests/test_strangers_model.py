@@ -4,15 +4,28 @@ files may say anything, and cost a line.
 
 $ python -m pytest -q tests/test_strangers_model.py --fuzz 2000     # so many damages to each file
 """
+import contextlib
+import copy
 import json
+import math
 import os
+import random
 import shlex
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
+from conftest import OPTIONS
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from transformers import Qwen2_5_VLForConditionalGeneration
 
+import cache
 import common
-from extras import defaults
-from tests.harness import HERE, TINY, copy_model, is_one_line, run_script, within
+import predict
+from extras import configs, defaults
+from tests.harness import HERE, TINY, add_item, copy_model, is_one_line, run_script, samples_of, within
 
 # ---- defaults.json ---------------------------------------------------------------------------------------------------
 
@@ -169,3 +182,108 @@ def test_every_script_with_a_model_reads_the_file_through_the_list():
     readers = [path.name for pattern in ("*.py", "extras/*.py", "tools/*.py") for path in HERE.glob(pattern)
                if "defaults.json" in path.read_text().replace("tiny/defaults.json", "")]
     assert readers == ["defaults.py"]
+
+# ---- all other JSON files of a model ---------------------------------------------------------------------------------
+
+JUNK = [None, True, False, -1, 0, 1, 3, 2.5, 10**9, 2**63, 10**30, 1e308, float("nan"), float("inf"), "", "x",
+        "\x1b[2J\u202e\n", "../../../etc/passwd", "{folder}", "a" * 5000, [], {}, [1, [2, [3]]], {"a": {"b": [None]}},
+        [10**9] * 50, ["x"], "torch.nn.Linear", "os.system", ["os", "system"], {"__class__": "x"}]
+JSON_FILES = sorted(path.relative_to(TINY).as_posix() for pattern in ("*.json", "*/*.json") for path in TINY.glob(pattern)
+                    if path.parent.name not in ("data", "val", "known"))
+
+def junk(rng):
+    return copy.deepcopy(rng.choice(JUNK))
+
+def places_of(value, path=()):
+    """Yields the path of each value in a JSON value."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places_of(one, (*path, key))
+
+def damaged(text, rng):
+    """A text of JSON with one to three damages: another value, one more, one less, one renamed; or a text cut short."""
+    value = json.loads(text)
+    if rng.random() < 0.1:
+        return text[:rng.randrange(len(text))]
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        path = rng.choice(list(places_of(value))[:400])
+        if not path:
+            if rng.random() < 0.1:
+                return json.dumps(junk(rng))
+            continue
+        parent = value
+        for key in path[:-1]:
+            parent = parent[key]
+        kind = rng.choice(["value", "value", "value", "less", "more"])
+        if kind == "value":
+            parent[path[-1]] = junk(rng)
+        elif kind == "less":
+            del parent[path[-1]]
+        elif isinstance(parent, dict):
+            parent[rng.choice(["x", "auto_map", "quantization_config", "trust_remote_code", "_class_name", "dtype"])] = (
+                junk(rng))
+        else:
+            parent.append(junk(rng))
+    return json.dumps(value)
+
+def use_model(folder, part, data):
+    """What the scripts do with a model before the first step, as far as this part has to do with it."""
+    found = cache.find_model(str(folder), [*cache.ENCODERS, "transformer"])
+    classes = dict(vae=AutoencoderKLQwenImage, text_encoder=Qwen2_5_VLForConditionalGeneration,
+                   transformer=QwenImageTransformer2DModel)
+    if part in classes:
+        configs.empty_model(classes[part], found / part)
+        cache.load_part(classes[part], found / part, "float32")
+    if part == "transformer":
+        return
+    pipe = cache.load_pipeline(found)
+    cache.encoder_fingerprints(found, folder / "c")
+    schedule = FlowMatchEulerDiscreteScheduler.from_pretrained(found / "scheduler").config
+    for tokens in (1, 256, 8192):
+        assert math.isfinite(predict.find_mu(tokens, schedule))
+        settings = dict(shift=None, num_inference_steps=3, sigmas=None)
+        predict.make_schedule(SimpleNamespace(noise=torch.zeros(tokens, 1), settings=settings), schedule)
+    if part in ("processor", "tokenizer"):
+        samples_of(pipe, data)
+
+@contextlib.contextmanager
+def little_memory(gib=4):
+    """What takes more than this within the block fails. (Windows has no such limit.)"""
+    resource = pytest.importorskip("resource")
+    before, now = resource.getrlimit(resource.RLIMIT_AS), psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (now + gib * 2**30, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+@pytest.mark.parametrize("file", [name for name in JSON_FILES if name != "defaults.json"])
+def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file, capfd):
+    """Whatever it says it takes no long time and little memory, and ends in a line, if it is of any harm."""
+    add_item(tmp_path / "data", "a")
+    folder = copy_model(tmp_path / "m")
+    text = (folder / file).read_text()
+    refusals = 0
+    for seed in range(OPTIONS["fuzz"] or 25):
+        (folder / file).write_text(new := damaged(text, random.Random(f"{file} {seed}")))
+        with within(10), little_memory():
+            try:
+                use_model(folder, Path(file).parent.name, tmp_path / "data")
+            except common.InputError as e:
+                refusals += 1
+                assert is_one_line(str(e), str(folder)) and len(str(e)) < 1500, (seed, str(e))
+            except Exception as e:
+                raise AssertionError(f"{file}, seed {seed}: {new[:3000]}") from e
+    assert refusals or len(text) < 300
+
+def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
+    """The same, for all three scripts."""
+    text = (TINY / "defaults.json").read_text()
+    monkeypatch.setattr(common, "look_over", lambda args: exit())
+    for seed in range(OPTIONS["fuzz"] or 60):
+        script = list(RUN)[seed % 3]
+        new = damaged(text, random.Random(seed))
+        result = start(tmp_path / "m", new, script)
+        assert result.status == 0 or is_one_line(result.errors[-1]), (new, result.err)
+        assert len(result.err.splitlines()) < 2 and len(result.err) < 1000, (new, result.err)
