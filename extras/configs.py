@@ -18,7 +18,7 @@ MOST_BYTES = 2**26 # of a JSON file: the published tokenizer.json has 11 MB
 TIMES = 8 # a number may be so many times the published models'
 MOST = 2**24 # and one that extras/published.py does not list so much: a token's number, an area in pixels
 # what the code around the models counts on: a token is 2x2 latents of 8x8 pixels, a thousandth is a timestep
-EXACT = "patch_size in_channels out_channels z_dim merge_size spatial_merge_size temporal_patch_size num_train_timesteps"
+EXACT = "patch_size z_dim merge_size spatial_merge_size temporal_patch_size num_train_timesteps"
 
 
 def check_files(folder, part, config, weights, flag):

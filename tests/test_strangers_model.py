@@ -11,6 +11,7 @@ import math
 import os
 import random
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,8 +25,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 import cache
 import common
 import predict
-from extras import configs, defaults
-from tests.harness import HERE, TINY, add_item, copy_model, is_one_line, run_script, samples_of, within
+from extras import configs, defaults, known, published
+from tests.harness import (HERE, TINY, add_item, copy_model, is_one_line, paint_picture, refused, run_script, samples_of,
+                           save, within)
 
 # ---- defaults.json ---------------------------------------------------------------------------------------------------
 
@@ -287,3 +289,97 @@ def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
         result = start(tmp_path / "m", new, script)
         assert result.status == 0 or is_one_line(result.errors[-1]), (new, result.err)
         assert len(result.err.splitlines()) < 2 and len(result.err) < 1000, (new, result.err)
+
+@pytest.mark.parametrize("file, changes, named", [
+    ("transformer/config.json", dict(num_layers=10**9), "num_layers"),
+    ("transformer/config.json", dict(num_layers=-1), "num_layers"),
+    ("transformer/config.json", dict(num_layers="2"), "num_layers"),
+    ("transformer/config.json", dict(num_layers=[2]), "num_layers"),
+    ("transformer/config.json", dict(num_layers=400), "asks for"),
+    ("transformer/config.json", dict(axes_dims_rope=[10**9] * 3), "axes_dims_rope"),
+    ("transformer/config.json", dict(axes_dims_rope=[8, 8]), "axes_dims_rope"),
+    ("transformer/config.json", dict(axes_dims_rope=[2, 2, 2]), "attention_head_dim"),
+    ("transformer/config.json", dict(_class_name=["x"]), "_class_name"),
+    ("transformer/config.json", dict(other=[[["x", 1e300]]]), "other"),
+    ("vae/config.json", dict(num_res_blocks=10**9), "num_res_blocks"),
+    ("vae/config.json", dict(dim_mult=[10**6] * 4), "dim_mult"), ("vae/config.json", dict(z_dim=32), "z_dim"),
+    ("vae/config.json", dict(base_dim=500), "asks for"),
+    ("text_encoder/config.json", dict(vision_config=dict(depth=10**9)), "depth"),
+    ("text_encoder/config.json", dict(text_config=dict(hidden_size=2048)), "asks for"),
+    ("text_encoder/config.json", dict(text_config=dict(num_hidden_layers=float("nan"))), "num_hidden_layers"),
+    ("processor/preprocessor_config.json", dict(merge_size=1), "merge_size"),
+    ("processor/preprocessor_config.json", dict(size=dict(shortest_edge=10**12)), "shortest_edge"),
+    ("scheduler/scheduler_config.json", dict(num_train_timesteps=10**9), "num_train_timesteps"),
+    ("scheduler/scheduler_config.json", dict(base_image_seq_len=8192), "base_image_seq_len"),
+    ("scheduler/scheduler_config.json", dict(max_shift="0.9"), "max_shift"),
+    ("scheduler/scheduler_config.json", dict(shift_terminal=1.0), "scheduler"),
+    ("tokenizer/tokenizer_config.json", dict(auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}), None),
+    ("model_index.json", dict(scheduler=["evil", "Scheduler"]), "cannot be loaded"),
+    ("model_index.json", dict(tokenizer=["os", "system"]), "cannot be loaded")])
+def test_a_number_out_of_proportion_is_one_line_at_once(tmp_path, file, changes, named):
+    """Before a library makes what it asks for; and no class of the folder is run."""
+    folder = copy_model(tmp_path / "m")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Tokenizer: pass\nScheduler = Tokenizer")
+    shutil.copy(folder / "evil.py", folder / "tokenizer")
+    shutil.copy(folder / "evil.py", folder / "scheduler")
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | changes))
+    with within(10), little_memory(), refused(str(folder), named) if named else contextlib.nullcontext():
+        use_model(folder, Path(file).parent.name, add_item(tmp_path / "data", "a"))
+    assert not (tmp_path / "marker").exists()
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret.safetensors", "a/b.safetensors", "", 3, None, ["x"]])
+def test_an_index_of_shards_names_files_of_its_folder_alone(tmp_path, name):
+    """Plain names; all else is one line."""
+    folder = copy_model(tmp_path / "m")
+    index = folder / "transformer/diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps(dict(metadata={}, weight_map={"x": name})))
+    with refused(str(index)):
+        cache.find_model(str(folder), ["transformer"])
+
+@pytest.mark.parametrize("place", ["vae/x", "tokenizer/merges.txt", "text_encoder/config.json", "scheduler/a/b", "x.json"])
+def test_a_pipe_in_a_model_is_one_line(tmp_path, place):
+    """It would keep a library waiting for ever."""
+    folder = copy_model(tmp_path / "m")
+    (folder / place).parent.mkdir(exist_ok=True)
+    (folder / place).unlink(missing_ok=True)
+    os.mkfifo(folder / place)
+    with within(5), refused(str(folder / place)):
+        cache.find_model(str(folder), cache.ENCODERS)
+
+def test_a_json_file_of_a_gigabyte_is_one_line(tmp_path):
+    folder = copy_model(tmp_path / "m")
+    with open(folder / "vae/more.json", "wb") as f:
+        f.truncate(2**30)
+    with little_memory(1), refused(str(folder / "vae/more.json"), "bytes"):
+        cache.find_model(str(folder), ["vae"])
+
+def test_the_published_configs_pass():
+    """And a folder of ours does."""
+    for name, content in published.CONFIGS.items():
+        configs.check_config(*name.split("/"), content)
+    use_model(TINY, "transformer", None)
+
+def test_lists_of_a_strangers_cache_are_read_as_lists(tmp_path):
+    """Of right digests and wrong types: the files are looked at again."""
+    path = str(save(paint_picture(), tmp_path / "a.png"))
+    stamp, size = known.stamp_of(path), [64, 64]
+    good = dict(pictures=[size, "x"], masks=[size, "x", True], models="x")
+    for kind, answer in good.items():
+        memory = tmp_path / f"{kind}.txt"
+        known.write_memory(memory, {path: [stamp, answer]})
+        assert known.look_ahead([path], lambda path: "looked", memory)(path) == answer
+        others = [a for a in good.values() if a != answer] + [None, {}, [], 3, [size], [[64], "x"], [["64", 64], "x"],
+                                                             [[-1, 64], "x"], [[10**9, 10**9], "x"], [[64.5, 64], "x"]]
+        for wrong in [[], None, 3, "x", {path: 3}, {path: []}, {path: [stamp]}, {path: [stamp, answer, 1]},
+                      {"other": None}, *({path: [stamp, other]} for other in others)]:
+            text = json.dumps(wrong)
+            memory.write_text(f"{known.digest_of(text)}\n{text}")
+            assert known.look_ahead([path], lambda path: "looked", memory)(path) == "looked", wrong
+        text = "[" * 100_000
+        memory.write_text(f"{known.digest_of(text)}\n{text}")
+        assert known.look_ahead([path], lambda path: "looked", memory)(path) == "looked"
+        memory.unlink()
+        os.mkfifo(memory)
+        with within(5):
+            assert known.read_memory(memory) == {}
