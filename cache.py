@@ -151,7 +151,7 @@ def find_pipeline(args, weights=True):
 
 def load_part(cls, folder, dtype):
     """One frozen model from its safetensors files. InputError names the folder."""
-    load_extra("configs", "--model").refuse_more_than_files(cls, folder)
+    load_extra("configs", "--model").check_weights(cls, folder)
     try:
         model, info = cls.from_pretrained(folder, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)

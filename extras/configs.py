@@ -75,6 +75,10 @@ def check_config(part, config, content):
         axes, head = content.get("axes_dims_rope", (16, 56, 56)), content.get("attention_head_dim", 128)
         if sum(axes) != head or any(axis % 2 for axis in axes):
             raise ValueError(f"axes_dims_rope {axes} are no even parts of attention_head_dim {head}")
+    for name in ("latents_mean", "latents_std") if part == "vae" else ():
+        numbers = content.get(name, [1.0] * 16) # of each channel of a latent, which is divided by the second
+        if [type(n) in (int, float) for n in numbers] != [True] * 16 or name == "latents_std" and 0 in numbers:
+            raise TypeError(f"{name} are no 16 numbers")
 
 
 def flat(config):
@@ -143,11 +147,18 @@ def empty_model(cls, folder):
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); download it again")
 
 
-def refuse_more_than_files(cls, folder):
-    """InputError if config.json asks for more weights than the files can hold: a library would make them up, in
-    memory."""
-    asked = sum(weight.numel() for weight in empty_model(cls, folder).parameters())
+def check_weights(cls, folder):
+    """InputError if config.json asks for more weights than the files can hold, which a library would make up, in
+    memory; or if a text encoder's fields do not fit together, as a pass without numbers shows."""
+    model = empty_model(cls, folder)
+    asked = sum(weight.numel() for weight in model.parameters())
     held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if asked > held: # in bytes, of which a weight takes one at least
         raise InputError(f"{folder}: its config.json asks for {asked:,} weights, more than its files hold; download it "
+                         "again")
+    try:
+        if hasattr(model, "lm_head"):
+            model.to("meta")(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"))
+    except Exception as e: # a foreign file can fail in any way
+        raise InputError(f"{folder / 'config.json'}: its fields do not fit together ({first_words(e)}); download it "
                          "again")

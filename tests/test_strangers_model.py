@@ -304,6 +304,10 @@ def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
     ("vae/config.json", dict(num_res_blocks=10**9), "num_res_blocks"),
     ("vae/config.json", dict(dim_mult=[10**6] * 4), "dim_mult"), ("vae/config.json", dict(z_dim=32), "z_dim"),
     ("vae/config.json", dict(base_dim=500), "asks for"),
+    ("vae/config.json", dict(latents_mean=[0.5] * 15), "latents_mean"),
+    ("vae/config.json", dict(latents_mean="x" * 16), "latents_mean"),
+    ("vae/config.json", dict(latents_std=[1.0] * 15 + [0]), "latents_std"),
+    ("vae/config.json", dict(latents_std=[1.0] * 15 + [True]), "latents_std"),
     ("text_encoder/config.json", dict(vision_config=dict(depth=10**9)), "depth"),
     ("text_encoder/config.json", dict(text_config=dict(hidden_size=2048)), "asks for"),
     ("text_encoder/config.json", dict(text_config=dict(num_hidden_layers=float("nan"))), "num_hidden_layers"),
@@ -348,11 +352,22 @@ def test_a_pipe_in_a_model_is_one_line(tmp_path, place):
         cache.find_model(str(folder), cache.ENCODERS)
 
 def test_a_json_file_of_a_gigabyte_is_one_line(tmp_path):
+    """Before it is read."""
     folder = copy_model(tmp_path / "m")
     with open(folder / "vae/more.json", "wb") as f:
         f.truncate(2**30)
     with little_memory(1), refused(str(folder / "vae/more.json"), "bytes"):
         cache.find_model(str(folder), ["vae"])
+
+@pytest.mark.parametrize("section", [[2, 3], [2, 3, "x"], [8, 8, 8], "x", None, {}])
+def test_a_text_encoder_whose_fields_do_not_fit_is_one_line(tmp_path, section):
+    """A pass without numbers shows it, before one with numbers does."""
+    folder = copy_model(tmp_path / "m")
+    content = json.loads((folder / "text_encoder/config.json").read_text())
+    content["text_config"]["rope_parameters"]["mrope_section"] = section
+    (folder / "text_encoder/config.json").write_text(json.dumps(content))
+    with refused(str(folder / "text_encoder")):
+        use_model(folder, "text_encoder", None)
 
 def test_the_published_configs_pass():
     """And a folder of ours does."""
