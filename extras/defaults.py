@@ -59,8 +59,8 @@ def read_sections(folder):
             raise InputError(f"{file}: {script:.60}: want {{flag: value}} of {', '.join(SCRIPTS)}; delete the entry")
         for name in flags:
             if name not in NUMBERS and name not in TEXTS:
-                raise InputError(f"{file}: sets {name:.60} of {script}, which is not for a model's folder to set; delete "
-                                 f"the entry, and give --{name:.60} yourself if you want that")
+                raise InputError(f"{file}: sets {name:.60} of {script}, which is not for a model's folder to set; "
+                                 f"delete the entry, and give --{name:.60} yourself if you want that")
     return sections
 
 
@@ -96,7 +96,7 @@ def plain(value):
 
 
 def parse(parser, action, value):
-    """-> what argparse would make of the value for this flag. ArgumentError or ArgumentTypeError if it would refuse it."""
+    """-> what argparse would make of the value for this flag. ArgumentError or ArgumentTypeError if it would not."""
     if isinstance(action, BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ArgumentTypeError(f"{json.dumps(value)} is neither true nor false")
@@ -127,8 +127,8 @@ def read(parser, model, script):
                 found[name] = parse(parser, actions[name], value)
         except (ArgumentError, ArgumentTypeError) as e:
             reason = str(e).removeprefix(f"argument --{name}: ")
-            raise InputError(f"{folder / 'defaults.json'}: {name} of {script}: {reason:.200}; mend the entry, or delete "
-                             "it")
+            raise InputError(f"{folder / 'defaults.json'}: {name} of {script}: {reason:.200}; mend the entry, or "
+                             "delete it")
     return found
 
 

@@ -58,7 +58,7 @@ def test_imports_point_down_only():
         assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text())), path
 
 def test_a_script_imports_extras_before_any_module_of_ours():
-    """Or a folder cache/ beside it could be taken for cache.py; what comes before is there already, or not beside it."""
+    """Or a folder cache/ beside it could be taken for cache.py. What comes before is there already."""
     ours = {name.removesuffix(".py") for name in CORE} | {"tools", "extras"}
     for path in [HERE / name for name in CORE[2:]] + [*(HERE / "tools").glob("*.py")]:
         source = path.read_text()

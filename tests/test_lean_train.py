@@ -139,7 +139,7 @@ def test_it_is_one_page_and_imports_no_extra():
         assert not any(name.split(".")[0] in ("extras", "train", "tools") for name in names if name != "extras")
     assert not re.search("(find|load)_extra", text)
 
-def test_it_needs_no_extras_but_those_that_read_a_model_and_its_flags(tmp_path, small, training, unstopped, monkeypatch):
+def test_it_needs_no_extras_but_those_that_read_models_and_flags(tmp_path, small, training, unstopped, monkeypatch):
     """From the dataset and its cache: an index needs extras/indexes.py."""
     for path in (HERE / "extras").glob("*.py"):
         if path.stem not in ("__init__", "configs", "defaults", "published"):
