@@ -155,7 +155,7 @@ def refuse_format(path, f, names):
         raise error_of(path, f"its notes of ComfyUI cannot be read ({type(e).__name__}: {first_words(e)})", REMEDY)
     for said, rotated in formats:
         if rotated or said not in ("float8_e4m3fn", "float8_e5m2"):
-            words = f"{said}, ConvRot" if rotated else said
+            words = f"{said!s:.60}, ConvRot" if rotated else f"{said!s:.60}"
             raise error_of(path, f"in ComfyUI's format {words}, which is not taken", REMEDY)
     for pattern, what in FORMATS.items():
         if found := next((name for name in names if re.search(pattern, name)), None):
