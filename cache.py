@@ -53,7 +53,6 @@ if __name__ == "__main__": # before the imports below: a slip is answered in a s
     args = read_flags()
 
 import numpy as np
-import safetensors
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLQwenImage, DiffusionPipeline
@@ -113,28 +112,10 @@ def find_model(model, parts, weights=True, flag="--model"):
             ignore_patterns=None if weights else "*.safetensors"))
     if flag == "--model":
         parts = [".", *parts] # the folder itself
+    check_files = load_extra("configs", flag).check_files
     for part in parts:
-        check_files(folder / part, CONFIG_FILES.get(part, "config.json"), weights, flag)
+        check_files(folder / part, part, CONFIG_FILES.get(part, "config.json"), weights, flag)
     return folder
-
-def check_files(folder, config, weights, flag):
-    """InputError names a file that is missing or broken: `config` and the other JSON files of this folder, and if
-    `weights` all weight files that are here or that an index of shards names, by their headers."""
-    shards = set(folder.glob("*.safetensors"))
-    try:
-        for file in [folder / config, *folder.glob("*.json")]:
-            content = json.loads(file.read_text())
-            # extras/quantize.py says why such weights are of no use here
-            if file.name == "config.json" and dict(content).get("quantization_config"):
-                raise InputError(f"{file}: the weights are quantized already; take the bf16 model and --quantize nf4 "
-                                 "(for the text encoder --quantize_text_encoder nf4)")
-            if file.name.endswith(".safetensors.index.json"):
-                shards |= {folder / name for name in content["weight_map"].values()}
-        for file in shards if weights else []:
-            safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
-    except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git clone: git lfs "
-                         f"pull), as {flag} wants a complete diffusers folder")
 
 def load_pipeline(folder):
     """The stock pipeline of model_index.json (v1 or Plus) without weights: tokenizer, processor and scheduler only. Its
@@ -143,19 +124,22 @@ def load_pipeline(folder):
         # a new model family begins here; GUIDE.md lists the other places
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
-            raise InputError(f"{folder / 'model_index.json'}: a {name}; want QwenImageEdit(Plus)Pipeline")
+            raise InputError(f"{folder / 'model_index.json'}: a {name!s:.99}; want QwenImageEdit(Plus)Pipeline")
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
         # parts that are None are not loaded
         pipe = DiffusionPipeline.from_pretrained(
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
+        pipe.processor = Processor(pipe.tokenizer, image_processor)
+        pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
+        # what is wrong with some of their numbers shows when they are used
+        pipe.processor(["<|image_pad|>"], [Image.new("RGB", (56, 56))])
+        prompt_length(pipe, "", [(56, 56)])
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder/config.json" # (tools/doctor.py does without)
     pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # a tokenizer without vocabulary gives another one
-    if config.is_file() and json.loads(config.read_text())["image_token_id"] != pad_id:
+    if config.is_file() and json.loads(config.read_text()).get("image_token_id") != pad_id:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
-    pipe.processor = Processor(pipe.tokenizer, image_processor)
-    pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
     return pipe
 
 def find_pipeline(args, weights=True):
@@ -167,6 +151,7 @@ def find_pipeline(args, weights=True):
 
 def load_part(cls, folder, dtype):
     """One frozen model from its safetensors files. InputError names the folder."""
+    load_extra("configs", "--model").check_weights(cls, folder)
     try:
         model, info = cls.from_pretrained(folder, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)

@@ -189,7 +189,7 @@ def key_value(text):
     except ValueError:
         return key, value
 
-natural, positive, seed_number = number(int, 0), number(int, 1), number(int, 0, 2**64 - 1)
+natural, positive, seed_number = number(int, 0, 10**9), number(int, 1, 10**9), number(int, 0, 2**64 - 1)
 noise_level = number(float, 1e-6, 1)
 not_negative, fraction = number(float, 0, 1e30), number(float, 0, 1) # fp32 holds sums of such numbers
 
@@ -276,7 +276,10 @@ def from_hub(name, fetch):
 def is_tiny(model):
     """Whether this is tiny/ or a model of its size: a copy, a merged one."""
     config = Path(model, "transformer/config.json")
-    return model == "tiny" or (config.is_file() and TINY_WIDTH in config.read_text(errors="replace"))
+    if model == "tiny" or not config.is_file():
+        return model == "tiny"
+    with open(config, errors="replace") as f:
+        return TINY_WIDTH in f.read(2**16) # a stranger's file may have a gigabyte
 
 def add_data_flags(parser):
     flag = parser.group("data")
@@ -357,29 +360,13 @@ def add_sample_flags(flag, names):
         kind, text = SAMPLE_FLAGS[name]
         flag(f"--{name}", SAMPLING.get(name), text, type=kind)
 
-def model_defaults(model, script):
-    """The flags that a model's folder sets by its defaults.json: {script: {flag: value}}, {folder} stands for its own
-    path -> {flag: value}."""
-    folder = TINY_DATA.parent if model == "tiny" else Path(model)
-    file = folder / "defaults.json"
-    if not file.is_file():
-        return {}
-    text = read_text(file).replace("{folder}", json.dumps(str(folder))[1:-1])
-    try:
-        return dict(json.loads(text)[script])
-    except Exception as e: # a foreign file can be anything
-        raise InputError(f"{file}: no flags of {script} ({first_words(e)}); mend it, or delete it")
-
 def parse_args(parser, script):
-    """parser.parse_args(), twice, as the folder of --model may bring defaults of its own for this script. It needs no
+    """parser.parse_args(), twice, as the folder of --model may set defaults for this script. It needs no
     torch, so that a slip is answered at once; find_devices does the rest."""
-    if hints := find_extra("hints"):
-        parser.epilog = hints.list_defaults(model_defaults("tiny", script))
+    defaults = load_extra("defaults", "--model")
+    parser.epilog = defaults.epilog(parser, script)
     args = parser.parse_args()
-    own = model_defaults(args.model, script)
-    if "--optimizer" in parser.given(): # another class, to which its arguments do not belong
-        own.pop("optimizer_args", None)
-    parser.set_defaults(**{name: value for name, value in own.items() if hasattr(args, name)})
+    defaults.apply(parser, args.model, script)
     args = parser.parse_args()
     for flag, value in vars(args).items():
         name = flag.removesuffix("_text_encoder") # one file quantizes both models
@@ -394,9 +381,6 @@ def parse_args(parser, script):
 def parse_data_args(parser, script):
     """parse_args, with the flags of add_data_flags."""
     args = parse_args(parser, script)
-    # the validation pictures of a model's own data belong to no other data
-    if "--val_data" not in parser.given() and "--data" in parser.given():
-        args.val_data = []
     if not args.data:
         parser.error("argument --data: missing; give a dataset folder, a metadata.jsonl, or an index of cache.py")
     if len({Path(root).resolve() for root in args.data}) < len(args.data):

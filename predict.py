@@ -115,7 +115,6 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
@@ -145,9 +144,8 @@ def load_transformer(folder, dtype, weights=True, file=None):
     if weights and not file:
         transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", dtype)
     else:
-        with init_empty_weights():
-            transformer = QwenImageTransformer2DModel.from_config(QwenImageTransformer2DModel.load_config(
-                folder / "transformer")).requires_grad_(False)
+        empty = load_extra("configs", "--model").empty_model(QwenImageTransformer2DModel, folder / "transformer")
+        transformer = empty.requires_grad_(False)
         torch.nn.Module.to(transformer, getattr(torch, dtype)) # not diffusers' own, which warns
         if weights:
             load_extra("transformer").attach(transformer, file)

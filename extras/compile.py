@@ -4,9 +4,11 @@ differs.
 """
 import os
 import shutil
+import sys
 
 import torch
 
+import extras
 from common import InputError
 
 if not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "gcc", "clang", "cc"))):
@@ -14,6 +16,10 @@ if not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "gc
 
 
 def compile_blocks(blocks):
+    # torch compiles in processes of its own, which get sys.path as PYTHONPATH. They need none of our modules, and would
+    # take a folder beside these, such as a dataset torch/, for the package of that name.
+    elsewhere = [path for path in sys.path if os.path.realpath(path) != extras.ROOT]
+    os.environ.setdefault("TORCH_CUSTOM_PYTHONPATH", os.pathsep.join(elsewhere))
     # Where attention is not one kernel, a graph break splits a block into functions that are compiled one by one. torch
     # gives up on such a function for good once a variant of it has nothing to compute. The backward pass could then
     # recompute other tensors than the forward pass has saved, which is an error.

@@ -214,16 +214,6 @@ def describe(samples, val_samples):
     return lines
 
 
-def list_defaults(defaults):
-    """What -h says of {flag: value} for --model tiny, as flags."""
-    words = []
-    for name, value in defaults.items():
-        values = value if isinstance(value, list) else [value]
-        words += [f"--{name}", *["=".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]]
-    flags = " ".join(words).replace(str(common.TINY_DATA.parent), "tiny")
-    return textwrap.fill(f"With --model tiny these defaults apply: {flags}", 100, break_on_hyphens=False)
-
-
 def next_commands(args, out_dir, default):
     """-> lines: what a person may want to do with a finished run of train.py. default(flag): its default value."""
     lines, flags = [], []

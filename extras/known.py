@@ -9,13 +9,15 @@ the other has seen. Deleting a list does no harm.
 """
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import time
 
 from tqdm import tqdm
 
-from common import InputError, quiet, run_ahead, write_file
+from common import MAX_PIXELS, InputError, quiet, run_ahead, write_file
 
 OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
 FORM = 4 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
@@ -67,12 +69,28 @@ def stamp_of(path):
 
 
 def read_memory(path):
-    """{absolute path: (stamp, what was found out)}, or {} if there is none, or a damaged one."""
-    with contextlib.suppress(OSError, ValueError):
-        digest, text = path.read_text().split("\n", 1)
-        if digest == digest_of(text):
-            return json.loads(text)
+    """{absolute path: (stamp, what was found out)}, or {} if there is none, or one that is damaged or not ours: a cache
+    may come from anyone, and the digest in it, too."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        digest, text = path.read_text().split("\n", 1) if path.is_file() else ("", "")
+        remembered = json.loads(text) if digest == digest_of(text) else {}
+        if isinstance(remembered, dict) and all(map(is_entry, remembered.values(), itertools.repeat(path.stem))):
+            return remembered
     return {}
+
+
+def is_entry(entry, kind):
+    """Whether it is [stamp, answer], as lists of this kind have them: [[width, height], content], with another answer
+    behind it for a mask; for a model's files the content alone."""
+    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], list):
+        return False
+    answer = entry[1]
+    if kind == "models":
+        return isinstance(answer, str)
+    types = [list, str, bool] if kind == "masks" else [list, str]
+    if not isinstance(answer, list) or list(map(type, answer)) != types:
+        return False
+    return list(map(type, answer[0])) == [int, int] and min(answer[0]) > 0 and math.prod(answer[0]) <= MAX_PIXELS
 
 
 def digest_of(text):

@@ -13,13 +13,13 @@ from unittest.mock import patch
 
 import psutil # comes with accelerate
 import torch
-from accelerate import init_empty_weights
 from diffusers import AutoencoderKLQwenImage
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+import extras.configs as configs
 import extras.fit as fit # so that load_extra can name it, where it is missing
 import rope_patch
 from common import find_extra, say
@@ -133,10 +133,8 @@ def encoder_bytes(folder, dtype, quantize):
     """-> bytes of the VAE's and of the text encoder's weights, from their config files; 0 where there are none."""
     if not (folder / "text_encoder").is_dir():
         return 0, 0
-    with init_empty_weights():
-        vae = AutoencoderKLQwenImage.from_config(AutoencoderKLQwenImage.load_config(folder / "vae"))
-        text = Qwen2_5_VLForConditionalGeneration._from_config(
-            Qwen2_5_VLForConditionalGeneration.config_class.from_pretrained(folder / "text_encoder"))
+    vae = configs.empty_model(AutoencoderKLQwenImage, folder / "vae")
+    text = configs.empty_model(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder")
     text.lm_head = torch.nn.Identity() # as in cache.load_encoder
     return model_bytes(torch.nn.Module.to(vae, dtype)), model_bytes(torch.nn.Module.to(text, dtype), quantize)
 

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 import common
-from cache import find_model
 
 CONFIGS = {
     "transformer/config.json": dict(
@@ -60,6 +59,7 @@ def stand_in(args):
 
 
 def at_hand(model):
+    from cache import find_model # here, as it reads CONFIGS
     try:
         find_model(model, [*PARTS], weights=False)
         return True

@@ -15,6 +15,7 @@ Formats of fewer bits are refused: to unpack them takes their makers' code (nvfp
 import functools
 import inspect
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -23,10 +24,10 @@ from pathlib import Path
 
 import safetensors
 import torch
-from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 
 import common
+import extras.configs as configs
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import InputError, first_words
 
@@ -41,6 +42,8 @@ LORAS = r"lora_|\.lora\.|lokr_|hada_|dora_scale"
 FORMATS = {r"\.(qzeros|g_idx)$": "int4 of GPTQ or AWQ", r"\.(qweight|wscales|smooth_factor)$": "Nunchaku's SVDQuant, "
            "int4 or nvfp4", r"\.weight_scale_2$": "nvfp4", r"\.absmax$|bitsandbytes": "bitsandbytes' 4 or 8 bits",
            r"\._data$|_qtype$": "quanto's"}
+MOST_NAME = 1000 # characters of a tensor's name; an honest one has a hundred
+MOST_NOTE = 2**16 # bytes of a note of ComfyUI
 SHARD = r"-\d{5}-of-\d{5}"
 DTYPES = dict(I8="int8", U8="4 bits, packed in bytes", F4="fp4", F8_E8M0="mxfp8")
 
@@ -75,6 +78,8 @@ def read_layout(path):
     """-> Layout, from the header. InputError if it is no transformer of Qwen-Image, or of a format that is refused."""
     f = open_file(path)
     keys = list(f.keys())
+    if longest := [key for key in keys if len(key) > MOST_NAME]:
+        raise error_of(path, f"has a tensor whose name is {len(longest[0]):,} characters long", REMEDY)
     text = "\n".join(keys)
     if re.search(LORAS, text):
         raise error_of(path, "a LoRA", "give it as --lora (in train.py --pretrained_lora), and leave out --transformer")
@@ -137,8 +142,12 @@ def check_scales(path, f, names, layout):
 def refuse_format(path, f, names):
     """InputError names the format if it is not taken. f: the open file; names: {in the model: in the file}."""
     try: # ComfyUI's notes: {"format": "nvfp4"}, in a tensor of each layer, or together in the header
-        notes = [json.loads(bytes(f.get_tensor(key).tolist())) for name, key in names.items()
-                 if name.endswith(".comfy_quant")]
+        notes = []
+        for name, key in names.items():
+            if name.endswith(".comfy_quant"):
+                if math.prod(f.get_slice(key).get_shape()) > MOST_NOTE:
+                    raise ValueError(f"{name} is no note")
+                notes.append(json.loads(bytes(f.get_tensor(key).tolist())))
         header = json.loads((f.metadata() or {}).get("_quantization_metadata", "{}"))
         notes += [note for layer, note in header.get("layers", {}).items() if f"{layer}.weight" in names.values()]
         formats = {(note["format"], note.get("convrot", False)) for note in notes}
@@ -146,12 +155,11 @@ def refuse_format(path, f, names):
         raise error_of(path, f"its notes of ComfyUI cannot be read ({type(e).__name__}: {first_words(e)})", REMEDY)
     for said, rotated in formats:
         if rotated or said not in ("float8_e4m3fn", "float8_e5m2"):
-            words = f"{said}, ConvRot" if rotated else said
+            words = f"{said!s:.60}, ConvRot" if rotated else f"{said!s:.60}"
             raise error_of(path, f"in ComfyUI's format {words}, which is not taken", REMEDY)
-    text = "\n".join(names)
     for pattern, what in FORMATS.items():
-        if found := re.search(f".*(?:{pattern}).*", text, re.M):
-            raise error_of(path, f"in the format {what} (it has {found[0]}), which is not taken", REMEDY)
+        if found := next((name for name in names if re.search(pattern, name)), None):
+            raise error_of(path, f"in the format {what} (it has {found}), which is not taken", REMEDY)
     for name, key in names.items():
         dtype = f.get_slice(key).get_dtype()
         if dtype not in TAKEN and is_used(name):
@@ -170,8 +178,7 @@ def check_fit(path, folder):
             remedy += "; if it is a 2511 that was saved without the mark, give its diffusers folder"
         raise error_of(path, f"{has} {MARK_2511}, the mark of a 2511, and --model's {config} has zero_cond_t "
                        f"{fields.get('zero_cond_t', False)}", remedy)
-    with init_empty_weights():
-        model = QwenImageTransformer2DModel.from_config(fields)
+    model = configs.empty_model(QwenImageTransformer2DModel, folder / "transformer")
     wanted = {name: list(p.shape) for name, p in model.state_dict().items()}
     blocks = {name.split(".")[1] for name in layout.keys if name.startswith("transformer_blocks.")}
     if len(blocks) < len(model.transformer_blocks) and not re.search(SHARD, Path(path).name):
@@ -229,7 +236,9 @@ def read_json(path, name):
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text()))
+        fields = configs.read_json(path)
+        configs.check_config(path.parent.name, path.name, fields)
+        return fields
     except Exception as e: # a foreign file can fail in any way
         raise error_of(name, f"{path} cannot be read ({first_words(e)})", "download it again")
 

@@ -1,7 +1,7 @@
 """
-The rule on the wall: the five core files and tiny/ work when they are copied alone; any file of extras/, tools/ and
-tests/ can go without the rest noticing, but for the harness of all tests; imports point down only, and none at a test
-module; nothing at the top of a file is POSIX-only.
+The rule on the wall: the five core files and extras/ are the program, which works when it is copied with tiny/ alone;
+tools/ and tests/ can be deleted; imports point down only, and none at a test module; nothing at the top of a file is
+POSIX-only.
 """
 import ast
 import os
@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
@@ -30,11 +31,12 @@ def imports_of(path):
     of = lambda nodes: {name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for name in names(n)}
     return of(tree.body), of(ast.walk(tree))
 
-def copied(folder, *names):
-    for name in [*CORE, *names]:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(HERE / name, folder / name)
-    shutil.copytree(TINY, folder / "tiny")
+def copied(folder):
+    folder.mkdir()
+    for name in CORE:
+        shutil.copy(HERE / name, folder)
+    for name in ("extras", "tiny"):
+        shutil.copytree(HERE / name, folder / name)
     return folder
 
 def python(folder, *command):
@@ -47,13 +49,28 @@ def test_imports_point_down_only():
     for place, name in enumerate(CORE):
         first, anywhere = imports_of(HERE / name)
         assert not anywhere & {top_name for top_name in top if CORE.index(top[top_name]) > place}, name
-        assert not first & {"extras", "tools", "tests", "test_consistency", "conftest"}, name
+        assert not first & {"tools", "tests", "test_consistency", "conftest"}, name
     for path in (HERE / "extras").glob("*.py"):
         below = {"common", "rope_patch"} # what stands below everyone who loads it: these are train.py's alone
         below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "published") else set()
         assert not imports_of(path)[1] & {*top, "tools", "tests"} - below, path
     for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
         assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text())), path
+
+def test_a_script_imports_extras_before_any_module_of_ours():
+    """Or a folder cache/ beside it could be taken for cache.py. What comes before is there already."""
+    ours = {name.removesuffix(".py") for name in CORE} | {"tools", "extras"}
+    for path in [HERE / name for name in CORE[2:]] + [*(HERE / "tools").glob("*.py")]:
+        source = path.read_text()
+        if "sys.path.insert" not in source: # it is imported by one that has
+            assert "argparse" not in source and "common.Parser" not in source, path
+            continue
+        nodes = [n for n in ast.parse(source).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        names = [n.names[0].name if isinstance(n, ast.Import) else n.module for n in nodes]
+        first = next(name for name in names if name.split(".")[0] in ours)
+        assert first == "extras", path
+        if path.name in CORE: # which stand among all other folders
+            assert names[:3] == ["os", "sys", "extras"], path
 
 def test_no_file_imports_a_test_module():
     """What two of them share is in tests/harness.py."""
@@ -79,7 +96,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-def test_the_five_files_alone_cache_train_and_sample(tmp_path):
+def test_the_five_files_with_extras_alone_cache_train_and_sample(tmp_path):
     """Also where neither fcntl nor resource nor os.uname exist, as on Windows, and no git."""
     folder = copied(tmp_path / "alone")
     for part in ("target", "control"): # four pictures are enough
@@ -90,14 +107,16 @@ def test_the_five_files_alone_cache_train_and_sample(tmp_path):
         assert result.returncode == 0, result.stderr[-2000:]
     assert (folder / "out/tiny-data-001/DONE").exists()
     assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text()
-    assert len(list((folder / "out/predict").glob("*.png"))) == 4
+    assert len(list((folder / "out/predict").glob("*.png"))) == 5 # four, and a sheet of them
 
 def take_away(patch, name, folder):
     """From now on imports find a copy of extras/ in this folder, without one file."""
     shutil.copytree(HERE / "extras", folder / "extras", ignore=shutil.ignore_patterns(f"{name}.py", "__pycache__"))
     for module in [m for m in sys.modules if m.split(".")[0] == "extras"]:
         patch.delitem(sys.modules, module)
-    patch.setattr(sys, "path", [str(folder)] + [p for p in sys.path if p not in ("", str(HERE))])
+    spec = spec_from_file_location("extras", folder / "extras/__init__.py",
+                                   submodule_search_locations=[str(folder / "extras")])
+    patch.setitem(sys.modules, "extras", module_from_spec(spec))
 
 def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
     """Each extra by itself: the others stay, and are not missed."""
@@ -118,20 +137,16 @@ def test_an_extra_that_needs_another_one_names_it(tmp_path, monkeypatch, name, n
     with refused(f"--{name}", f"extras/{needed}.py"):
         common.load_extra(name)
 
-def test_without_extras_a_device_that_is_none_and_the_tools_are_one_line(monkeypatch, tmp_path):
-    for module in [m for m in sys.modules if m.split(".")[0] in ("extras", "tools")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "extras", None)
+def test_a_device_that_is_none_is_one_line(monkeypatch):
+    """With and without a file for cards."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for script in CORE[2:]:
-        for device in ("foo", "cuda", "cuda:1"):
-            result = run_script(script, "--device", device)
-            assert result.status == 2 and is_one_line(result.errors[0], "--device", device), result.err
-            assert len(result.err.splitlines()) == 1
-    for tool, flags in dict(doctor=["-h"], measure=["a", "b"], bench=[], gpu_check=["--out", tmp_path / "a"]).items():
-        result = run_script(f"tools/{tool}.py", *flags)
-        assert result.status == 1 and len(result.err.splitlines()) == 1, result.err
-        assert is_one_line(result.errors[0], tool, "extras"), result.err
+    for cards in (common.find_extra("cuda"), None):
+        monkeypatch.setitem(sys.modules, "extras.cuda", cards)
+        for script in CORE[2:]:
+            for device in ("foo", "cuda", "cuda:1"):
+                result = run_script(script, "--device", device)
+                assert result.status == 2 and is_one_line(result.errors[0], "--device", device), result.err
+                assert len(result.err.splitlines()) == 1
 
 def test_the_claims_run_as_a_script_too(monkeypatch):
     calls = []

@@ -24,7 +24,7 @@ import predict
 from extras import quantize
 from extras.transformer import MARK_2511, read_layout
 from tests.harness import (ADAMW, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve, is_one_line, log_of,
-                           lora_file, lora_of, lora_tensors, refused, run_script, start_ranks)
+                           lora_file, lora_of, lora_tensors, refused, run_script, start_ranks, within)
 
 OURS = safetensors.torch.load_file(TINY / "transformer/diffusion_pytorch_model.safetensors")
 COMFY, E4M3 = "model.diffusion_model.", torch.float8_e4m3fn
@@ -456,3 +456,18 @@ def test_a_broken_index_beside_a_transformer_is_one_line(tmp_path):
     (other / "model_index.json").write_text("[")
     with refused(f"--transformer {other}", "model_index.json"):
         predict.find_transformer(SimpleNamespace(model="tiny", transformer=str(other)))
+
+@pytest.mark.parametrize("name, size, notes", [
+    ("a" * 900_000 + ".qweight", 1, {}), ("_" * 900_000 + "b", 1, {}), ("lora" * 200_000, 1, {}),
+    ("transformer_blocks.0.attn.to_q.comfy_quant", 10**8, {}),
+    *[("transformer_blocks.0.attn.to_q.weight", 1, {"_quantization_metadata": text}) for text in (
+        "[]", "3", '{"layers": []}', '{"layers": {"transformer_blocks.0.attn.to_q": 3}}', "[" * 100_000,
+        json.dumps({"layers": {"transformer_blocks.0.attn.to_q": {"format": "x\x1b" * 9999, "convrot": [1]}}}),
+        json.dumps({"layers": {"transformer_blocks.0.attn.to_q": {"format": "x\x1b" * 9999, "convrot": True}}}))]])
+def test_a_strangers_names_and_notes_cost_a_line(tmp_path, name, size, notes):
+    """Long names, of which a regular expression would make hours; a note of 100 MB; notes of other types."""
+    path = tmp_path / "a.safetensors"
+    save_file({name: torch.zeros(size, dtype=torch.uint8)}, path, metadata=notes or None)
+    with within(5), pytest.raises(common.InputError) as e:
+        read_layout(path)
+    assert is_one_line(str(e.value), str(path)) and len(str(e.value)) < 1000
