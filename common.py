@@ -37,6 +37,8 @@ TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transfo
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
 PEFT_FILE = "adapter_model.safetensors" # as peft calls it
 NAME_BYTES = 255 # a file's name may have so many
+LONG_TEXT = 2**30 # bytes of a manifest, a table or an index at most: a million samples
+MAX_REPEATS = 10_000
 NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
 @dataclass
@@ -275,7 +277,7 @@ def add_data_flags(parser):
          nargs="+")
     flag("--repeats", None,
          "how many times an epoch uses each --data, one number for each (default: 1)",
-         type=positive, nargs="+")
+         type=number(int, 1, MAX_REPEATS), nargs="+")
     flag("--val_data", [],
          "validation datasets, not trained on: their loss is logged, their pictures are generated without and with the "
          "LoRA (default: none; the demo has its own)", nargs="*")
@@ -693,6 +695,12 @@ def is_inside(path, folder):
             inside.append(above.parent.parent / "blobs")
     return any(map(path.is_relative_to, inside))
 
+def refuse_outside(path, folder):
+    """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
+    if not is_inside(path, folder):
+        raise InputError(f"{path}: a link that leads out of {folder}, and so is not read; if you trust it, make a copy "
+                         "with the files themselves: cp -rL")
+
 # ---- LoRA files, in run folders and elsewhere ------------------------------------------------------------------------
 
 def number_of(path):
@@ -784,6 +792,8 @@ def read_dataset(root, is_job=False):
     if "target" in folders:
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
+        if manifest != root: # which the user has named
+            refuse_outside(manifest, root)
         samples, problems = load_extra("manifest", root).read(manifest, is_job)
     else:
         hints = find_extra("hints")
@@ -827,6 +837,8 @@ def read_folder(data, folders):
         if path not in folders.values():
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
                              "is one of these, or move it elsewhere")
+    for folder in folders.values():
+        refuse_outside(folder, data)
     # what no sample has taken yet
     left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
     samples = []
@@ -858,6 +870,8 @@ def take_sample(data, folders, left, name):
     for paths in (target, caption, mask, *controls):
         if len(paths) > 1:
             raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
+        if paths and paths[0].is_symlink():
+            refuse_outside(paths[0], data)
     if not controls[0] and "control" in folders:
         raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png or .jpg")
     if further := left.get(("control", next_name, "picture")): # not taken above, as there is a target of this name
@@ -885,18 +899,23 @@ def is_visible(text):
 
 def check_text(where, prompt):
     if re.search("<[|]|[\ud800-\udfff]", prompt):
-        raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
+        raise InputError(f"{where}: a special token, or half a character, in {prompt!r:.200}; leave it out")
     if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
-        raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r}; write the word itself")
+        raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r:.200}; write the word itself")
 
-def read_text(path):
+def read_text(path, most=2**20):
     """A text file in UTF-8, without the marks that editors on Windows write before it (and that `cat` leaves inside).
-    InputError names the file."""
+    most: bytes; the default is for a caption or a configuration. InputError names the file."""
     if not path.exists():
         raise InputError(f"{path}: does not exist; check the name")
+    data = b"\0"
     with contextlib.suppress(OSError, ValueError):
-        # a FIFO would hang; UTF-16 can pass for UTF-8
-        if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
+        if path.is_file(): # a FIFO would hang
+            with open(path, "rb") as f:
+                data = f.read(most + 1)
+        if len(data) > most:
+            raise InputError(f"{path}: over {most:,} bytes, which is no text of this kind; shorten it")
+        if "\0" not in (text := data.decode()): # UTF-16 can pass for UTF-8
             return text.replace("\ufeff", "")
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
@@ -942,7 +961,8 @@ def look_at(path):
 def look_at_mask(path):
     """-> [(width, height), content hash, whether it marks a part] of a mask. InputErrors are read_mask's."""
     content = file_hash(path)
-    return [image_size(path), content, not mask_is_empty(read_mask(path, content))]
+    with full_size(path):
+        return [image_size(path), content, not mask_is_empty(read_mask(path, content))]
 
 def pictures_of(sample):
     """The paths of its pictures, the target first if it has one."""
@@ -999,6 +1019,12 @@ def look_over(args):
 
 MAX_PIXELS = 160_000_000 # a larger picture is refused before it is decoded
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
+
+def full_size(*paths):
+    """with full_size(*paths): while a thread holds these pictures at full size. It waits for other threads if all of
+    them together would fill the memory."""
+    flight = find_extra("flight")
+    return flight.room_for(paths) if flight else contextlib.nullcontext()
 
 def open_image(path, content=None):
     """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,
