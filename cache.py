@@ -271,8 +271,7 @@ def read_pictures(pipe, sample, encoder, what):
         return read_image(path, sample.contents[path])
 
     def read(path, size):
-        with common.full_size(path):
-            return pipe.image_processor.resize(read_planned(path), size[1], size[0])
+        return pipe.image_processor.resize(read_planned(path), size[1], size[0])
 
     # the text encoder sees small copies of the controls
     if encoder == "text":
@@ -281,19 +280,14 @@ def read_pictures(pipe, sample, encoder, what):
     # a token is 16x16 pixels; shapes are (frames, height, width), and PIL's sizes (width, height)
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
     target = mask = None
+    if sample.target:
+        whole = read_planned(sample.target)
+        target = pipe.image_processor.resize(whole, height, width)
     if "mask" in what: # --mask auto compares the pictures at their own sizes
-        pair = sample.target, sample.controls[0]
-        with common.full_size(*pair):
-            whole, control = map(read_planned, pair)
-            target = pipe.image_processor.resize(whole, height, width)
-            mask = load_extra("mask").auto_mask(whole, control, (width, height))
-            del whole, control
-    elif sample.target:
-        target = read(sample.target, (width, height))
-    if sample.mask:
-        with common.full_size(sample.mask):
-            mask = read_mask(sample.mask, sample.contents[sample.mask])
-            mask = mask.resize((width // 16, height // 16), Image.BOX)
+        mask = load_extra("mask").auto_mask(whole, read_planned(sample.controls[0]), (width, height))
+    elif sample.mask:
+        mask = read_mask(sample.mask, sample.contents[sample.mask])
+        mask = mask.resize((width // 16, height // 16), Image.BOX)
     return [*map(read, sample.controls, control_sizes), target, mask]
 
 def encode_latents(pipe, sample, encoding, pictures=None):
@@ -477,7 +471,10 @@ def encode_files(pipe, jobs, args):
     failed = {}
     # sorted: the encoders are loaded once each, and are never in memory together
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
-    reads = common.run_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
+    read = read_pictures
+    if flight := common.find_extra("flight"): # which lets threads wait if pictures would fill the memory
+        read = flight.in_turn(read_pictures)
+    reads = common.run_ahead(lambda file: read(pipe, *jobs[file]), order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
@@ -512,22 +509,20 @@ def encode_files(pipe, jobs, args):
 
 def load_latents(sample, encoding, encoders=None):
     """encode_latents of one of sample.encodings: from the cache, or encoded now by the pipeline `encoders`."""
-    if encoders:
-        return encode_latents(encoders, sample, encoding)
-    tensors = read_tensors(encoding["file"], key=encoding["file"].stem)[0]
-    if indexes := common.find_extra("indexes"):
-        indexes.check_latents(tensors, sample, encoding)
-    return tensors
+    return encode_latents(encoders, sample, encoding) if encoders else read_encoded(sample, encoding)
 
 def load_text(sample, text_key, encoders=None):
     """prompt_embed (T, 3584) of a text key, likewise."""
     text = sample.texts[text_key]
-    file = text["file"]
-    tensors = encode_text(encoders, sample, text_key) if encoders else read_tensors(file, key=file.stem)[0]
-    name = "prompt_embed" if text_key[0] else "empty_prompt_embed"
-    if not encoders and (indexes := common.find_extra("indexes")):
-        indexes.check_rows(tensors, file, {name: text["tokens"]})
-    return tensors[name]
+    tensors = encode_text(encoders, sample, text_key) if encoders else read_encoded(sample, text)
+    return tensors["prompt_embed" if text_key[0] else "empty_prompt_embed"]
+
+def read_encoded(sample, encoded):
+    """A file of the cache -> its tensors. InputError if they are not what was planned, as an index may be foreign."""
+    tensors, _ = read_tensors(encoded["file"], key=encoded["file"].stem)
+    if indexes := common.find_extra("indexes"):
+        indexes.check_tensors(tensors, sample, encoded)
+    return tensors
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
 
@@ -567,8 +562,6 @@ def plan_training(pipe, folder, args):
         for sample in found if args.repeats else []:
             sample.repeats = args.repeats[n]
         samples += found
-    if (uses := sum(sample.repeats for sample in samples)) > 10**7: # train.py lists an epoch's samples
-        raise InputError(f"--repeats: an epoch would have {uses:,} uses of samples; give smaller numbers")
     # the first area alone is validated
     val_geometry = geometry | dict(target_pixels=geometry["target_pixels"][:1])
     val_samples = []

@@ -38,7 +38,6 @@ LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_w
 PEFT_FILE = "adapter_model.safetensors" # as peft calls it
 NAME_BYTES = 255 # a file's name may have so many
 LONG_TEXT = 2**30 # bytes of a manifest, a table or an index at most: a million samples
-MAX_REPEATS = 10_000
 NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
 @dataclass
@@ -277,7 +276,7 @@ def add_data_flags(parser):
          nargs="+")
     flag("--repeats", None,
          "how many times an epoch uses each --data, one number for each (default: 1)",
-         type=number(int, 1, MAX_REPEATS), nargs="+")
+         type=number(int, 1, 10_000), nargs="+")
     flag("--val_data", [],
          "validation datasets, not trained on: their loss is logged, their pictures are generated without and with the "
          "LoRA (default: none; the demo has its own)", nargs="*")
@@ -792,9 +791,7 @@ def read_dataset(root, is_job=False):
     if "target" in folders:
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
-        if manifest != root: # which the user has named
-            refuse_outside(manifest, root)
-        samples, problems = load_extra("manifest", root).read(manifest, is_job)
+        samples, problems = load_extra("manifest", root).read(manifest, is_job, root)
     else:
         hints = find_extra("hints")
         raise InputError(hints.no_dataset(root) if hints else f"{root}: no dataset is here; {LAYOUT}")
@@ -908,18 +905,15 @@ def read_text(path, most=2**20):
     most: bytes; the default is for a caption or a configuration. InputError names the file."""
     if not path.exists():
         raise InputError(f"{path}: does not exist; check the name")
-    data = b"\0"
     with contextlib.suppress(OSError, ValueError):
-        if path.is_file(): # a FIFO would hang
-            with open(path, "rb") as f:
-                data = f.read(most + 1)
-        if len(data) > most:
+        if path.stat().st_size > most:
             raise InputError(f"{path}: over {most:,} bytes, which is no text of this kind; shorten it")
-        if "\0" not in (text := data.decode()): # UTF-16 can pass for UTF-8
+        # a FIFO would hang; UTF-16 can pass for UTF-8
+        if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
             return text.replace("\ufeff", "")
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
-def read_json(text): # these three serve extras and tools, which read JSON of a person or of another program
+def read_json(text): # these two serve extras and tools, which read JSON of a person or of another program
     """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
     def unique(pairs):
         found = {}
@@ -936,11 +930,6 @@ def read_object(text):
     if not isinstance(value, dict):
         raise ValueError(f"no JSON object: {text:.60}")
     return value
-
-def as_list(value):
-    if not isinstance(value, (str, list)):
-        raise TypeError(f"{value!r} is neither a text nor a list")
-    return [value] if isinstance(value, str) else value
 
 def is_index(root):
     return Path(root).suffix == ".json"
@@ -961,8 +950,7 @@ def look_at(path):
 def look_at_mask(path):
     """-> [(width, height), content hash, whether it marks a part] of a mask. InputErrors are read_mask's."""
     content = file_hash(path)
-    with full_size(path):
-        return [image_size(path), content, not mask_is_empty(read_mask(path, content))]
+    return [image_size(path), content, not mask_is_empty(read_mask(path, content))]
 
 def pictures_of(sample):
     """The paths of its pictures, the target first if it has one."""
@@ -1019,12 +1007,6 @@ def look_over(args):
 
 MAX_PIXELS = 160_000_000 # a larger picture is refused before it is decoded
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
-
-def full_size(*paths):
-    """with full_size(*paths): while a thread holds these pictures at full size. It waits for other threads if all of
-    them together would fill the memory."""
-    flight = find_extra("flight")
-    return flight.room_for(paths) if flight else contextlib.nullcontext()
 
 def open_image(path, content=None):
     """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,

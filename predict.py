@@ -541,8 +541,7 @@ def complete_settings(sample, args, shift_terminal):
     if settings["num_inference_steps"] == 1 and shift_terminal and not settings["shift"]:
         raise InputError(f"{where}: num_inference_steps 1; give 2 or more, or a shift")
     # a line may name its file, in --out_dir
-    out = Path(own.get("out", ""))
-    if out.is_absolute() or ".." in out.parts or not common.is_inside(args.out_dir / out, args.out_dir):
+    if not common.is_inside(args.out_dir / own.get("out", ""), args.out_dir):
         raise InputError(f"{where}: out {own['out']!r}; give a path below --out_dir")
     if "seed" in own and len(args.seed) > 1:
         raise InputError(f"{where}: its own seed, and --seed gives several; leave one out")

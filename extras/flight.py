@@ -23,6 +23,14 @@ def pixels_of(path):
     return 0
 
 
+def in_turn(read_pictures):
+    """cache.read_pictures, with room for all pictures of its sample."""
+    def read(pipe, sample, *what):
+        with room_for(sample.contents):
+            return read_pictures(pipe, sample, *what)
+    return read
+
+
 @contextlib.contextmanager
 def room_for(paths):
     """Waits until there is room for these pictures, all at once: if each of two threads had one picture and waited for

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import common
-from common import LONG_TEXT, MAX_PIXELS, MAX_REPEATS, NAME_BYTES, VERSION, InputError, Sample
+from common import LONG_TEXT, MAX_PIXELS, NAME_BYTES, VERSION, InputError, Sample
 
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):
@@ -67,6 +67,8 @@ def read_index(path):
         samples = [Sample(**row) for row in index["samples"]]
         for n, sample in enumerate(samples, 1):
             check_sample(n, sample)
+        if (uses := sum(sample.repeats for sample in samples)) > 10**7: # train.py lists them
+            raise ValueError(f"{uses:,} uses of samples in an epoch")
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {common.first_words(e)}); run "
                          "cache.py again")
@@ -160,7 +162,7 @@ def is_geometry(value):
 RULES = dict( # of Sample's fields
     name=is_name, root=is_name, controls=lambda value: is_list(value, is_path, 0, 99),
     prompts=lambda value: is_list(value, is_text, 1), target=lambda value: value is None or is_path(value),
-    mask=lambda value: value is None or is_path(value), repeats=lambda value: is_count(value, MAX_REPEATS),
+    mask=lambda value: value is None or is_path(value), repeats=lambda value: is_count(value, 10_000),
     settings=lambda value: value == {}, contents=is_text_dict, sizes=lambda value: is_list(value, is_size),
     prompt_sizes=lambda value: is_list(value, is_size), encodings=lambda value: is_list(value, is_encoding, 1, 100),
     texts=lambda value: is_list(value, is_encoded_text, 1))
@@ -194,17 +196,22 @@ def check_sample(n, sample):
         raise ValueError(f"sample {n}: {e}")
 
 
-def check_latents(tensors, sample, encoding):
-    """InputError unless what cache.load_latents has read is what the index, or the plan, says of this file."""
-    target, *controls = [h * w for _, h, w in encoding["img_shapes"]]
+def check_tensors(tensors, sample, encoded):
+    """InputError unless what was read of a file is what the index, or the plan, says of it. encoded: one of
+    sample.encodings, or of the values of sample.texts."""
+    file = encoded["file"]
+    if "tokens" in encoded:
+        prefix = "" if "prompt_embed" in tensors else "empty_"
+        return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
+    target, *controls = [h * w for _, h, w in encoded["img_shapes"]]
     rows = dict(control_latent=sum(controls))
     if sample.target or not sample.controls:
         rows["pixel_latent"] = target
-    check_rows(tensors, encoding["file"], rows, 64)
+    check_rows(tensors, file, rows, 64)
     mask = tensors.get("edit_mask")
     if mask is not None and (mask.shape != (target,) or not mask.is_floating_point()):
-        raise InputError(f"{encoding['file']}: edit_mask is {list(mask.shape)}, and its pictures want [{target}]; "
-                         "delete this file, and run cache.py again")
+        raise InputError(f"{file}: edit_mask is {list(mask.shape)}, and its pictures want [{target}]; delete this "
+                         "file, and run cache.py again")
 
 
 def check_rows(tensors, file, rows, width=None):

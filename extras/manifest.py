@@ -17,8 +17,14 @@ import re
 from functools import partial
 from pathlib import Path
 
-from common import (LONG_TEXT, SAMPLE_FLAGS, InputError, as_list, first_words, is_inside, make_sample, noise_level,
-                    noted, png_name, read_object, read_text, seed_number)
+from common import (LONG_TEXT, SAMPLE_FLAGS, InputError, first_words, is_inside, make_sample, noise_level, noted,
+                    png_name, read_object, read_text, refuse_outside, seed_number)
+
+
+def as_list(value):
+    if not isinstance(value, (str, list)):
+        raise TypeError(f"{value!r:.100} is neither a text nor a list")
+    return [value] if isinstance(value, str) else value
 
 
 def noise_levels(values):
@@ -32,8 +38,11 @@ JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=seed_number,
                  **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
 
 
-def read(manifest, is_job=False):
-    """-> (samples, problems): a line for each thing that is wrong. InputError for another trainer's manifest."""
+def read(manifest, is_job=False, root=None):
+    """-> (samples, problems): a line for each thing that is wrong. root: the folder in which the manifest was found.
+    InputError for another trainer's manifest."""
+    if root not in (None, manifest): # else the user has named it
+        refuse_outside(manifest, root)
     samples = []
     problems = []
     text = read_text(manifest, LONG_TEXT)

@@ -55,6 +55,7 @@ from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
 
 try:
+    from extras.flight import room_for
     from extras.hints import how_many
     from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
                              remaining_motion, same_shape)
@@ -174,7 +175,7 @@ def enlargement(uses):
 def examine_pictures(paths):
     """A target and its control, or a target alone -> (examine_pair's findings, for each picture 16x16 pixels of it for
     find_twins, its small_copy for odd_pairs, its looks_of). At full size they are held here only."""
-    with common.full_size(*paths):
+    with room_for(paths):
         pictures = list(map(read_image, paths))
         findings = examine_pair(*pictures) if len(pictures) == 2 else {}
         small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pictures]
@@ -189,7 +190,7 @@ def examine_sample(sample, pipe, args):
     (w, h), *control_sizes = sample.sizes
     findings, small, copies, looks = examine_pictures([sample.target, *sample.controls[:1]])
     for path in sample.controls[1:]:
-        with common.full_size(path):
+        with room_for([path]):
             read_image(path) # it must be whole
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sample.sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
@@ -198,7 +199,7 @@ def examine_sample(sample, pipe, args):
     findings |= enlargement(uses)
     if sample.mask:
         common.check_mask(sample.mask, common.image_size(sample.mask), (w, h))
-        with common.full_size(sample.mask):
+        with room_for([sample.mask]):
             mask = read_mask(sample.mask)
         if mask_is_empty(mask):
             findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"

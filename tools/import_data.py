@@ -54,6 +54,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line
+from extras.flight import room_for
+from extras.manifest import as_list
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
@@ -169,7 +171,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     for folder in folders.values():
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; {near(folder)}, or {ASK}")
-    prompts = common.as_list(prompt or [])
+    prompts = as_list(prompt or [])
     if not trigger:
         for prompt in prompts:
             common.check_text("--prompt", prompt)
@@ -406,8 +408,8 @@ def find_file(table, anywhere, folder, where, cell):
     if os.path.isfile(file):
         if anywhere or common.is_inside(file, base):
             return file
-        raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself as "
-                         "SOURCE")
+        raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself "
+                         "as SOURCE")
     if anywhere and os.path.isfile(cell):
         return Path(cell)
     raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
@@ -571,7 +573,7 @@ def aitoolkit_part(config, dataset):
     are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
     for key in sorted(dataset.keys() & set(CONTROLS)):
-        controls += common.as_list(dataset[key] or [])
+        controls += as_list(dataset[key] or [])
     trigger = dataset.get("trigger_word")
     if isinstance(trigger, (list, dict)):
         raise ValueError(f"trigger_word {trigger!r:.100} is no word")
@@ -600,7 +602,7 @@ def simpletuner_rows(config, rows):
     for row in rows:
         kind = row.get("dataset_type", "image")
         if row.get("disabled") or row.get("disable") or kind in ("text_embeds", "image_embeds"):
-            idle |= {row.get("id"), *common.as_list(row.get("conditioning_data") or [])}
+            idle |= {row.get("id"), *as_list(row.get("conditioning_data") or [])}
             continue
         if kind not in ("image", "conditioning"):
             print(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
@@ -617,7 +619,7 @@ def simpletuner_rows(config, rows):
 
 def conditions_of(target, others):
     """-> those of these datasets of conditions that belong to this one of targets, which each of the two may say."""
-    named = common.as_list(target.get("conditioning_data") or [])
+    named = as_list(target.get("conditioning_data") or [])
     own = {row["id"]: row for row in others if row["id"] in named or row.get("source_dataset_id") == target["id"]}
     return [own[name] for name in dict.fromkeys([*named, *own]) if name in own] # in the order in which they are named
 
@@ -642,7 +644,7 @@ def simpletuner_part(config, row, own):
     if strategy == "instanceprompt" or row.get("only_instance_prompt"):
         if not words:
             raise KeyError("instance_prompt")
-        return part | dict(suffix=None, prompt=list(map(common.only_text, common.as_list(words))))
+        return part | dict(suffix=None, prompt=list(map(common.only_text, as_list(words))))
     if strategy == "filename":
         part.update(suffix=None, prompt=None)
     if row.get("prepend_instance_prompt"):
@@ -678,7 +680,7 @@ def fit_masks(samples, folder, invert=False, alpha=False):
 
     def work(item):
         number, sample = item
-        with common.full_size(sample.target if alpha else sample.mask):
+        with room_for([sample.target if alpha else sample.mask]):
             return fit_mask(sample, folder / f"{number}.png", invert, alpha)
     bad, empty, problems = [], [], []
     found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
