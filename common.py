@@ -1075,7 +1075,7 @@ def read_image(path, content=None):
     it). content: look_at's hash; InputError if the file has changed since."""
     image = decode(path, content)
     if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
-        image = load_extra("photos", path).to_plain(image, path)
+        return load_extra("photos", path).to_plain(image, path)
     return image.convert("RGB")
 
 def read_mask(path, content=None):

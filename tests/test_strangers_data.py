@@ -468,3 +468,196 @@ def test_a_profile_of_many_megabytes_is_ignored_with_a_line(tmp_path, capsys):
     picture = save(paint_picture(), tmp_path / "a.tif", icc_profile=b"x" * (photos.LARGE_PROFILE + 1))
     image = common.read_image(picture)
     assert image.tobytes() == paint_picture().tobytes() and "16,777,216 bytes" in capsys.readouterr().err
+
+# ---- whatever is in them ---------------------------------------------------------------------------------------------
+
+def hostile(rng, home):
+    """Any value that JSON can hold, and that nobody expects."""
+    deep = []
+    for _ in range(50):
+        deep = [deep]
+    return rng.choice([
+        0, 1, -1, 5, 2**31, 10**30, 1.5, -0.0, 1e300, float("inf"), float("nan"), None, True, False, "", " ", "0", "abc",
+        "\x1b]0;owned\7\r\n", "\u202egnp.\u2066", "\ud800", "a\0b", "x" * 300, "x" * 20_000, "[trigger]", "<|im_end|>",
+        f"{home}/key.txt", f"{home}/target/cat.png", "../home/target/cat.png", "link/cat.png", "/etc/passwd", ".", "..",
+        "C:\\x", "~/x", "%s%n{0}", "a.png", "b.png", "txt", "native", [], {}, [[]], deep, ["a.png"] * 300, [None],
+        [5, "a.png"], dict(bytes="x", path=f"{home}/key.txt"), {"": 1}, {"a": {"b": [1, {"c": None}]}}, [1e999],
+        "9" * 5000])
+
+def places(value, path=()):
+    """All places in a value of JSON."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+def spoiled(rng, value, home):
+    """It changes one to three places of a value: another value, gone, twice, or one more field."""
+    for _ in range(rng.randint(1, 3)):
+        *path, last = rng.choice([path for path in places(value) if path] or [("x",)])
+        inner = value
+        for key in path:
+            inner = inner[key]
+        what = rng.random()
+        if what < 0.7 or not isinstance(inner, (dict, list)):
+            inner[last] = hostile(rng, home)
+        elif what < 0.85:
+            del inner[last]
+        elif isinstance(inner, list):
+            inner.insert(0, inner[last])
+        else:
+            name = rng.choice(["repeats", "control", "mask", "image", "x", "\x1b[2J", "file_name", "id"])
+            inner[name] = hostile(rng, home)
+    return value
+
+def scratched(rng, text):
+    """It changes some letters of a text."""
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(text) + 1)
+        new = rng.choice(['"', "{", "}", "[", "]", ",", ":", "\n", "\t", "&a ", "*a", "- ", "0", "e9", "=", "\\", "\x1b",
+                          "\u2028", "<<", "!!str ", "#", ""])
+        text = text[:place] + new + text[place + rng.randint(0, 3):]
+    return text
+
+def dumped(rng, value):
+    """JSON, sometimes with scratches."""
+    text = json.dumps(value)
+    return scratched(rng, text) if rng.random() < 0.15 else text
+
+ROW = dict(target="a.png", control=["b.png"], prompt="go", mask="c.png")
+JOB = dict(image=["a.png", "b.png"], prompt="go", out="x/y.png", seed=3, sigmas=[1.0, 0.5], shift=3.0, height=64,
+           width=64, size_from=1, true_cfg_scale=4.0, negative_prompt=" ", num_inference_steps=4)
+MUSUBI = dict(general=dict(caption_extension=".txt", batch_size=1), datasets=[dict(
+    image_directory="set/target", control_directory="set/control", num_repeats=1, resolution=[960, 544])])
+TOOLKIT = dict(job="extension", config=dict(name="x", process=[dict(
+    type="sd_trainer", trigger_word="p3r5on", datasets=[dict(
+        folder_path="set/target", control_path=["set/control"], caption_ext="txt", mask_path=None, num_repeats=1,
+        resolution=[512, 768])])]))
+SIMPLE = [dict(id="a", type="local", instance_data_dir="set/target", conditioning_data=["b"], repeats=0,
+               caption_strategy="textfile", resolution=1024),
+          dict(id="b", type="local", dataset_type="conditioning", conditioning_type="reference_strict",
+               instance_data_dir="set/control", source_dataset_id="a")]
+
+def as_toml(value):
+    """A value as TOML writes it, in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))} = {as_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return {None: '""'}.get(value, json.dumps(value).replace("NaN", "nan").replace("Infinity", "inf"))
+
+def spoiled_index(rng, folder, home, small):
+    index = json.loads((small.cache / "tiny-data.json").read_text())
+    (folder / "index.json").write_text(dumped(rng, spoiled(rng, index, home)))
+    return indexes.read_index(folder / "index.json")[0]
+
+def spoiled_manifest(rng, folder, home, small):
+    lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(ROW)), home)) for _ in range(2)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines), errors="surrogatepass")
+    samples, problems = common.read_dataset(folder)
+    for sample in samples:
+        with common.noted(problems):
+            common.look_at_sample(sample)
+    assert all(is_one_line(problem) for problem in problems), problems
+    return samples
+
+def spoiled_jobs(rng, folder, home, small):
+    lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(JOB)), home)) for _ in range(2)]
+    (folder / "jobs.jsonl").write_text("\n".join(lines))
+    samples, problems = common.read_dataset(folder / "jobs.jsonl", is_job=True)
+    flags = type("Flags", (), dict(common.SAMPLING, **dict.fromkeys(["height", "width", "size_from"]), seed=[0],
+                                   jobs="jobs.jsonl", out_dir=folder / "out"))
+    for sample in samples:
+        with common.noted(problems):
+            predict.complete_settings(sample, flags, shift_terminal=0.02)
+            out = folder / "out" / sample.settings.get("out", "x.png")
+            assert common.is_inside(out, folder / "out")
+            common.look_at_sample(sample)
+    assert all(is_one_line(problem) for problem in problems), problems
+
+def imported(source, folder):
+    """What import_data.py does, without the start of a script."""
+    from tools import import_data
+    flags = type("Flags", (), dict(source=source, target=None, control=[], mask=None, prompt=None, alone=False,
+                                   hold_out=0))
+    work = folder / "work"
+    work.mkdir()
+    problems = import_data.convert(flags, {}, work)[1]
+    assert all(is_one_line(problem) for problem in problems), problems
+
+def spoiled_table(kind):
+    def spoil(rng, folder, home, small):
+        rows = [spoiled(rng, json.loads(json.dumps(ROW)), home) for _ in range(2)]
+        table = folder / f"metadata.{kind}"
+        if kind == "csv":
+            cells = [json.dumps(value) if rng.random() < 0.3 else f"{value}" for row in rows for value in row.values()]
+            text = "\n".join(["target,control,prompt,mask", ",".join(cells[:4]), ",".join(cells[4:])])
+            table.write_text(scratched(rng, text), errors="replace")
+        elif kind == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+            try:
+                made = pyarrow.Table.from_pylist(rows)
+                pyarrow.parquet.write_table(made, table)
+            except (pyarrow.ArrowException, UnicodeError, OverflowError, TypeError, AttributeError):
+                table.write_bytes(b"PAR1" + rng.randbytes(100) + b"PAR1") # it cannot hold such a value
+            if rng.random() < 0.3:
+                data = bytearray(table.read_bytes())
+                for _ in range(5):
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+                table.write_bytes(data)
+        elif kind == "json":
+            table.write_text(dumped(rng, rows))
+        imported(folder if rng.random() < 0.7 else table, folder)
+    return spoil
+
+def spoiled_config(suffix, config, dump):
+    def spoil(rng, folder, home, small):
+        value = spoiled(rng, json.loads(json.dumps(config)), home)
+        text = dump(value)
+        path = folder / f"x{suffix}"
+        path.write_text(scratched(rng, text) if rng.random() < 0.3 else text, errors="replace")
+        os.chdir(folder) # where relative paths begin
+        imported(path, folder)
+    return spoil
+
+def lines_of_toml(config):
+    """A table of TOML, with a line for each key."""
+    if not isinstance(config, dict):
+        return as_toml(config)
+    return "\n".join(f"{json.dumps(str(key))} = {as_toml(value)}" for key, value in config.items())
+
+FUZZED = {
+    "index": spoiled_index, "metadata.jsonl": spoiled_manifest, "jobs.jsonl": spoiled_jobs, "csv": spoiled_table("csv"),
+    "json": spoiled_table("json"), "parquet": spoiled_table("parquet"),
+    "toml": spoiled_config(".toml", MUSUBI, lines_of_toml), "yaml": spoiled_config(".yaml", TOOLKIT, json.dumps),
+    "yaml in lines": spoiled_config(".yaml", TOOLKIT, lambda value: yaml.safe_dump(value, allow_unicode=True)),
+    "SimpleTuner": spoiled_config(".json", SIMPLE, json.dumps)}
+
+@pytest.mark.parametrize("kind", FUZZED)
+def test_whatever_is_in_a_file_ends_in_lines_and_touches_nothing_outside(tmp_path, small, outside, monkeypatch, kind):
+    """A folder beside the dataset stays as it is, its key is shown nowhere, and a file takes less than five seconds."""
+    monkeypatch.chdir(tmp_path)
+    sound = tmp_path / "sound"
+    for n, name in enumerate("abc"):
+        save(paint_picture(seed=n, mode="L" if name == "c" else "RGB"), sound / f"{name}.png")
+    add_item(sound / "set", "cat")
+    (sound / "link").symlink_to(outside / "target")
+    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    for seed in range(OPTIONS["fuzz"] or 40):
+        rng, folder = random.Random(f"{kind} {seed}"), tmp_path / "dataset"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(sound, folder, symlinks=True)
+        start, told = time.monotonic(), ""
+        try:
+            FUZZED[kind](rng, folder, outside, small)
+        except SystemExit as e:
+            told = str(e)
+            assert is_one_line(told) and len(told) < 3000, (seed, told)
+        except BaseException as e:
+            raise AssertionError(f"{kind}, seed {seed}") from e
+        assert time.monotonic() - start < 5, seed
+        assert SECRET not in told
+        copies = filter(Path.is_file, (folder / "work").rglob("*"))
+        assert not [path for path in copies if SECRET.encode() in path.read_bytes()]
+    assert before == {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}

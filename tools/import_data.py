@@ -248,7 +248,7 @@ def read_captions(files, controls, suffix, prompts, trigger, wordings, allowed):
     captions = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
         beside = [path.with_suffix(suffix) for path in (target, *controls)] if suffix else []
-        captions = list(filter(Path.exists, beside))
+        captions = list(filter(os.path.exists, beside)) # (Path.exists raises for a long name)
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
