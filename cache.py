@@ -9,6 +9,7 @@ dataset is a folder of samples, or a manifest (metadata.jsonl) with paths inside
     data/mask/cat.png                                   optional: white = the edited region
     data/metadata.jsonl     {"target": "a.png", "control": ["b.png"], "prompt": "make it snow", "mask": "c.png"}
 A folder without control/ (a line with "control": []) holds pictures alone: they are trained as text-to-image.
+Nothing outside of a dataset's folder is read: not what a line names, nor what a link leads to.
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;

@@ -42,14 +42,15 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
     index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
     text = json.dumps(index, default=lambda file: file.relative_to(path.parent).as_posix())
     data = text.replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    if path.is_file() and path.read_bytes() == data:
+    before = path.read_bytes() if path.is_file() else b""
+    if before == data:
         return
     with contextlib.suppress(Exception): # there is none, or a damaged one
-        old = json.loads(path.read_text())
+        old = json.loads(before)
         for what in ("roots", "geometry"):
             if old[what] != index[what]:
                 print(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
-                      f"({old[what]}); give another --cache_dir to keep both", file=sys.stderr)
+                      f"({str(old[what]):.300}); give another --cache_dir to keep both", file=sys.stderr)
     common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
 
 

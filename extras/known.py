@@ -74,10 +74,12 @@ def stamp_of(path):
 
 def read_memory(path):
     """{absolute path: (stamp, what was found out)}, or {} if there is none, or a damaged one."""
-    with contextlib.suppress(OSError, ValueError):
-        digest, text = path.read_text().split("\n", 1)
-        if digest == digest_of(text):
-            return json.loads(text)
+    with contextlib.suppress(OSError, ValueError, AttributeError): # the last: it is no dict
+        if path.is_file(): # (a FIFO would hang)
+            digest, text = path.read_text().split("\n", 1)
+            if digest == digest_of(text):
+                found = json.loads(text)
+                return {key: pair for key, pair in found.items() if isinstance(pair, list) and len(pair) == 2}
     return {}
 
 

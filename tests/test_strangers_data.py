@@ -21,7 +21,7 @@ from PIL import Image
 import cache
 import common
 import predict
-from extras import flight, indexes, mask, photos
+from extras import flight, indexes, known, mask, photos
 from tests.harness import (NATIVE, TINY, add_item, copy_model, encoder_flags, is_one_line, make_cache, paint_picture,
                            refused, run_script, samples_of, save, train, within)
 
@@ -178,6 +178,36 @@ def test_a_table_or_a_folder_that_is_found_is_no_link_to_elsewhere(data, outside
         result = run_script("tools/import_data.py", source, tmp_path / f"out-{name}")
         assert result.status == 1 and is_one_line(result.errors[0], source / name.split("/")[0], "leads out")
         assert SECRET not in result.err + result.out
+
+def test_a_table_that_is_named_may_name_any_picture_and_nothing_else(data, outside, tmp_path):
+    """A key that it calls a control is not copied."""
+    for name, status in (("control/cat.png", 0), ("key.txt", 1)):
+        row = dict(target=str(data / "target/cat.png"), control=str(outside / name), prompt="go")
+        (tmp_path / "list").mkdir(exist_ok=True)
+        (tmp_path / "list/rows.jsonl").write_text(json.dumps(row))
+        result = run_script("tools/import_data.py", tmp_path / "list/rows.jsonl", tmp_path / f"out{status}")
+        assert result.status == status and SECRET not in result.err + result.out
+        assert (tmp_path / f"out{status}").exists() != bool(status)
+    assert is_one_line(result.errors[0], "key.txt")
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "x.json", "metadata.csv"])
+def test_a_manifest_a_table_and_an_index_have_a_gigabyte_at_most(tmp_path, name):
+    with (tmp_path / name).open("wb") as f:
+        f.truncate(2**31)
+    read = dict(json=indexes.read_index, jsonl=common.read_dataset).get(name.split(".")[1])
+    with within(5), refused(name, "over 1,073,741,824 bytes"):
+        if read:
+            read(tmp_path / name)
+        run = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
+        raise common.InputError(run.errors[0].removeprefix("error: "))
+
+@pytest.mark.parametrize("content", ["[]", "5", '{"a": 5}', '{"a": [1]}', None])
+def test_a_foreign_list_of_known_pictures_is_left_aside(tmp_path, content):
+    """Though its digest is right; and a FIFO of its name."""
+    path = tmp_path / "pictures.txt"
+    path.write_text(f"{known.digest_of(content)}\n{content}") if content else os.mkfifo(path)
+    with within(5):
+        assert known.read_memory(path) == {}
 
 def test_a_caption_is_a_file_of_a_megabyte_at_most(data, plus):
     with (data / "target/cat.txt").open("wb") as f:
@@ -477,8 +507,9 @@ def hostile(rng, home):
     for _ in range(50):
         deep = [deep]
     return rng.choice([
-        0, 1, -1, 5, 2**31, 10**30, 1.5, -0.0, 1e300, float("inf"), float("nan"), None, True, False, "", " ", "0", "abc",
-        "\x1b]0;owned\7\r\n", "\u202egnp.\u2066", "\ud800", "a\0b", "x" * 300, "x" * 20_000, "[trigger]", "<|im_end|>",
+        0, 1, -1, 5, 2**31, 10**30, 1.5, -0.0, 1e300, float("inf"), float("nan"), None, True, False, "", " ", "0",
+        "abc", "\x1b]0;owned\7\r\n", "\u202egnp.\u2066", "\ud800", "a\0b", "x" * 300, "x" * 20_000, "[trigger]",
+        "<|im_end|>",
         f"{home}/key.txt", f"{home}/target/cat.png", "../home/target/cat.png", "link/cat.png", "/etc/passwd", ".", "..",
         "C:\\x", "~/x", "%s%n{0}", "a.png", "b.png", "txt", "native", [], {}, [[]], deep, ["a.png"] * 300, [None],
         [5, "a.png"], dict(bytes="x", path=f"{home}/key.txt"), {"": 1}, {"a": {"b": [1, {"c": None}]}}, [1e999],
@@ -514,8 +545,8 @@ def scratched(rng, text):
     """It changes some letters of a text."""
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(text) + 1)
-        new = rng.choice(['"', "{", "}", "[", "]", ",", ":", "\n", "\t", "&a ", "*a", "- ", "0", "e9", "=", "\\", "\x1b",
-                          "\u2028", "<<", "!!str ", "#", ""])
+        new = rng.choice(['"', "{", "}", "[", "]", ",", ":", "\n", "\t", "&a ", "*a", "- ", "0", "e9", "=", "\\",
+                          "\x1b", "\u2028", "<<", "!!str ", "#", ""])
         text = text[:place] + new + text[place + rng.randint(0, 3):]
     return text
 

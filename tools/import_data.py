@@ -22,8 +22,8 @@ out. Its prompt is in NAME.txt beside the target, or else beside the control; se
 each line is a prompt of its own). A mask that is not gray with a white region, such as
 MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
-too. A table or configuration that you give may refer to any file. A table that is found in a folder, which may come
-from strangers, may refer only to files below its own folder. A cache becomes a cache; give its index to train.py as
+too. A table or configuration that you give may refer to any picture or folder. What is found in a folder, which may
+come from strangers, may not: a table refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
 --data. Every error is printed, equal ones in one line, and then nothing is written, unless --skip_bad leaves the faulty
 samples out.
 """
@@ -391,8 +391,8 @@ def read_row(number, where, row, place, columns, alone):
 
 def find_file(table, anywhere, folder, where, cell):
     """A cell of a table -> the picture's file. A path is relative to the table's folder, where the file must lie; with
-    `anywhere` it may lie elsewhere, and the path may be relative to the working folder. The bytes of a picture, which a
-    parquet file may contain, become a file in `folder`."""
+    `anywhere` a picture may lie elsewhere, and its path may be relative to the working folder. The bytes of a picture,
+    which a parquet file may contain, become a file in `folder`."""
     if isinstance(cell, dict):
         cell = cell.get("bytes") or cell.get("path")
     if isinstance(cell, bytes):
@@ -405,13 +405,16 @@ def find_file(table, anywhere, folder, where, cell):
     if not isinstance(cell, str) or not cell:
         raise InputError(f"{where}: {cell!r:.100} is not a picture or path; name another column: --columns")
     file = Path(os.path.normpath(base / cell)) # link/../a.png need not be a.png: normalise it first
+    if anywhere and not os.path.isfile(file) and os.path.isfile(cell):
+        file = Path(cell)
     if os.path.isfile(file):
-        if anywhere or common.is_inside(file, base):
+        if common.is_inside(file, base):
+            return file
+        if anywhere:
+            common.open_image(file).close() # a list may come from a stranger: a key that it names is not copied
             return file
         raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself "
                          "as SOURCE")
-    if anywhere and os.path.isfile(cell):
-        return Path(cell)
     raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
 
 def read_tables(tables, anywhere, folder, columns, alone):
