@@ -426,13 +426,12 @@ def test_threads_wait_for_room_and_never_for_each_other(tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", ["cache.py", "tools/doctor.py", "tools/import_data.py", "masks"])
 def test_every_reader_of_many_pictures_waits_for_room(data, tmp_path, monkeypatch, script):
     """Whoever decodes in threads holds room for what it decodes."""
-    save(Image.new("L", (64, 64)), data / "mask/cat.png").touch()
-    Image.fromarray(np.arange(4096, dtype=np.uint8).reshape(64, 64)).save(data / "mask/cat.png")
+    save(Image.fromarray(np.arange(4096, dtype=np.uint8).reshape(64, 64)), data / "mask/cat.png")
     without = []
     real = common.decode
 
     def decode(path, content=None):
-        if threading.current_thread() is not threading.main_thread() and threading.get_ident() not in flight.held:
+        if threading.current_thread() is not threading.main_thread() and not flight.held.get(threading.get_ident()):
             without.append(path)
         return real(path, content)
     monkeypatch.setattr(common, "decode", decode)
