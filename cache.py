@@ -9,6 +9,7 @@ dataset is a folder of samples, or a manifest (metadata.jsonl) with paths inside
     data/mask/cat.png                                   optional: white = the edited region
     data/metadata.jsonl     {"target": "a.png", "control": ["b.png"], "prompt": "make it snow", "mask": "c.png"}
 A folder without control/ (a line with "control": []) holds pictures alone: they are trained as text-to-image.
+Nothing outside of a dataset's folder is read: not what a line names, nor what a link leads to.
 tools/import_data.py converts other layouts. Encoded samples go to CACHE_DIR/latents/*.safetensors and
 CACHE_DIR/text/*.safetensors, named by a hash of all that decides their content: a second run encodes only what has
 changed (tools/prune.py deletes what is left over). CACHE_DIR/<model>-<data>.json, an index, joins them to the samples;
@@ -456,7 +457,10 @@ def encode_files(pipe, jobs, args):
     failed = {}
     # sorted: the encoders are loaded once each, and are never in memory together
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
-    reads = common.run_ahead(lambda file: read_pictures(pipe, *jobs[file]), order, threads=4, most=8)
+    read = read_pictures
+    if flight := common.find_extra("flight"): # which lets threads wait if pictures would fill the memory
+        read = flight.in_turn(read_pictures)
+    reads = common.run_ahead(lambda file: read(pipe, *jobs[file]), order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments
         loaded = None
@@ -491,14 +495,20 @@ def encode_files(pipe, jobs, args):
 
 def load_latents(sample, encoding, encoders=None):
     """encode_latents of one of sample.encodings: from the cache, or encoded now by the pipeline `encoders`."""
-    file = encoding["file"]
-    return encode_latents(encoders, sample, encoding) if encoders else read_tensors(file, key=file.stem)[0]
+    return encode_latents(encoders, sample, encoding) if encoders else read_encoded(sample, encoding)
 
 def load_text(sample, text_key, encoders=None):
     """prompt_embed (T, 3584) of a text key, likewise."""
-    file = sample.texts[text_key]["file"]
-    tensors = encode_text(encoders, sample, text_key) if encoders else read_tensors(file, key=file.stem)[0]
+    text = sample.texts[text_key]
+    tensors = encode_text(encoders, sample, text_key) if encoders else read_encoded(sample, text)
     return tensors["prompt_embed" if text_key[0] else "empty_prompt_embed"]
+
+def read_encoded(sample, encoded):
+    """A file of the cache -> its tensors. InputError if they are not what was planned, as an index may be foreign."""
+    tensors, _ = read_tensors(encoded["file"], key=encoded["file"].stem)
+    if indexes := common.find_extra("indexes"):
+        indexes.check_tensors(tensors, sample, encoded)
+    return tensors
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
 

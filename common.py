@@ -38,6 +38,7 @@ TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transfo
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
 PEFT_FILE = "adapter_model.safetensors" # as peft calls it
 NAME_BYTES = 255 # a file's name may have so many
+LONG_TEXT = 2**30 # bytes of a manifest, a table or an index at most: a million samples
 NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
 @dataclass
@@ -288,7 +289,7 @@ def add_data_flags(parser):
          nargs="+")
     flag("--repeats", None,
          "how many times an epoch uses each --data, one number for each (default: 1)",
-         type=positive, nargs="+")
+         type=number(int, 1, 10_000), nargs="+")
     flag("--val_data", [],
          "validation datasets, not trained on: their loss is logged, their pictures are generated without and with the "
          "LoRA (default: none; the demo has its own)", nargs="*")
@@ -689,6 +690,12 @@ def is_inside(path, folder):
             inside.append(above.parent.parent / "blobs")
     return any(map(path.is_relative_to, inside))
 
+def refuse_outside(path, folder):
+    """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
+    if not is_inside(path, folder):
+        raise InputError(f"{path}: a link that leads out of {folder}, and so is not read; if you trust it, make a copy "
+                         "with the files themselves: cp -rL")
+
 # ---- LoRA files, in run folders and elsewhere ------------------------------------------------------------------------
 
 def number_of(path):
@@ -780,7 +787,7 @@ def read_dataset(root, is_job=False):
     if "target" in folders:
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
-        samples, problems = load_extra("manifest", root).read(manifest, is_job)
+        samples, problems = load_extra("manifest", root).read(manifest, is_job, root)
     else:
         hints = find_extra("hints")
         raise InputError(hints.no_dataset(root) if hints else f"{root}: no dataset is here; {LAYOUT}")
@@ -823,6 +830,8 @@ def read_folder(data, folders):
         if path not in folders.values():
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
                              "is one of these, or move it elsewhere")
+    for folder in folders.values():
+        refuse_outside(folder, data)
     # what no sample has taken yet
     left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
     samples = []
@@ -854,6 +863,8 @@ def take_sample(data, folders, left, name):
     for paths in (target, caption, mask, *controls):
         if len(paths) > 1:
             raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
+        if paths and paths[0].is_symlink():
+            refuse_outside(paths[0], data)
     if not controls[0] and "control" in folders:
         raise InputError(f"{target[0]}: no control; expected {folders['control'] / name}.png or .jpg")
     if further := left.get(("control", next_name, "picture")): # not taken above, as there is a target of this name
@@ -881,22 +892,24 @@ def is_visible(text):
 
 def check_text(where, prompt):
     if re.search("<[|]|[\ud800-\udfff]", prompt):
-        raise InputError(f"{where}: a special token, or half a character, in {prompt!r}; leave it out")
+        raise InputError(f"{where}: a special token, or half a character, in {prompt!r:.200}; leave it out")
     if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
-        raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r}; write the word itself")
+        raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r:.200}; write the word itself")
 
-def read_text(path):
+def read_text(path, most=2**20):
     """A text file in UTF-8, without the marks that editors on Windows write before it (and that `cat` leaves inside).
-    InputError names the file."""
+    most: bytes; the default is for a caption or a configuration. InputError names the file."""
     if not path.exists():
         raise InputError(f"{path}: does not exist; check the name")
     with contextlib.suppress(OSError, ValueError):
+        if path.stat().st_size > most:
+            raise InputError(f"{path}: over {most:,} bytes, which is no text of this kind; shorten it")
         # a FIFO would hang; UTF-16 can pass for UTF-8
         if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
             return text.replace("\ufeff", "")
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
-def read_json(text): # these three serve extras and tools, which read JSON of a person or of another program
+def read_json(text): # these two serve extras and tools, which read JSON of a person or of another program
     """json.loads, but ValueError for an object that has a key twice: of two values json would drop one in silence."""
     def unique(pairs):
         found = {}
@@ -913,11 +926,6 @@ def read_object(text):
     if not isinstance(value, dict):
         raise ValueError(f"no JSON object: {text:.60}")
     return value
-
-def as_list(value):
-    if not isinstance(value, (str, list)):
-        raise TypeError(f"{value!r} is neither a text nor a list")
-    return [value] if isinstance(value, str) else value
 
 def is_index(root):
     return Path(root).suffix == ".json"
@@ -1063,7 +1071,7 @@ def read_image(path, content=None):
     it). content: look_at's hash; InputError if the file has changed since."""
     image = decode(path, content)
     if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
-        image = load_extra("photos", path).to_plain(image, path)
+        return load_extra("photos", path).to_plain(image, path)
     return image.convert("RGB")
 
 def read_mask(path, content=None):

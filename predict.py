@@ -503,17 +503,19 @@ def read_samples(args):
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt
-    samples = []
+    samples, problems = [], []
     for (stem, kind), paths in common.find_files(folder).items():
         if kind not in ("picture", "other"): # other: GIF and the like, each of which becomes an error line
             continue
         for path in paths:
             name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
-            samples.append(make_sample("--prompt", folder, name, None, [path], [args.prompt],
-                                       settings=dict(out=f"{name}.png"))) # in the same subfolder
-    if not samples:
+            with common.noted(problems):
+                common.refuse_outside(path, folder)
+                samples.append(make_sample("--prompt", folder, name, None, [path], [args.prompt],
+                                           settings=dict(out=f"{name}.png"))) # in the same subfolder
+    if not samples and not problems:
         raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
-    return samples, []
+    return samples, problems
 
 def complete_settings(sample, args, shift_terminal):
     """Adds the flags to the settings of the sample's own line, which count more -> the text keys that it then needs.
@@ -539,8 +541,7 @@ def complete_settings(sample, args, shift_terminal):
     if settings["num_inference_steps"] == 1 and shift_terminal and not settings["shift"]:
         raise InputError(f"{where}: num_inference_steps 1; give 2 or more, or a shift")
     # a line may name its file, in --out_dir
-    out = Path(own.get("out", ""))
-    if out.is_absolute() or ".." in out.parts:
+    if not common.is_inside(args.out_dir / own.get("out", ""), args.out_dir):
         raise InputError(f"{where}: out {own['out']!r}; give a path below --out_dir")
     if "seed" in own and len(args.seed) > 1:
         raise InputError(f"{where}: its own seed, and --seed gives several; leave one out")

@@ -2,15 +2,21 @@
 An index joins a dataset's samples to their encoded files: one JSON file, CACHE_DIR/<model>-<data>.json. cache.py and
 train.py write it when all files are there. tools/prune.py knows from it which files are needed, and train.py takes it
 as --data, also on a machine that has a copy of the cache folder, and no pictures.
+
+An index may come from a stranger. So every field is checked before it is used: it names files of its own folder only,
+and no number is larger than cache.py would write. The pictures that it names may lie anywhere, as it was perhaps made
+here; they are only compared with their hashes.
 """
 import contextlib
 import json
+import math
 import os
+import re
 import sys
 from pathlib import Path
 
 import common
-from common import VERSION, InputError, Sample
+from common import LONG_TEXT, MAX_PIXELS, NAME_BYTES, VERSION, InputError, Sample
 
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):
@@ -36,33 +42,188 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
     index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
     text = json.dumps(index, default=lambda file: file.relative_to(path.parent).as_posix())
     data = text.replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    if path.is_file() and path.read_bytes() == data:
+    before = path.read_bytes() if path.is_file() else b""
+    if before == data:
         return
     with contextlib.suppress(Exception): # there is none, or a damaged one
-        old = json.loads(path.read_text())
+        old = json.loads(before)
         for what in ("roots", "geometry"):
             if old[what] != index[what]:
                 print(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
-                      f"({old[what]}); give another --cache_dir to keep both", file=sys.stderr)
+                      f"({str(old[what]):.300}); give another --cache_dir to keep both", file=sys.stderr)
     common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
 
 
 def read_index(path):
     """-> (samples, geometry, fingerprints of the encoders). InputError if it is damaged."""
     path = Path(path)
+    text = common.read_text(path, LONG_TEXT)
+    for folder in ("latents", "text"):
+        common.refuse_outside(path.parent / folder, path.parent)
     try:
-        index = json.loads(path.read_text())
+        index = json.loads(text)
+        if index["version"] != VERSION or not index["samples"]:
+            raise ValueError(f"version {index['version']!r:.20}, {len(index['samples'])} samples")
+        check_fields(index, dict(geometry=is_geometry, models=is_text_dict))
         samples = [Sample(**row) for row in index["samples"]]
-        # back to what write_index had: pairs as keys, and paths
-        for s in samples:
-            s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
-            for encoded in (*s.encodings, *s.texts.values()):
-                encoded["file"] = path.parent / encoded["file"]
-        if index["version"] != VERSION or not samples:
-            raise ValueError(f"version {index['version']}, {len(samples)} samples")
-        return samples, index["geometry"], index["models"]
+        for n, sample in enumerate(samples, 1):
+            check_sample(n, sample)
+        if (uses := sum(sample.repeats for sample in samples)) > 10**7: # train.py lists them
+            raise ValueError(f"{uses:,} uses of samples in an epoch")
     except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {e}); run cache.py again")
+        raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {common.first_words(e)}); run "
+                         "cache.py again")
+    # back to what write_index had: pairs as keys, and paths
+    for s in samples:
+        s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}
+        for encoded in (*s.encodings, *s.texts.values()):
+            encoded["file"] = path.parent / encoded["file"]
+            if encoded["file"].is_symlink():
+                common.refuse_outside(encoded["file"], path.parent)
+    return samples, index["geometry"], index["models"]
+
+
+# ---- what a field may hold: predicates of anything that JSON can hold -----------------------------------------------
+
+TABLE = 4096 # rotary positions of a side, and of a text (rope_patch.ROPE_TABLE, which would import torch)
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_text_dict(value):
+    return isinstance(value, dict) and all(map(is_text, value.values()))
+
+
+def is_name(value):
+    """A relative name that stays in its folder, on any system."""
+    if not is_text(value) or "\0" in value or re.match("[A-Za-z]:", value):
+        return False
+    parts = re.split(r"[/\\]", value)
+    return len(value) <= 1000 and parts_fit(parts) and not {"", ".", ".."} & set(parts)
+
+
+def is_path(value):
+    """A path to anywhere, of a picture that was encoded."""
+    return is_text(value) and "\0" not in value and len(value) <= 4000 and parts_fit(value.split("/"))
+
+
+def parts_fit(parts):
+    return all(len(os.fsencode(part)) <= NAME_BYTES for part in parts)
+
+
+def is_list(value, rule, least=0, most=math.inf):
+    return isinstance(value, list) and least <= len(value) <= most and all(map(rule, value))
+
+
+def is_count(value, most=MAX_PIXELS):
+    return type(value) is int and 1 <= value <= most # True is no number here
+
+
+def is_size(value):
+    """[width, height] in pixels."""
+    return is_list(value, is_count, 2, 2)
+
+
+def is_shape(value):
+    """[1, height, width] in tokens."""
+    return is_list(value, is_count, 3, 3) and value[0] == 1 and value[1] * value[2] <= MAX_PIXELS // 256
+
+
+def is_file(value, folder):
+    return is_text(value) and bool(re.fullmatch(folder + r"/[0-9a-f]{32}\.safetensors", value))
+
+
+def is_encoding(value):
+    shapes = isinstance(value, dict) and is_list(value.get("img_shapes"), is_shape, 1, 100)
+    return shapes and is_file(value.get("file"), "latents") and value.get("mask", "auto") == "auto"
+
+
+def is_encoded_text(value):
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    prompt, with_pictures, about = value
+    counted = isinstance(about, dict) and is_count(about.get("tokens"), TABLE)
+    return is_text(prompt) and type(with_pictures) is bool and counted and is_file(about.get("file"), "text")
+
+
+def is_area(value):
+    return value == "native" or is_count(value) and value >= 32 * 32
+
+
+def is_geometry(value):
+    """dict(target_pixels=[...], control_pixels, upscale), as cache.plan_sizes takes it."""
+    if not isinstance(value, dict) or not value.keys() <= {"target_pixels", "control_pixels", "upscale"}:
+        return False
+    areas = is_list(value.get("target_pixels"), is_area, 1, 100)
+    return areas and is_area(value.get("control_pixels", "native")) and type(value.get("upscale", True)) is bool
+
+
+RULES = dict( # of Sample's fields
+    name=is_name, root=is_name, controls=lambda value: is_list(value, is_path, 0, 99),
+    prompts=lambda value: is_list(value, is_text, 1), target=lambda value: value is None or is_path(value),
+    mask=lambda value: value is None or is_path(value), repeats=lambda value: is_count(value, 10_000),
+    settings=lambda value: value == {}, contents=is_text_dict, sizes=lambda value: is_list(value, is_size),
+    prompt_sizes=lambda value: is_list(value, is_size), encodings=lambda value: is_list(value, is_encoding, 1, 100),
+    texts=lambda value: is_list(value, is_encoded_text, 1))
+
+
+def check_fields(fields, rules):
+    for name, rule in rules.items():
+        if not rule(fields[name]):
+            raise ValueError(f"{name} {fields[name]!r:.100}")
+
+
+def check_sample(n, sample):
+    """ValueError unless each field holds what cache.plan_sample writes, and they agree. n: its number."""
+    try:
+        check_fields(vars(sample), RULES)
+        pictures = common.pictures_of(sample)
+        if not sample.contents.keys() >= set(pictures):
+            raise ValueError("contents lack a picture")
+        if sample.controls and not sample.target:
+            raise ValueError("controls without a target")
+        for encoding in sample.encodings:
+            shapes = encoding["img_shapes"]
+            if len(shapes) != len(sample.sizes) or len(shapes) != (len(pictures) or len(shapes)):
+                raise ValueError(f"{len(shapes)} img_shapes, {len(sample.sizes)} sizes and {len(pictures)} pictures")
+            left = TABLE - max(max(h, w) for _, h, w in shapes) // 2 # as in cache.check_sample
+            if any(text["tokens"] > left for _, _, text in sample.texts):
+                raise ValueError(f"a text is longer than {left} tokens, or a side is too long")
+        if len({(prompt, with_pictures) for prompt, with_pictures, _ in sample.texts}) < len(sample.texts):
+            raise ValueError("a text is there twice")
+    except ValueError as e:
+        raise ValueError(f"sample {n}: {e}")
+
+
+def check_tensors(tensors, sample, encoded):
+    """InputError unless what was read of a file is what the index, or the plan, says of it. encoded: one of
+    sample.encodings, or of the values of sample.texts."""
+    file = encoded["file"]
+    if "tokens" in encoded:
+        prefix = "" if "prompt_embed" in tensors else "empty_"
+        return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
+    target, *controls = [h * w for _, h, w in encoded["img_shapes"]]
+    rows = dict(control_latent=sum(controls))
+    if sample.target or not sample.controls:
+        rows["pixel_latent"] = target
+    check_rows(tensors, file, rows, 64)
+    mask = tensors.get("edit_mask")
+    if mask is not None and (mask.shape != (target,) or not mask.is_floating_point()):
+        raise InputError(f"{file}: edit_mask is {list(mask.shape)}, and its pictures want [{target}]; delete this "
+                         "file, and run cache.py again")
+
+
+def check_rows(tensors, file, rows, width=None):
+    """InputError unless these tensors of a file have so many rows: {name: rows}; width: and so many columns."""
+    for name, count in rows.items():
+        found = tensors.get(name)
+        shape = [] if found is None else list(found.shape)
+        columns = shape[1:] if width is None else [width]
+        if len(shape) != 2 or shape != [count, *columns] or not found.is_floating_point():
+            raise InputError(f"{file}: {name} is {shape or 'missing'}, and {count} rows of floats are wanted; delete "
+                             "this file, and run cache.py again")
 
 
 def open_index(path, fingerprints, texts_of, args):

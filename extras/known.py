@@ -17,7 +17,8 @@ import time
 
 from tqdm import tqdm
 
-from common import MAX_PIXELS, InputError, quiet, run_ahead, write_file
+from common import MAX_PIXELS, InputError, look_at_mask, quiet, run_ahead, write_file
+from extras.flight import room_for
 
 OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
 FORM = 4 # add 1 when an entry, or a check that a picture passes, changes: what others have written is not read
@@ -39,7 +40,12 @@ def look_ahead(paths, look, memory):
         else:
             new.append((path, stamp))
     before = time.time_ns() - SETTLED # reading begins now: a file that is older than this, and changes, gets new times
-    found = run_ahead(lambda item: look(item[0]), new, threads=8, most=32)
+
+    def look_in_turn(item):
+        path, _ = item
+        with room_for([path] if look is look_at_mask else []): # the one that decodes its picture
+            return look(path)
+    found = run_ahead(look_in_turn, new, threads=8, most=32)
     lengths = [stamp[0] if stamp else 0 for _, stamp in new]
     bar = tqdm(total=sum(lengths), desc=f"reading {memory.stem}", unit="B", unit_scale=True,
                disable=not new or quiet(), leave=False)

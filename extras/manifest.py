@@ -7,6 +7,9 @@ one JSON object; paths begin at the manifest's folder.
 
 The first is a line of metadata.jsonl, where the mask may be left out. The second is one of jobs.jsonl, which needs no
 target, may call its control `image`, and may set the fields of JOB_TYPES.
+
+A dataset may come from strangers, so its lines, and the links in its folder, reach no file outside. A list of jobs is
+your own, and may name pictures anywhere, unless it is called metadata.jsonl.
 """
 import contextlib
 import os
@@ -14,11 +17,19 @@ import re
 from functools import partial
 from pathlib import Path
 
-from common import (SAMPLE_FLAGS, InputError, as_list, first_words, make_sample, noise_level, noted, png_name,
-                    read_object, read_text, seed_number)
+from common import (LONG_TEXT, SAMPLE_FLAGS, InputError, first_words, is_inside, make_sample, noise_level, noted,
+                    png_name, read_object, read_text, refuse_outside, seed_number)
+
+
+def as_list(value):
+    if not isinstance(value, (str, list)):
+        raise TypeError(f"{value!r:.100} is neither a text nor a list")
+    return [value] if isinstance(value, str) else value
 
 
 def noise_levels(values):
+    if not isinstance(values, list) or not 1 <= len(values) <= 1000:
+        raise ValueError("is no list of 1 to 1000 numbers")
     return list(map(noise_level, values))
 
 
@@ -27,11 +38,14 @@ JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=seed_number,
                  **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
 
 
-def read(manifest, is_job=False):
-    """-> (samples, problems): a line for each thing that is wrong. InputError for another trainer's manifest."""
+def read(manifest, is_job=False, root=None):
+    """-> (samples, problems): a line for each thing that is wrong. root: the folder in which the manifest was found.
+    InputError for another trainer's manifest."""
+    if root not in (None, manifest): # else the user has named it
+        refuse_outside(manifest, root)
     samples = []
     problems = []
-    text = read_text(manifest)
+    text = read_text(manifest, LONG_TEXT)
     if not is_job and text.strip() and not re.search('"(target|prompt)"', text):
         raise InputError(f"{manifest}: another trainer's manifest; python tools/import_data.py {manifest} NEW_FOLDER")
     for n, line in enumerate(text.split("\n"), 1): # not splitlines, which takes U+2028 in a prompt for a line's end
@@ -62,12 +76,12 @@ def read_row(manifest, n, line, is_job):
     settings = {}
     for key, value in row.items():
         if not is_job or key not in JOB_TYPES:
-            raise InputError(f"{where}: unknown field {key!r}; correct it, or leave it out")
+            raise InputError(f"{where}: unknown field {key!r:.100}; correct it, or leave it out")
         try:
             settings[key] = JOB_TYPES[key](value)
         except Exception as e: # as a value of JSON
-            raise InputError(f"{where}: {key} {value!r}: {first_words(e)}; correct it, or leave it out")
-    find = partial(find_picture, manifest, where, is_job)
+            raise InputError(f"{where}: {key} {value!r:.100}: {first_words(e)}; correct it, or leave it out")
+    find = partial(find_picture, manifest, where, is_job and manifest.name != "metadata.jsonl")
     controls = list(map(find, controls))
     target, mask = target and find(target), mask and find(mask)
     if target:
@@ -78,11 +92,16 @@ def read_row(manifest, n, line, is_job):
 
 
 def find_picture(manifest, where, anywhere, name):
-    """A manifest's path -> file. A dataset's, which may come from strangers, stays in its folder, also after following
-    links; your own jobs.jsonl may name any file."""
+    """A manifest's path -> file. A dataset's stays in its folder, also after following links; with `anywhere` it may be
+    any file."""
     folder = manifest.parent
     with contextlib.suppress(Exception): # `name` may be a number, hold NUL, or lead through links in a circle
         file = Path(os.path.normpath(folder / name))
-        if file.is_file() and (anywhere or file.resolve().is_relative_to(folder.resolve())):
+        if anywhere and file.is_file():
             return file
-    raise InputError(f"{where}: {name!r} is no file; paths begin at {folder}, and a dataset's must stay inside it")
+        if not file.is_relative_to(folder): # its absolute path, where the folder was given as a link
+            file = folder / os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
+        if file.is_file() and ".." not in file.relative_to(folder).parts and is_inside(file, folder):
+            return file
+    raise InputError(f"{where}: {name!r:.200} is no file; paths begin at {folder}, and a dataset's must stay inside "
+                     "it, also after links (cp -rL makes a copy without links)")

@@ -306,16 +306,20 @@ def read_form(image):
     if image.mode.startswith("I;16"):
         mask_HW = np.asarray(image)
         if mask_HW.max() >= 2**14:
-            mask_HW = (mask_HW / np.float32(257)).round().astype(np.uint8)
+            mask_HW = (np.arange(2**16) / np.float32(257)).round().astype(np.uint8)[mask_HW]
     else:
-        rgba_HW4 = np.asarray(image.convert("RGBA"))
+        rgba_HW4 = rgba_of(image)
         if rgba_HW4[..., 3].min() == 255 and np.ptp(rgba_HW4[..., :3], -1).max() <= 32: # gray, through JPEG or WebP
+            del rgba_HW4
             mask_HW = np.asarray(image.convert("RGB").convert("L"))
         else:
             mask_HW = region_of(rgba_HW4)
     if mask_HW is None:
         return None
-    levels = np.flatnonzero(np.bincount(mask_HW.flatten())).tolist()
+    has_level = np.zeros(2**16, bool)
+    for row_W in mask_HW: # all at once would take 8 bytes a pixel
+        has_level[row_W] = True
+    levels = np.flatnonzero(has_level).tolist()
     dark = [level for level in levels if level < 255]
     # Up to 32 levels below 96 are labels (COCO has 91), beside which 255 means "ignore", or a gray without any white.
     # In a JPEG or WebP they are noise.
@@ -325,6 +329,14 @@ def read_form(image):
     elif is_labels or levels[-1] > 255:
         return None
     return Image.fromarray(mask_HW.astype(np.uint8))
+
+def rgba_of(image):
+    """-> its pixels as RGBA: uint8 (H, W, 4). In strips, as PIL needs three copies for this."""
+    w, h = image.size
+    rgba_HW4 = np.empty((h, w, 4), np.uint8)
+    for top in range(0, h, 256):
+        rgba_HW4[top:top + 256] = image.crop((0, top, w, min(top + 256, h))).convert("RGBA")
+    return rgba_HW4
 
 def region_of(rgba_HW4):
     """The pixels of a mask that has colours or transparency -> its region: uint8 (H, W), white = edited. None if it
@@ -345,9 +357,13 @@ def region_of(rgba_HW4):
         return np.asarray(Image.fromarray(colours_HW3).convert("L"))
     bright_HW = colours_HW3.max(-1)
     brightest = colours_HW3.reshape(-1, 3)[bright_HW.argmax()]
-    share_HW = bright_HW / np.float32(brightest.max()) # of this colour; less at soft edges
-    off_HW3 = share_HW[..., None] * brightest - colours_HW3
-    return (255 * share_HW).round().astype(np.uint8) if abs(off_HW3).max() <= OFF else None
+    region_HW = np.empty_like(bright_HW)
+    for region_W, bright_W, colours_W3 in zip(region_HW, bright_HW, colours_HW3): # at once: 40 bytes a pixel
+        share_W = bright_W / np.float32(brightest.max()) # of this colour; less at soft edges
+        if abs(share_W[:, None] * brightest - colours_W3).max() > OFF:
+            return None
+        region_W[:] = (255 * share_W).round()
+    return region_HW
 
 def is_photo(shown_N3):
     """Whether a tenth of these colours, uint8 (N, 3), has other ones than the eight commonest, of 32 levels a channel.

@@ -18,6 +18,9 @@ from common import InputError
 
 PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 258, 262, 284, 339, 50706 # tags of TIFF
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
+ROWS = 256 # of a strip
+GRAYS = (np.arange(2**16, dtype=np.float32) / 257).round().astype(np.uint8) # of 8 bits, for each of 16
+LARGE_PROFILE = 2**24 # bytes; those of printers have up to 3 MB
 CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ def check_numbers(path):
 
 # ---- colours ---------------------------------------------------------------------------------------------------------
 
-@functools.lru_cache(64) # a camera gives all its pictures the same profile
+@functools.lru_cache(16) # a camera gives all its pictures the same profile
 def conversion(profile, mode):
     """An ICC profile's bytes, a picture's mode -> (the transform to sRGB or None, what is wrong with the profile or
     None). A profile that changes nothing, i.e. sRGB under any name, needs no transform."""
@@ -118,9 +121,15 @@ def probe_of(mode):
     levels = np.arange(0, 256, 17, dtype=np.uint8)
     return Image.fromarray(np.stack(np.meshgrid(levels, levels, levels), -1).reshape(64, 64, 3))
 
+def find_conversion(profile, mode):
+    """conversion, of a profile that is small enough to be remembered."""
+    if len(profile or b"") > LARGE_PROFILE:
+        return None, f"has over {LARGE_PROFILE:,} bytes"
+    return conversion(profile, mode)
+
 def mark_of(image):
     """A picture with a profile -> what common.look_at writes behind its content hash."""
-    transform, _ = conversion(image.info["icc_profile"], image.mode)
+    transform, _ = find_conversion(image.info["icc_profile"], image.mode)
     return " in sRGB" if transform else ""
 
 warned = set() # paths: a file is read for the VAE, the text encoder and the sheets
@@ -128,7 +137,7 @@ warned = set() # paths: a file is read for the VAE, the text encoder and the she
 def to_srgb(image, profile, path):
     """A picture of 8 bits whose ICC profile has these bytes -> the same in sRGB. A profile that cannot be used is
     ignored, with a line: the colours count as sRGB, as they do without any."""
-    transform, problem = conversion(profile, image.mode)
+    transform, problem = find_conversion(profile, image.mode)
     if problem and path not in warned:
         warned.add(path)
         tqdm.write(f"warning: {path}: its colour profile {problem}; it is ignored, and the colours count as sRGB",
@@ -142,15 +151,20 @@ def to_srgb(image, profile, path):
     return image
 
 def to_plain(image, path):
-    """A decoded picture -> one of 8 bits, opaque, in sRGB and without a profile, as common.read_image returns it."""
-    has_profile = "icc_profile" in image.info # it is None where a PNG's or JPEG's is broken
-    profile = image.info.pop("icc_profile", None)
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8))
-    if has_profile:
-        image = to_srgb(image, profile, path)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image.info.pop("icc_profile", None) # the library has tagged its result as sRGB
-    return image
+    """A decoded picture -> RGB of 8 bits, opaque, in sRGB and without a profile, as common.read_image returns it. In
+    strips, since most of these steps make a copy: a picture of 160 megapixels would take gigabytes."""
+    # it is None where a PNG's or JPEG's is broken
+    has_profile, profile = "icc_profile" in image.info, image.info.get("icc_profile")
+    plain = Image.new("RGB", image.size)
+    for top in range(0, image.height, ROWS):
+        strip = image.crop((0, top, image.width, min(top + ROWS, image.height)))
+        strip.info.pop("icc_profile", None)
+        if strip.mode.startswith("I;16"):
+            strip = Image.fromarray(GRAYS[np.asarray(strip)])
+        if has_profile:
+            strip = to_srgb(strip, profile, path)
+        if strip.has_transparency_data:
+            strip = strip.convert("RGBA")
+            strip = Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip)
+        plain.paste(strip.convert("RGB"), (0, top))
+    return plain

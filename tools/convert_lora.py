@@ -63,6 +63,7 @@ def merge(files, scales, model, dtype, out):
     try:
         parts = [file for part in cache.ENCODERS for file in (folder / part).rglob("*") if file.is_file()]
         for file in [folder / "model_index.json", *parts]:
+            common.refuse_outside(file, folder)
             copy_file(file, tmp / file.relative_to(folder))
         transformer.save_pretrained(tmp / "transformer")
         os.umask(umask := os.umask(0))

@@ -55,6 +55,7 @@ from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
 
 try:
+    from extras.flight import room_for
     from extras.hints import how_many
     from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
                              remaining_motion, same_shape)
@@ -171,6 +172,15 @@ def enlargement(uses):
     whose, (w, h), (to_w, to_h) = uses[factors.index(worst)]
     return {"enlarged": f"{whose}{w}x{h} -> {to_w}x{to_h}"} if worst >= ENLARGED else {}
 
+def examine_pictures(paths):
+    """A target and its control, or a target alone -> (examine_pair's findings, for each picture 16x16 pixels of it for
+    find_twins, its small_copy for odd_pairs, its looks_of). At full size they are held here only."""
+    with room_for(paths):
+        pictures = list(map(read_image, paths))
+        findings = examine_pair(*pictures) if len(pictures) == 2 else {}
+        small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in pictures]
+        return findings, small, list(map(small_copy, pictures)), list(map(looks_of, pictures))
+
 def examine_sample(sample, pipe, args):
     """Opens every picture of a sample -> (row of report.json, {kind of finding: its description}, thumbnails of target
     and control for find_twins, their small_copy for odd_pairs, their looks_of). InputError if something is wrong."""
@@ -178,21 +188,23 @@ def examine_sample(sample, pipe, args):
     sample.sizes = [common.image_size(path) for path in common.pictures_of(sample)]
     targets, controls = cache.plan_sizes(pipe, sample, vars(args))
     (w, h), *control_sizes = sample.sizes
-    pictures = [read_image(path) for path in common.pictures_of(sample)]
+    findings, small, copies, looks = examine_pictures([sample.target, *sample.controls[:1]])
+    for path in sample.controls[1:]:
+        with room_for([path]):
+            read_image(path) # it must be whole
     row = dict(name=sample.name, prompts=sample.prompts, sizes=sample.sizes, aspect=w / h, controls=len(controls),
                rounding=abs(targets[0][0] / targets[0][1] / (w / h) - 1),
                image_tokens=[sum(a * b // 256 for a, b in [target, *controls]) for target in targets]) # of 16x16 pixels
-    findings = examine_pair(*pictures[:2]) if sample.controls else {}
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
     findings |= enlargement(uses)
     if sample.mask:
         common.check_mask(sample.mask, common.image_size(sample.mask), (w, h))
-        mask = read_mask(sample.mask)
+        with room_for([sample.mask]):
+            mask = read_mask(sample.mask)
         if mask_is_empty(mask):
             findings["empty mask"] = "selects everything" if mask.getextrema()[1] >= 128 else "selects nothing"
-    target, control = pictures[0], pictures[1 if sample.controls else 0]
-    small = [np.asarray(image.resize((16, 16), Image.BOX)).flatten() for image in (target, control)]
-    return row, findings, small, [small_copy(target), small_copy(control)], looks_of(target) - looks_of(control)
+    # of a picture alone the target stands for its control
+    return row, findings, [small[0], small[-1]], [copies[0], copies[-1]], looks[0] - looks[-1]
 
 def find_strangers(samples, found, copies, changes):
     """-> what is found of pairs that are unlike the others; this and `found`: [(kind, [index], words)]."""

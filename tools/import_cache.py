@@ -27,6 +27,8 @@ def read_old(path):
     if path.suffix != ".safetensors":
         raise InputError(f"{path}: a pickle, which can run code when it is read; if it is a dictionary of tensors, "
                          f"convert it: {as_safetensors(path)}")
+    if not path.is_file(): # a FIFO would hang
+        raise InputError(f"{path}: no file; take it out of the folder")
     try:
         with safetensors.safe_open(path, "pt") as f:
             versions = {(f.metadata() or {}).get("version", "1.0")}
@@ -68,12 +70,15 @@ def read_old(path):
 PARTS = [("latents", "pixel_latent", "control_latent", "img_shapes", "edit_mask"), # folder and tensors of each new file
          ("text", "prompt_embed", "prompt_embeds_mask"), ("text", "empty_prompt_embed", "empty_prompt_embeds_mask")]
 
-def convert_cache(paths, folder):
-    """Converts these files to a cache in `folder` -> (samples, problems). The files tell neither prompt nor model: the
+def convert_cache(paths, source, folder):
+    """Converts these files, which lie in the folder `source` or are it, to a cache in `folder` -> (samples, problems).
+    The files tell neither prompt nor model: the
     file's name serves as the prompt. Nor do they tell the areas: predict.py will generate at the stock area."""
     samples, problems = [], []
     for path in common.progress("converting", paths, unit=" files"):
         with common.noted(problems):
+            if path != source: # which the user has named
+                common.refuse_outside(path, source)
             tensors, name, files = read_old(path), path.stem, {}
             shapes = tensors["img_shapes"].tolist()
             sizes = [(16 * w, 16 * h) for _, h, w in shapes]

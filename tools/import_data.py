@@ -22,8 +22,8 @@ out. Its prompt is in NAME.txt beside the target, or else beside the control; se
 each line is a prompt of its own). A mask that is not gray with a white region, such as
 MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
-too. A table or configuration that you give may refer to any file. A table that is found in a folder, which may come
-from strangers, may refer only to files below its own folder. A cache becomes a cache; give its index to train.py as
+too. A table or configuration that you give may refer to any picture or folder. What is found in a folder, which may
+come from strangers, may not: a table refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
 --data. Every error is printed, equal ones in one line, and then nothing is written, unless --skip_bad leaves the faulty
 samples out.
 """
@@ -34,6 +34,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -52,6 +53,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line
+from extras.flight import room_for
+from extras.manifest import as_list
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
@@ -90,6 +93,8 @@ def find_folders(source):
     folders = {}
     for folder in filter(Path.is_dir, sorted(source.glob("*"))):
         role = role_of(folder.name.lower().replace("-", "_"), FOLDERS)
+        if role:
+            common.refuse_outside(folder, source)
         if role and folders.setdefault(role, folder) != folder:
             raise InputError(f"{folder}: means the same as {folders[role].name}/; keep one of them, or {ASK}")
     return folders
@@ -152,18 +157,20 @@ def near(path):
     hints = common.find_extra("hints")
     return hints.near_path(path) if hints else "check the name"
 
-def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None, wordings=False):
+def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None, wordings=False,
+                 source=None):
     """Reads folders in which file names match -> (samples, problems). controls: list of folders; suffix: of the caption
     files, or None: they are not read; prompt: one or several for targets that have no caption; trigger: the word that
     [trigger] stands for in captions, and that comes before those without it; wordings: each line of a caption is a
-    prompt of its own."""
+    prompt of its own; source: the folder in which they were found, out of which no link may lead (default: they were
+    named, and a link may lead from one to another)."""
     folders = {"target": target, **dict(enumerate(controls))}
     if mask:
         folders["mask"] = mask
     for folder in folders.values():
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; {near(folder)}, or {ASK}")
-    prompts = common.as_list(prompt or [])
+    prompts = as_list(prompt or [])
     if not trigger:
         for prompt in prompts:
             common.check_text("--prompt", prompt)
@@ -172,6 +179,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     if alone and controls:
         raise InputError(f"{controls[0]}: a folder of controls, which --alone excludes; leave --alone out, or give "
                          "OUT --target DIR --alone")
+    allowed = [source] if source else list(folders.values())
     files = list_files(folders)
     if controls and count_agreeing(cut := cut_endings(files)) > count_agreeing(files):
         files = cut
@@ -192,12 +200,19 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
                          "DIR --control DIR, or add --alone if there are no controls")
     for name, own in targets.items():
         with common.noted(problems):
+            refuse_links(sum(own.values(), []), allowed)
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
-            path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings)
+            path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings, allowed)
             samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, captions,
                                               *own.get("mask", [])))
     return samples, problems
+
+def refuse_links(paths, folders):
+    """InputError for a link that leads out of all of these folders."""
+    for path in paths:
+        if path.is_symlink() and not any(common.is_inside(path, folder) for folder in folders):
+            common.refuse_outside(path, folders[0])
 
 def check_files(name, files, targets, controls, alone):
     """InputError unless a target has one file of each kind, and controls without gaps in each folder. files: its {what:
@@ -225,17 +240,18 @@ def fill(text, word):
     """A caption with this word in ai-toolkit's placeholders."""
     return text.replace("[trigger]", word).replace("[name]", word)
 
-def read_captions(files, controls, suffix, prompts, trigger, wordings):
+def read_captions(files, controls, suffix, prompts, trigger, wordings, allowed):
     """-> (file of a target's caption, its prompts). files: the target's {what: paths}; prompts: for a target without a
-    file; suffix, trigger, wordings: as for read_folders."""
+    file; suffix, trigger, wordings: as for read_folders; allowed: the folders out of which no link may lead."""
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
         beside = [path.with_suffix(suffix) for path in (target, *controls)] if suffix else []
-        captions = list(filter(Path.exists, beside))
+        captions = list(filter(os.path.exists, beside)) # (Path.exists raises for a long name)
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
     if captions:
+        refuse_links(captions[:1], allowed)
         file, text = captions[0], common.read_text(captions[0]).strip()
         lines = [line for line in re.split("[\r\n]+", text) if line.strip()]
         prompts = lines if wordings else [text]
@@ -263,7 +279,7 @@ def read_rows(table):
     if table.suffix not in TABLES:
         raise InputError(f"{table}: not a table; give {', '.join(TABLES)}, .parquet or a trainer's "
                          + ", ".join(CONFIGS))
-    text = common.read_text(table)
+    text = common.read_text(table, common.LONG_TEXT)
     if table.suffix == ".jsonl":
         return [(f"{table}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if table.suffix == ".json":
@@ -280,7 +296,8 @@ def read_rows(table):
     rows, line = [], 0
     try:
         if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
-            raise InputError(f"{table}: two columns have the same name in {reader.fieldnames}; rename one")
+            raise InputError(f"{table}: two columns have the same name in {str(reader.fieldnames):.300}; rename "
+                             "one")
         for row in reader:
             line = reader.line_num
             empty = [column for column, cell in row.items() if cell in ("", "NaN", "nan")]
@@ -317,7 +334,8 @@ def by_role(row, where, columns):
     two of these have the same role."""
     chosen = sum(columns.values(), [])
     if missing := [name for name in chosen if name not in row]:
-        raise NoColumn(f"{where}: no column {missing[0]}, only {', '.join(row)}; correct --columns")
+        raise NoColumn(f"{where}: no column {missing[0]}, only {', '.join(map(str, row)):.300}; "
+                       "correct --columns")
     numbered = {role: {n: row[name] for n, name in enumerate(names)} for role, names in columns.items()}
     spelled, unread = {}, []
     for column in [column for column in row if column not in chosen]:
@@ -356,7 +374,7 @@ def read_row(number, where, row, place, columns, alone):
         raise InputError(f"{where}: more cells than columns; put a prompt that contains a comma in quotes")
     roles = ["target", "prompt"] if alone else ["target", "control", "prompt"]
     if missing := [role for role in roles if role not in cells]:
-        raise NoColumn(f"{where}: no {', '.join(missing)}, only {', '.join(row) or 'nothing'}; name its column: "
+        raise NoColumn(f"{where}: no {', '.join(missing)}, only {', '.join(row) or 'nothing':.300}; name its column: "
                        f"--columns {'=NAME '.join(missing)}=NAME, or give --alone if there are no controls")
     for role in roles:
         if not cells[role]:
@@ -372,8 +390,8 @@ def read_row(number, where, row, place, columns, alone):
 
 def find_file(table, anywhere, folder, where, cell):
     """A cell of a table -> the picture's file. A path is relative to the table's folder, where the file must lie; with
-    `anywhere` it may lie elsewhere, and the path may be relative to the working folder. The bytes of a picture, which a
-    parquet file may contain, become a file in `folder`."""
+    `anywhere` a picture may lie elsewhere, and its path may be relative to the working folder. The bytes of a picture,
+    which a parquet file may contain, become a file in `folder`."""
     if isinstance(cell, dict):
         cell = cell.get("bytes") or cell.get("path")
     if isinstance(cell, bytes):
@@ -386,13 +404,16 @@ def find_file(table, anywhere, folder, where, cell):
     if not isinstance(cell, str) or not cell:
         raise InputError(f"{where}: {cell!r:.100} is not a picture or path; name another column: --columns")
     file = Path(os.path.normpath(base / cell)) # link/../a.png need not be a.png: normalise it first
+    if anywhere and not os.path.isfile(file) and os.path.isfile(cell):
+        file = Path(cell)
     if os.path.isfile(file):
-        if anywhere or file.resolve().is_relative_to(base.resolve()):
+        if common.is_inside(file, base):
             return file
-        raise InputError(f"{where}: {cell!r} lies outside of {base}; if you trust the table, give {table} itself as "
-                         "SOURCE")
-    if anywhere and os.path.isfile(cell):
-        return Path(cell)
+        if anywhere:
+            common.open_image(file).close() # a list may come from a stranger: a key that it names is not copied
+            return file
+        raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself "
+                         "as SOURCE")
     raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
 
 def read_tables(tables, anywhere, folder, columns, alone):
@@ -453,14 +474,37 @@ REMEDIES = dict( # what to do instead, or what happens
     control_transparent_color="; what is transparent becomes white", **dict.fromkeys(
         "flip_x flip_y random_crop random_scale crop square_crop scale augments augmentations".split(), AS_THEY_ARE))
 
+MOST_YAML = 2**20 # bytes: common.read_text reads no more of a configuration
+
 class Loader(yaml.SafeLoader): # a class, as yaml calls its method
     def compose_mapping_node(self, anchor):
         """ValueError for a key that is given twice, of which yaml would keep the last value in silence."""
         node = super().compose_mapping_node(anchor)
-        for key, count in Counter(str(key.value) for key, _ in node.value).items():
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, count in Counter(names).items():
             if count > 1:
-                raise ValueError(f"{key!r} is given twice")
+                raise ValueError(f"{key!r:.100} is given twice")
         return node
+
+    def get_single_node(self):
+        """ValueError for aliases that would make more of the text than a person can have written."""
+        node = super().get_single_node()
+        if size_of(node, {}) > 10 * MOST_YAML:
+            raise ValueError("its aliases stand for millions of letters")
+        return node
+
+def size_of(node, sizes):
+    """How many letters of values a node of yaml stands for, where each alias is what it names. sizes: of nodes that are
+    known: {id: size}; it adds its own. A node that holds itself is endless."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf # until it is known
+        inner = [] if node is None or isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            inner = [one for pair in inner for one in pair]
+        sizes[id(node)] = 1 + sum(size_of(one, sizes) for one in inner)
+        if isinstance(node, yaml.ScalarNode):
+            sizes[id(node)] += len(node.value)
+    return sizes[id(node)]
 
 def read_config(path):
     """-> for each dataset in a configuration the arguments of read_folders or read_tables, and of fit_masks. Prints the
@@ -489,9 +533,9 @@ def read_config(path):
         raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
     for key in dict.fromkeys(key for dataset in datasets for key in dataset):
         if key not in read and any(is_lost(key, dataset.get(key)) for dataset in datasets):
-            print(f"{path}: {key} is not converted{REMEDIES.get(key, '')}")
+            print(f"{path}: {str(key):.100} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
-        print(f"{path}: captions without {trigger!r}, the trigger word, will begin with it")
+        print(f"{path}: captions without {trigger!r:.100}, the trigger word, will begin with it")
     different = []
     for part in parts: # other programs have a dataset once for each of its sizes: a pair could be trained and held out
         if part not in different:
@@ -531,10 +575,10 @@ def aitoolkit_part(config, dataset):
     are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
     for key in sorted(dataset.keys() & set(CONTROLS)):
-        controls += common.as_list(dataset[key] or [])
+        controls += as_list(dataset[key] or [])
     trigger = dataset.get("trigger_word")
     if isinstance(trigger, (list, dict)):
-        raise ValueError(f"trigger_word {trigger} is no word")
+        raise ValueError(f"trigger_word {trigger!r:.100} is no word")
     alpha, mask = bool(dataset.get("alpha_mask")), dataset.get("mask_path")
     if alpha and mask:
         print(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
@@ -550,7 +594,7 @@ def aitoolkit_part(config, dataset):
 def is_simpletuners(source):
     """Whether a file is SimpleTuner's list of folders, and no table."""
     return source.suffix == ".json" and bool(re.search('"(instance_data_(dir|root)|dataset_type)"\\s*:',
-                                                       common.read_text(source)))
+                                                       common.read_text(source, common.LONG_TEXT)))
 
 def simpletuner_rows(config, rows):
     """SimpleTuner's list of datasets -> ([(one of targets, its datasets of conditions)], all datasets of conditions).
@@ -560,7 +604,7 @@ def simpletuner_rows(config, rows):
     for row in rows:
         kind = row.get("dataset_type", "image")
         if row.get("disabled") or row.get("disable") or kind in ("text_embeds", "image_embeds"):
-            idle |= {row.get("id"), *common.as_list(row.get("conditioning_data") or [])}
+            idle |= {row.get("id"), *as_list(row.get("conditioning_data") or [])}
             continue
         if kind not in ("image", "conditioning"):
             print(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
@@ -577,7 +621,7 @@ def simpletuner_rows(config, rows):
 
 def conditions_of(target, others):
     """-> those of these datasets of conditions that belong to this one of targets, which each of the two may say."""
-    named = common.as_list(target.get("conditioning_data") or [])
+    named = as_list(target.get("conditioning_data") or [])
     own = {row["id"]: row for row in others if row["id"] in named or row.get("source_dataset_id") == target["id"]}
     return [own[name] for name in dict.fromkeys([*named, *own]) if name in own] # in the order in which they are named
 
@@ -602,7 +646,7 @@ def simpletuner_part(config, row, own):
     if strategy == "instanceprompt" or row.get("only_instance_prompt"):
         if not words:
             raise KeyError("instance_prompt")
-        return part | dict(suffix=None, prompt=list(map(common.only_text, common.as_list(words))))
+        return part | dict(suffix=None, prompt=list(map(common.only_text, as_list(words))))
     if strategy == "filename":
         part.update(suffix=None, prompt=None)
     if row.get("prepend_instance_prompt"):
@@ -637,7 +681,9 @@ def fit_masks(samples, folder, invert=False, alpha=False):
     folder.mkdir()
 
     def work(item):
-        return fit_mask(item[1], folder / f"{item[0]}.png", invert, alpha)
+        number, sample = item
+        with room_for([sample.target if alpha else sample.mask]):
+            return fit_mask(sample, folder / f"{number}.png", invert, alpha)
     bad, empty, problems = [], [], []
     found = common.run_ahead(work, enumerate(masked), threads=8, most=32)
     for sample, future in zip(common.progress("reading masks", masked, unit=" masks"), found):
@@ -702,10 +748,13 @@ def find_parts(source, columns, alone):
         return read_config(source)
     if source.is_file():
         return [dict(tables=[source], anywhere=True)]
-    if parquets := sorted([*source.glob("*.parquet"), *source.glob("data/*.parquet")]):
+    parquets = sorted([*source.glob("*.parquet"), *source.glob("data/*.parquet")])
+    files = [path for name in (".", "train", "data") for path in sorted(source.glob(f"{name}/metadata.*"))]
+    for found in (*parquets, *files):
+        common.refuse_outside(found, source)
+    if parquets:
         return [dict(tables=[path for path in parquets if "train" in path.name] or parquets, anywhere=False)]
     folders = find_folders(source)
-    files = [path for name in (".", "train", "data") for path in sorted(source.glob(f"{name}/metadata.*"))]
     tables = [path for path in files if path.suffix in TABLES and path.parent == files[0].parent]
     if tables and (columns or not {"target", "control"} <= folders.keys()):
         return [dict(tables=tables, anywhere=False)]
@@ -715,7 +764,7 @@ def find_parts(source, columns, alone):
     target = folders.get("target", source)
     if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
-        return [dict(target=target, controls=controls, mask=folders.get("mask"))]
+        return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)]
     names = ", ".join([path.name for path in sorted(source.glob("*"))][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
@@ -730,7 +779,7 @@ def convert(args, columns, tmp):
         if args.hold_out:
             raise InputError(f"--hold_out: {source} is a cache of version 1.0; leave --hold_out out")
         from tools import import_cache # takes seconds; other sources do not need it
-        return import_cache.convert_cache(old, tmp / "out")
+        return import_cache.convert_cache(old, source, tmp / "out")
     if args.target:
         parts = [dict(target=args.target, controls=args.control, mask=args.mask)]
     else:

@@ -26,19 +26,23 @@ def main():
     if not (args.cache_dir / "latents").is_dir():
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; give cache.py's "
                                 "--cache_dir")
-    known = {file for index in args.cache_dir.glob("*.json") # an index that cannot be read ends the script here
+    lists, plans = [list(args.cache_dir.glob(pattern)) for pattern in ("*.json", ".planned-*")]
+    folders = [args.cache_dir / name for name in ("latents", "text")]
+    for place in (*folders, *lists, *plans): # a foreign cache does not choose what is deleted elsewhere
+        common.refuse_outside(place, args.cache_dir)
+    known = {file for index in lists # an index that cannot be read ends the script here
              for sample in indexes.read_index(index)[0] for file in cache.files_of(sample)}
     kept = set() # of scripts at work, or killed
-    for plan in args.cache_dir.glob(".planned-*"):
-        kept |= {args.cache_dir / line for line in plan.read_text().splitlines()} - known
+    for plan in plans:
+        kept |= {args.cache_dir / line for line in common.read_text(plan, common.LONG_TEXT).splitlines()} - known
         print(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, delete it")
     # only what is named like ours: 32 digits of a hash
-    here = [file for folder in ("latents", "text") for file in args.cache_dir.glob(f"{folder}/*.safetensors")]
+    here = [file for folder in folders for file in folder.glob("*.safetensors")]
     unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
     # killed processes leave temporary files; a younger one may belong to a process that still runs
-    unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*")
-                if re.fullmatch(r"\.tmp-[0-9a-f]{16}", tmp.name) and time.time() - tmp.stat().st_mtime > 3600]
-    size = sum(file.stat().st_size for file in unknown) / 1e9
+    unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*") # (which follows no link)
+                if re.fullmatch(r"\.tmp-[0-9a-f]{16}", tmp.name) and time.time() - tmp.lstat().st_mtime > 3600]
+    size = sum(file.lstat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
         file.unlink()
     print(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset"
