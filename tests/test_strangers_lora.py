@@ -391,7 +391,7 @@ def test_predict_py_draws_nothing_with_an_infinite_alpha(tmp_path):
     result = run_script("predict.py", "--lora", path, "--out_dir", tmp_path / "out")
     assert result.status == 1 and is_one_line(result.errors[-1], path) and not (tmp_path / "out").exists()
 
-@pytest.mark.parametrize("flags", ["--lora_alpha 1e999", "--lora_alpha nan", "--lora_alpha 1e7", "--lora_rank 4000"])
+@pytest.mark.parametrize("flags", ["--lora_alpha 1e999", "--lora_alpha nan", "--lora_alpha 1e7"])
 def test_the_flags_have_the_same_limits(flags):
     result = run_script("train.py", *flags.split())
     assert result.status == 2 and is_one_line(result.errors[-1], flags.split()[0]), result.err
