@@ -652,7 +652,7 @@ def read_tensors(path, meta_key="json", key=None, note=None):
         digest, dtypes = meta.pop("sha256"), set(meta.pop("dtypes"))
         intact = content_digest(data, entries[meta_key].replace(digest, NO_DIGEST, 1)) == digest
     except Exception as e: # it is missing, or a foreign file, which can fail in any way
-        raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {e}); {fix}")
+        raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {first_words(e)}); {fix}")
     # a flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it
     now = {str(v.dtype) for v in tensors.values()}
     cast = now and now.isdisjoint(dtypes) and dtypes < {"torch.float32", "torch.float16", "torch.bfloat16"}
@@ -722,6 +722,8 @@ def find_run_folder(args, name):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     if args.resume and not folder.exists():
         raise InputError(f"--resume: no checkpoint in {folder}, which does not exist; give the right --out_dir")
+    if others := find_extra("run_folder"):
+        others.check(folder)
     return folder
 
 def lock_folder(args, folder, name):
@@ -751,8 +753,8 @@ def find_lora(path):
     file = folder / LORA_FILE if folder.is_dir() else folder
     if not file.exists():
         if (folder / PEFT_FILE).is_file():
-            return folder / PEFT_FILE
-        if saved := checkpoints(folder): # of a run that has not finished, or was stopped
+            file = folder / PEFT_FILE
+        elif saved := checkpoints(folder): # of a run that has not finished, or was stopped
             file = saved[-1] / LORA_FILE
             print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
     hub = re.fullmatch(r"([\w-]+/[\w.-]+)(?:/(.+\.safetensors))?", str(path))
@@ -763,6 +765,8 @@ def find_lora(path):
     if not file.is_file():
         raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
                          "user/repo of the hub")
+    if folder.is_dir() and not is_inside(file, folder): # a stranger's, to what is yours
+        raise InputError(f"{file}: a link that leads out of {path}; give the file itself")
     return file
 
 # ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------

@@ -121,7 +121,6 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.utils.other import get_pattern_key
 from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
@@ -130,7 +129,7 @@ from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_pa
 
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
-                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]*)\.lora_([AB])\.weight")
+                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]{0,99})\.lora_([AB])\.weight")
 OURS = rb"tEXtkey\0" # is in every picture that save_png has written
 
 # ==== the library =====================================================================================================
@@ -240,13 +239,15 @@ def read_lora(path):
         else:
             state, meta = safetensors.torch.load_file(file), json.loads(header.get("lora_adapter_metadata", "{}"))
         config_of(state, meta)
-        # an alpha may stand in another place. isfinite does not know fp8, which is not plain either
-        plain = ("alpha" not in " ".join(header) and file.name != PEFT_FILE
+        # patterns are regexes, which could search for years, and an alpha may stand in another place. isfinite does not
+        # know fp8, which is not plain either
+        patterns = meta.get("transformer.rank_pattern") or meta.get("transformer.alpha_pattern")
+        plain = (not patterns and "alpha" not in " ".join(header) and file.name != PEFT_FILE
                  and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
     if not plain:
-        return load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file)
+        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file)
     if others:
-        others.warn_of_no_effect(file, state, meta)
+        others.check_notes(file, state, meta)
     return state, meta
 
 def with_prefix(prefix, named):
@@ -256,23 +257,25 @@ def with_prefix(prefix, named):
 def config_of(state, meta):
     """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
     metadata's, or else the rank. Raises anything unless these are just the two matrices, of the metadata's rank, of
-    each of some layers of Qwen-Image."""
-    ranks, said = {}, meta.get("transformer.rank_pattern") or {}
+    each of some layers of Qwen-Image, and alpha is a number."""
+    ranks = {}
     for key, matrix in state.items():
         layer, half = PLAIN.fullmatch(key).groups()
         rank, _ = matrix.shape if half == "A" else matrix.T.shape
-        wanted = said.get(get_pattern_key(said, layer), meta.get("transformer.r", rank))
-        if not rank == wanted == ranks.setdefault(layer, rank):
+        if not 0 < rank == meta.get("transformer.r", rank) == ranks.setdefault(layer, rank) <= 3072:
             raise ValueError(key)
     if len(state) != 2 * len(ranks):
         raise ValueError("a half is missing")
     most = mode(ranks.values())
-    others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != most} # ^: these layers and no others
+    others = {} # ^: these layers and no others. One pattern for each rank, as peft tries all of them for each layer
+    for rank in {*ranks.values()} - {most}:
+        others[f"^({'|'.join(layer for layer in ranks if ranks[layer] == rank)})"] = rank
     config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))
     if "transformer.lora_alpha" in meta:
-        config.update(lora_alpha=meta["transformer.lora_alpha"] + 0, # + 0: an error unless it is a number
-                      alpha_pattern=meta.get("transformer.alpha_pattern") or {},
-                      use_rslora=meta.get("transformer.use_rslora", False))
+        alpha, root = meta["transformer.lora_alpha"], meta.get("transformer.use_rslora", False)
+        if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= 1e6: # NaN, too
+            raise ValueError("alpha")
+        config.update(lora_alpha=alpha, alpha_pattern=meta.get("transformer.alpha_pattern") or {}, use_rslora=root)
     return config
 
 def check_fit(transformer, state, path):

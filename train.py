@@ -53,7 +53,8 @@ common.add_model_flags(parser)
 common.add_data_flags(parser)
 flag = parser.group("LoRA")
 flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
-flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)", type=number(float, 1e-6))
+flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)",
+     type=number(float, 1e-6, 1e6))
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")
@@ -662,7 +663,7 @@ common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_dat
 # learning rate follow from --seed and the step.
 if checkpoint:
     resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser)
-    resume.load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer)
+    resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.

@@ -1,6 +1,7 @@
 """
 What a file of another kind is, in words: for --lora (extras/lora_files.py) and --transformer (extras/transformer.py).
 """
+import os
 import re
 
 import safetensors
@@ -50,6 +51,8 @@ def open_file(path, error_of, of_gguf):
     if not start:
         raise error_of("an empty file", "download it again")
     if re.fullmatch(rb"[\t\r\n -~]+", start):
+        if os.path.islink(path): # perhaps a stranger's, to a key
+            raise error_of("a link to a text file", "download the .safetensors file itself")
         said = " ".join(start[:60].decode().split())
         raise error_of(f"a text file, which begins with {said!r}", "download the .safetensors file itself")
     raise error_of(f"is no whole .safetensors file ({' '.join(reason.split())[:200]}; it has {size:,} bytes)",

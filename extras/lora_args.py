@@ -11,8 +11,8 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraConfig, LoraLayer
-from peft.utils.other import get_pattern_key
 
+import extras.lora_files as lora_files # so that load_extra can name it, where it is missing
 from common import InputError
 
 ENDS = (".lora_A.weight", ".lora_B.weight") # of the names in a LoRA's file
@@ -28,6 +28,11 @@ def try_out(lora_args, add_lora):
         default = getattr(LoraConfig(), key, None)
         if isinstance(default, bool) and not isinstance(value, bool) and key != "init_lora_weights":
             raise InputError(f"--lora_args {key}={value}: is neither true nor false; any text would count as true")
+    for key in lora_files.PATTERNS: # the file will have them, and must be read again
+        try:
+            lora_files.read_patterns(lora_args.get(key), key)
+        except ValueError as e:
+            raise InputError(f"--lora_args: {e}; give layers by the ends of their names, such as attn.to_q")
     model, weights = added(lora_args, add_lora)
     if model is None: # peft refuses it here, and will refuse it, in its own words, on the real model
         return
@@ -111,6 +116,7 @@ def refuse_added(model, load, lora_args):
                              f"{', '.join(sorted(names)[:4])} ...")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, field):
-            if not any(get_pattern_key([pattern], name) == pattern for name in names):
+            (regex, _), = lora_files.read_patterns({pattern: 1}, field)
+            if not any(map(regex.match, names)):
                 raise InputError(f"--lora_args {field}: no layer of this LoRA is named {pattern}; there are "
                                  f"{', '.join(sorted(names)[:4])} ...")

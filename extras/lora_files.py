@@ -23,11 +23,10 @@ import safetensors.torch
 import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
-from peft.utils.other import get_pattern_key
 
 import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
-from common import PEFT_FILE, InputError, first_words, read_object
+from common import MAX_PIXELS, PEFT_FILE, InputError, first_words, is_inside, read_object
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -48,7 +47,12 @@ OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used
 FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
+PATTERNS = "rank_pattern alpha_pattern".split()
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
+# A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
+# No layer of it has more inputs or outputs than MOST_WIDTH, which a Kronecker product of two small matrices could have.
+MOST_TENSORS, MOST_LETTERS, MOST_WIDTH, MOST_ALPHA, MOST_RANK = 20_000, 500, 20_000, 1e6, 3072
+LOHA_RANK = 64 # its work grows with the fourth power of it
 
 
 @functools.cache
@@ -58,8 +62,19 @@ def warn(line):
         print(line, file=sys.stderr)
 
 
-def warn_of_no_effect(file, state, meta):
-    """A line for a LoRA that changes nothing, by what predict.read_lora returns."""
+def check_notes(file, state, meta):
+    """A line for a LoRA that changes nothing, by what predict.read_lora returns. InputError for sizes of its training
+    that are none: they count as much as the flags --target_pixels, --control_pixels and --upscale."""
+    geometry = meta.get("train.geometry")
+    if geometry is not None:
+        wanted = {"target_pixels", "control_pixels", "upscale"}
+        if not isinstance(geometry, dict) or geometry.keys() != wanted or type(geometry["upscale"]) is not bool:
+            raise error_of(file, f"train.geometry in its header wants {', '.join(sorted(wanted))}, the last of them "
+                           "true or false")
+        for name in ("target_pixels", "control_pixels"):
+            area = geometry[name]
+            if area != "native" and (type(area) is not int or not 32 * 32 <= area <= MAX_PIXELS):
+                raise error_of(file, f"{name} {words_of(area)} of train.geometry in its header is no area")
     alphas = [meta.get("transformer.lora_alpha", 1), *(meta.get("transformer.alpha_pattern") or {}).values()]
     names = [key.removesuffix("A.weight") for key in state if key.endswith(".lora_A.weight")]
     if not any(state[f"{name}A.weight"].any() and state[f"{name}B.weight"].any() for name in names):
@@ -69,6 +84,11 @@ def warn_of_no_effect(file, state, meta):
         warn(f"warning: {file}: has no effect: its alpha is 0")
     elif min(alphas) < 0:
         warn(f"warning: {file}: has a negative alpha, {min(alphas):g}, so it does the opposite of what was trained")
+
+
+def words_of(value):
+    """What a file says, for an error line: a number, the beginning of a text, or else what it is."""
+    return f"{value!r:.60}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
 def error_of(file, what, remedy="take another file"):
@@ -94,11 +114,19 @@ def find_layer(text):
         text = text[prefix.end():]
     text = re.sub(r"\.processor\.(\w+)_lora$", r".\1", text)
     flat = text.replace(".", "_")
-    block = re.match(r"transformer_blocks_(\d+)_", flat)
+    block = re.match(r"transformer_blocks_(\d{1,4})_", flat)
     if not block:
         return layer_names().get(flat)
     name = layer_names().get(flat.replace(f"_{block[1]}_", "_0_", 1))
     return name and name.replace(".0.", f".{int(block[1])}.", 1)
+
+
+def refuse_names(file, names):
+    """InputError for more tensors, or longer names, than a LoRA has, before a regex sees them."""
+    longest = max(names, key=len, default="")
+    if len(names) > MOST_TENSORS or len(longest) > MOST_LETTERS:
+        raise error_of(file, f"it has {len(names):,} tensors, and names of up to {len(longest):,} letters "
+                       f"({longest[:60]} ...)")
 
 
 def sort_tensors(file, tensors):
@@ -146,32 +174,83 @@ def refuse_model(file, tensors):
 # ---- alpha -----------------------------------------------------------------------------------------------------------
 
 def number(value, what):
-    try:
-        value = float(value)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{what} is no number")
+    """A number of a file. ValueError if it is a text, true, NaN or too large: a LoRA of infinite strength draws
+    black."""
+    if type(value) not in (int, float) or not abs(value) <= MOST_ALPHA: # (NaN, too)
+        raise ValueError(f"{what} is {words_of(value)}, and no number up to {MOST_ALPHA:,.0f}")
     return value
+
+
+# What a pattern of rank_pattern or alpha_pattern may consist of. In peft it is any regex, and one from a file could
+# search for years; one of these parts, with one group and few that repeat, cannot.
+PATTERN = re.compile(r"(?:[\w^$|()-]|\\[.d-]\+?|\[0-9\]\+?|\.\*?)*")
+
+
+def read_patterns(patterns, what):
+    """rank_pattern or alpha_pattern -> [(compiled regex, number)]: of_layer does what peft's get_pattern_key does with
+    them. ValueError for what could be slow, or is no pattern."""
+    patterns = patterns or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{what} is {words_of(patterns)}, and no object of names and numbers")
+    text, read = "".join(patterns), []
+    if len(text) > 200_000 or len(patterns) > 2000 or text.count(".*") > 40:
+        raise ValueError(f"{what} has too many names")
+    for pattern, value in patterns.items():
+        simple = pattern.count("(") <= 1 and pattern.count(".*") <= 2 and pattern.count("+") <= 2
+        if not simple or not PATTERN.fullmatch(pattern):
+            raise ValueError(f"{what} has {pattern[:60]!r}, which is more than a layer's name")
+        try:
+            regex = re.compile(rf"(.*\.)?({pattern})$")
+        except re.error:
+            raise ValueError(f"{what} has {pattern[:60]!r}, which is no layer's name")
+        read.append((regex, number(value, f"{what} {pattern[:60]!r}")))
+    return read
+
+
+def of_layer(patterns, layer, default):
+    """The number of the first of read_patterns' patterns that fits this layer's name."""
+    for pattern, value in patterns:
+        if pattern.match(layer):
+            return value
+    return default
 
 
 def of_config(where, config, layer, rank):
     """The scale of a layer by peft's config, which stands at `where`. rank: the tensors', or None."""
     alpha = config.get("lora_alpha", config.get("alpha"))
-    alphas, ranks = config.get("alpha_pattern") or {}, config.get("rank_pattern") or {}
-    alpha = number(alphas.get(get_pattern_key(alphas, layer), alpha), "lora_alpha")
-    said = number(ranks.get(get_pattern_key(ranks, layer), config.get("r", rank)), "r")
+    alpha = number(of_layer(config["alpha_pattern"], layer, alpha), "lora_alpha")
+    said = number(of_layer(config["rank_pattern"], layer, config.get("r", rank)), "r")
     if rank and said != rank:
         raise ValueError(f"{where} says rank {said:g} for {layer}, and its tensors have {rank}")
-    root = str(config.get("use_rslora")).lower() in ("true", "1")
-    return alpha / (math.sqrt(said) if root else said)
+    if said < 1:
+        raise ValueError(f"{where} says rank {said:g} for {layer}")
+    return alpha / (math.sqrt(said) if config["use_rslora"] else said)
+
+
+def checked(where, config):
+    """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong."""
+    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERNS}
+    root = config.get("use_rslora") or False
+    if isinstance(root, str): # in a flat header
+        root = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(root.lower())
+    if type(root) is not bool:
+        raise ValueError(f"use_rslora of {where} is neither true nor false")
+    return config | patterns | dict(use_rslora=root)
+
+
+def as_number(text):
+    """A flat header's text as a number; as it is, if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def flat_config(header, names):
     """A flat header's alpha and rank -> as peft's config; {} without an alpha."""
-    alphas = [header[key] for key in names["alpha"] if key in header]
+    alphas = [as_number(header[key]) for key in names["alpha"] if key in header]
     # (kohya's rank may be the word Dynamic)
-    ranks = [header[key] for key in names["rank"] if re.fullmatch(r"[\d.]+", header.get(key, ""))]
+    ranks = [as_number(header[key]) for key in names["rank"] if re.fullmatch(r"[\d.]+", header.get(key, ""))]
     config = dict(lora_alpha=alphas[0], use_rslora=header.get("use_rslora")) if alphas else {}
     return config | dict(r=ranks[0]) if alphas and ranks else config
 
@@ -182,12 +261,14 @@ def find_configs(file, header, tensors):
     texts = {f"{key} in its header": header.get(key, "{}") for key in ("lora_adapter_metadata", "train")}
     peft_s = file.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in tensors)
     if peft_s and (file.parent / PEFT_CONFIG).is_file():
+        if not is_inside(file.parent / PEFT_CONFIG, file.parent): # an error line could quote it
+            raise error_of(file, f"{PEFT_CONFIG} beside it is a link that leads out of its folder", "put it there")
         texts[f"{PEFT_CONFIG} beside it"] = (file.parent / PEFT_CONFIG).read_text(errors="replace")
     sources, train = [], {}
     for where, text in texts.items():
         try:
             meta = read_object(text)
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             if where.startswith("train "): # another program's
                 continue
             raise error_of(file, f"{where} cannot be read ({first_words(e)})")
@@ -198,9 +279,10 @@ def find_configs(file, header, tensors):
     noted = {} if with_alpha else flat_config(header, NOTES)
     if noted and any("lora_unet_" in key for key in tensors):
         sources.append(("ss_network_alpha in its header", noted))
-    elif noted and noted["lora_alpha"].removesuffix(".0") != noted.get("r"):
-        warn(f"warning: {file}: ss_network_alpha {noted['lora_alpha']} in its header is taken for a note about the "
-             "training, whose alpha is in the weights, as musubi-tuner's converter puts it there; if not, --lora_scale")
+    elif noted and noted["lora_alpha"] != noted.get("r"):
+        warn(f"warning: {file}: ss_network_alpha {header['ss_network_alpha']:.20} in its header is taken for a note "
+             "about the training, whose alpha is in the weights, as musubi-tuner's converter puts it there; if not, "
+             "--lora_scale")
     for where, config in sources:
         for name in VARIANTS:
             if config.get(name):
@@ -220,7 +302,9 @@ def scale_of(layer, parts, rank, configs):
     if "alpha" in parts:
         if parts["alpha"].numel() != 1:
             raise ValueError(f"{layer} has {parts['alpha'].numel()} alphas")
-        alpha = number(parts["alpha"].float().mean(), "alpha")
+        if parts["alpha"].is_complex() or parts["alpha"].dtype == torch.bool:
+            raise ValueError(f"{layer} has an alpha of {parts['alpha'].dtype}")
+        alpha = number(parts["alpha"].float().mean().item(), f"the alpha of {layer}")
         if rank:
             said["its alpha tensors"] = alpha / rank
         else: # LyCORIS: a LoKr of two whole matrices has no scale
@@ -244,16 +328,16 @@ def decompose(factors, rank):
     """The matrices of a layer -> U (outputs, n), S (n,), V (n, inputs), where U diag(S) V is the nearest matrix of
     rank n <= `rank` to the change of its weight; and how far off it is, and how large the change is, both squared."""
     f = {name: tensor.double() for name, tensor in factors.items()}
+    refuse_size(f)
     if "hada_w1_a" in f:
         a = torch.einsum("oi,oj->oij", f["hada_w1_a"], f["hada_w2_a"]).flatten(1)
         b = torch.einsum("io,jo->ijo", f["hada_w1_b"], f["hada_w2_b"]).flatten(0, 1)
-        (q_a, r_a), (q_b, r_b) = torch.linalg.qr(a), torch.linalg.qr(b.T)
-        u, s, v = torch.linalg.svd(r_a @ r_b.T, full_matrices=False)
         kept = slice(rank)
-        u, v = q_a @ u[:, kept], v[kept] @ q_b.T
+        u, s, v = svd_of_product(a, b, kept)
     else:
-        w1, w2 = [f[w] if w in f else f[f"{w}_a"] @ f[f"{w}_b"] for w in ("lokr_w1", "lokr_w2")]
-        (u1, s1, v1), (u2, s2, v2) = [torch.linalg.svd(w, full_matrices=False) for w in (w1, w2)]
+        (u1, s1, v1), (u2, s2, v2) = [
+            torch.linalg.svd(f[w], full_matrices=False) if w in f else svd_of_product(f[f"{w}_a"], f[f"{w}_b"])
+            for w in ("lokr_w1", "lokr_w2")]
         s = torch.kron(s1, s2) # not sorted
         kept = s.topk(min(rank, len(s))).indices
         of_1, of_2 = kept // len(s2), kept % len(s2)
@@ -261,6 +345,30 @@ def decompose(factors, rank):
         v = torch.einsum("ni,nj->nij", v1[of_1], v2[of_2]).flatten(1)
     size = s.square().sum().item()
     return u, s[kept], v, max(0, size - s[kept].square().sum().item()), size
+
+
+def svd_of_product(a, b, kept=slice(None)):
+    """-> U, S, V of a @ b, without that matrix, which two narrow ones can make as large as they like; of U and V those
+    columns and rows that are kept."""
+    (q_a, r_a), (q_b, r_b) = torch.linalg.qr(a), torch.linalg.qr(b.T)
+    u, s, v = torch.linalg.svd(r_a @ r_b.T, full_matrices=False)
+    return q_a @ u[:, kept], s, v[kept] @ q_b.T
+
+
+def refuse_size(f):
+    """ValueError for a change of more outputs or inputs than a layer has, or a LoHa whose product would take hours."""
+    if "hada_w1_a" in f:
+        outputs, inputs = len(f["hada_w1_a"]), f["hada_w1_b"].shape[1]
+        ranks = len(f["hada_w1_b"]), len(f["hada_w2_b"])
+        if math.prod(ranks) > LOHA_RANK**2:
+            raise ValueError(f"a LoHa of rank {max(ranks)}, and {LOHA_RANK} is the most")
+    else:
+        outputs, inputs = 1, 1
+        for w in ("lokr_w1", "lokr_w2"):
+            left, right = (f[w], f[w]) if w in f else (f[f"{w}_a"], f[f"{w}_b"])
+            outputs, inputs = outputs * len(left), inputs * right.shape[1]
+    if max(outputs, inputs) > MOST_WIDTH:
+        raise ValueError(f"{outputs:,} outputs and {inputs:,} inputs, and no layer has more than {MOST_WIDTH:,}")
 
 
 def share(lost, size):
@@ -299,6 +407,7 @@ def decomposed(file, rank, *_):
 def convert(file, rank):
     f = foreign.open_file(file, functools.partial(error_of, file), "give a LoRA in .safetensors")
     header = f.metadata() or {}
+    refuse_names(file, f.keys())
     try:
         tensors = {key: f.get_tensor(key) for key in f.keys()}
     except Exception as e: # a dtype that torch lacks
@@ -309,6 +418,7 @@ def convert(file, rank):
     factored = any({"A", "B"}.isdisjoint(parts) for parts in layers.values())
     each = common.progress("decomposing", layers.items(), unit=" layers") if factored else layers.items()
     try:
+        configs = [(where, checked(where, config)) for where, config in configs]
         for layer, parts in each:
             a, b, alphas[layer], off[layer] = to_lora(layer, parts, rank, configs)
             state[f"transformer.{layer}.lora_A.weight"], state[f"transformer.{layer}.lora_B.weight"] = a, b
@@ -325,9 +435,7 @@ def convert(file, rank):
     if without and len(without) < len(layers) and not configs:
         warn(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "
              f"{without[0]}; theirs is taken for the rank, as ComfyUI does")
-    meta = meta_of(alphas) | train
-    warn_of_no_effect(file, state, meta)
-    return state, meta
+    return state, meta_of(alphas) | train
 
 
 def to_lora(layer, parts, rank, configs):
@@ -340,11 +448,16 @@ def to_lora(layer, parts, rank, configs):
         scale = scale_of(layer, parts, None, configs)
         u, s, v, *off = decompose(matrices, rank)
         dtype, root = next(iter(matrices.values())).dtype, s.sqrt() # in equal shares, so that half precision holds both
-        return (root[:, None] * v).to(dtype), (scale * u * root).to(dtype), len(s), [scale**2 * n for n in off]
+        a, b = (root[:, None] * v).to(dtype), (scale * u * root).to(dtype)
+        if not a.isfinite().all() or not b.isfinite().all():
+            raise ValueError(f"{layer} changes its weight by more than {dtype} holds")
+        return a, b, len(s), [scale**2 * n for n in off]
     if matrices.keys() != {"A", "B"}:
         words = " and ".join(f"lora_{name}" for name in sorted(matrices))
         raise ValueError(f"{layer} has {words}, and not just lora_A and lora_B")
     a, b = matrices["A"], matrices["B"]
+    if len(a) > MOST_RANK:
+        raise ValueError(f"{layer} has rank {len(a):,}, and {MOST_RANK:,} is the most")
     if len(a) != b.shape[1]:
         raise ValueError(f"{layer} has matrices of different ranks, {list(a.shape)} and {list(b.shape)}")
     return a, b, scale_of(layer, parts, len(a), configs) * len(a), (0, 0)
@@ -354,7 +467,7 @@ def to_matrix(layer, name, tensor):
     """A matrix of fp32, fp16 or bf16; some programs write those of a linear layer as of a 1x1 convolution."""
     if tensor.ndim == 4 and tensor.shape[2:] == (1, 1):
         tensor = tensor[..., 0, 0]
-    if tensor.ndim != 2 or not tensor.is_floating_point():
+    if tensor.ndim != 2 or not tensor.is_floating_point() or not tensor.numel():
         raise ValueError(f"{layer}: {name} is {list(tensor.shape)} of {tensor.dtype}, no matrix")
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16): # fp8, fp64
         tensor = tensor.float()

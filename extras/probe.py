@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from common import InputError, first_words, read_tensors
-from extras.resume import OPTIMIZER_FILE, load_optimizer, save_optimizer
+from extras.resume import OPTIMIZER_FILE, copies_of, load_optimizer, save_optimizer, some_of, take_steps
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
@@ -28,10 +28,7 @@ def check(args, lora, make_optimizer, averaged_weights):
     # torch's own need no trial with their defaults: the tests have tried them
     if args.optimizer.startswith("torch.optim.") and not args.optimizer_args:
         return
-    few = {}
-    for name, p in lora.items():
-        if sum(p.shape == other.shape for other in few.values()) < 2:
-            few[name] = p
+    few = some_of(lora)
     state_of_python = random.getstate()
     try:
         with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once
@@ -73,20 +70,6 @@ def find_lost(few, make_optimizer, averaged_weights):
         with averaged_weights(optimizer), tempfile.TemporaryDirectory() as folder:
             save_optimizer(Path(folder), optimizer, first) # what has come since can be saved, too
     return lost, moved
-
-
-def copies_of(parameters):
-    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-
-
-def take_steps(optimizer, parameters, steps):
-    for n in steps:
-        generator = torch.Generator().manual_seed(n)
-        for p in parameters.values():
-            p.grad = 0.01 * torch.randn(p.shape, generator=generator).to(p.device)
-        torch.manual_seed(n)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
 
 def close(p, other, before):

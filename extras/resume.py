@@ -6,19 +6,24 @@ An optimizer may keep state anywhere: for each parameter, in its param group (Pr
 not only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and
 JSON; never as pickles, which run code when they are loaded. extras/probe.py tries before the first step whether all of
 it comes back.
+
+A checkpoint may come from a stranger. What its files say is data: it names no code, and goes only to places where the
+optimizer itself has put such data.
 """
 import contextlib
+import io
 import json
+import random
 import shutil
 import sys
 import time
 from dataclasses import dataclass
-from pydoc import locate
+from pathlib import Path
 
 import torch
 
 import predict
-from common import (LORA_FILE, SAMPLING, InputError, checkpoints, command, is_index, load_extra, number_of,
+from common import (LORA_FILE, SAMPLING, InputError, checkpoints, command, first_words, is_index, load_extra, number_of,
                     read_tensors, say, write_tensors)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -36,6 +41,7 @@ LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_ar
 
 @dataclass
 class Checkpoint:
+    path: Path # its folder
     lora: dict # {diffusers' name: tensor}
     tensors: dict # the optimizer's: {"exp_avg.PARAMETER": tensor}
     info: dict # step, config, and `optimizer`: all else of its state, as save_optimizer writes it
@@ -46,9 +52,14 @@ def read_checkpoint(path):
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     tensors, info = read_tensors(path / OPTIMIZER_FILE)
     # both files must be of the step in the folder's name
-    if "optimizer" not in info or not meta.get("train.step") == info.get("step") == number_of(path):
+    if not meta.get("train.step") == info.get("step") == number_of(path) or "optimizer" not in info:
         raise InputError(f"{path}: its files do not belong together; it is damaged, or of an older train.py")
-    return Checkpoint(lora, tensors, info)
+    for name, kind in dict(step=int, config=dict, optimizer=list).items():
+        if type(info.get(name)) is not kind:
+            raise InputError(f"{path / OPTIMIZER_FILE}: its {name} is no {kind.__name__}; take another copy")
+    if not 1 <= info["step"] <= 10**9:
+        raise InputError(f"{path}: no run has so many steps; take another copy")
+    return Checkpoint(path, lora, tensors, info)
 
 
 def find_checkpoint(out_dir):
@@ -59,7 +70,7 @@ def find_checkpoint(out_dir):
         try:
             return read_checkpoint(path)
         except InputError as e:
-            say(f"warning: {path} is damaged; trying the checkpoint before it ({e})")
+            say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     # a run that was killed before its first checkpoint begins again
     if not saved and (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists():
         return None
@@ -87,7 +98,7 @@ def refuse_changes(out_dir, old, config, parser):
         if name == "max_steps" and name not in old: # the rate was constant, and then it is not compared
             continue
         if before != value:
-            changes[name] = f"{name}: {before} -> {value}"
+            changes[name] = f"{name}: {in_short(before)} -> {in_short(value)}"
     if changes.keys() == {"max_steps"}:
         raise InputError(f"--resume: {out_dir} was begun with --max_steps {old['max_steps']}, where the learning rate "
                          f"of --lr_scheduler {config['lr_scheduler']} ends; give that to go on until there; to train "
@@ -95,6 +106,14 @@ def refuse_changes(out_dir, old, config, parser):
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes.values())}); give the "
                          "old ones, or start a new run")
+
+
+def in_short(value):
+    """A setting in an error line. A checkpoint's may be anything."""
+    try:
+        return f"{value!s:.200}"
+    except RecursionError: # lists in lists
+        return f"a {type(value).__name__}"
 
 
 def sizes(args):
@@ -121,7 +140,7 @@ def clean_folder(out_dir, step):
     stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have left half a
     line."""
     for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
@@ -132,12 +151,18 @@ def clean_folder(out_dir, step):
         (out_dir / name).unlink(missing_ok=True)
     log = out_dir / "log.jsonl"
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
-    kept = lines[:1]
-    for line in lines[1:]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-    return kept
+    first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
+    return first + [line for line in lines[1:] if is_record(line, step)]
+
+
+def is_record(line, step):
+    """Whether a line of the log is whole, of a step up to this one, and has numbers where extras/best.py reads some."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        record = json.loads(line)
+        psnrs = [picture["psnr"][2] for picture in record.get("pictures") or ()]
+        numbers = {type(value) for value in (record["step"], record.get("val_loss", 0), *psnrs)}
+        return numbers <= {int, float} and record["step"] <= step
+    return False
 
 # ---- the optimizer's state -------------------------------------------------------------------------------------------
 
@@ -148,19 +173,26 @@ def places_of(optimizer, lora):
     return states | {"group": optimizer.param_groups[0], "self": vars(optimizer)}
 
 
-def save_optimizer(folder, optimizer, lora, **info):
-    """Writes all that the optimizer keeps into a checkpoint's folder. lora: {name: parameter}; info: step and config.
-    To be called within train.py's averaged_weights. InputError names state that cannot be saved."""
+def state_of(optimizer, lora):
+    """-> (tensors, [(place, key, value as to_json makes it)]) of all that an optimizer keeps. InputError names state of
+    a parameter that cannot be saved; beside it there are objects, which are made with the optimizer."""
     tensors, state = {}, []
     for place, values in places_of(optimizer, lora).items():
         for key, value in values.items():
             try:
                 state.append((place, key, to_json(value, f"{key}.{place}", tensors)))
-            except TypeError as e: # beside parameters' states there are objects, which are made with the optimizer
+            except TypeError as e:
                 if place in lora:
                     kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
                     raise InputError(f"--optimizer {kind}: a checkpoint cannot keep {e} in its {key}; take another, "
                                      "such as torch.optim.AdamW")
+    return tensors, state
+
+
+def save_optimizer(folder, optimizer, lora, **info):
+    """Writes all that the optimizer keeps into a checkpoint's folder. lora: {name: parameter}; info: step and config.
+    To be called within train.py's averaged_weights. InputErrors are state_of's."""
+    tensors, state = state_of(optimizer, lora)
     write_tensors(folder / OPTIMIZER_FILE, tensors, dict(info, optimizer=state))
 
 
@@ -174,10 +206,24 @@ def load_optimizer(optimizer, lora, tensors, state):
         load_extra("schedule_free").use_trained_weights(optimizer)
 
 
-def load_checkpoint(checkpoint, out_dir, transformer, lora, optimizer):
-    """Puts LoRA and optimizer back, bit for bit."""
-    predict.load_weights(transformer, checkpoint.lora, out_dir)
-    load_optimizer(optimizer, lora, checkpoint.tensors, checkpoint.info["optimizer"])
+def load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer):
+    """Puts LoRA and optimizer back, bit for bit. InputError, before the optimizer has changed, for what another LoRA or
+    optimizer has saved. make_optimizer: train.py's."""
+    refuse_lora(checkpoint, lora)
+    predict.load_weights(transformer, checkpoint.lora, checkpoint.path)
+    tensors, state = checkpoint.tensors, checkpoint.info["optimizer"]
+    state_of_python = random.getstate()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()): # what an optimizer's class prints has been printed once
+            refuse_state(lora, tensors, state, references_of(lora, checkpoint.info["step"], make_optimizer))
+            try_state(lora, tensors, state, make_optimizer)
+    except Exception as e: # it may be anything
+        raise InputError(f"{checkpoint.path / OPTIMIZER_FILE}: is not what {type(optimizer).__name__} keeps "
+                         f"({type(e).__name__}: {first_words(e)}); take another copy, or start a new run from its "
+                         f"LoRA: {from_its_lora(checkpoint.path)}")
+    finally:
+        random.setstate(state_of_python)
+    load_optimizer(optimizer, lora, tensors, state)
 
 
 def to_json(value, path, tensors):
@@ -185,7 +231,7 @@ def to_json(value, path, tensors):
     if torch.is_tensor(value) and not isinstance(value, torch.nn.Parameter): # (extras/probe.py compares the types)
         tensors[path] = value
         return {"tensor": [path, value.is_cpu and not value.dim()]} # torch wants its counters on the CPU
-    if type(value) in (list, tuple, dict):
+    if type(value) in KINDS.values():
         parts = value.items() if type(value) is dict else value
         return {type(value).__name__: [to_json(part, f"{path}.{n}", tensors) for n, part in enumerate(parts)]}
     if value is None or type(value) in (bool, int, float, str):
@@ -193,13 +239,143 @@ def to_json(value, path, tensors):
     raise TypeError(type(value).__name__)
 
 
+KINDS = dict(list=list, tuple=tuple, dict=dict) # no other name that a file has is looked up
+
+
 def from_json(value, tensors, device):
-    """The value that to_json was given, its tensors on the device."""
+    """The value that to_json was given, its tensors on the device. Raises anything for what to_json has not made."""
     if type(value) is not dict:
         return value
     (kind, parts), = value.items()
     if kind == "tensor":
         path, on_cpu = parts
-        return tensors[path].to("cpu" if on_cpu else device)
+        return tensors[path].to("cpu" if on_cpu else device, copy=True)
     made = [from_json(part, tensors, device) for part in parts]
-    return locate(kind)(made) # list, tuple or dict
+    return KINDS[kind](made)
+
+# ---- is it this optimizer's state? -----------------------------------------------------------------------------------
+
+
+def refuse_lora(checkpoint, lora):
+    """InputError unless a checkpoint's LoRA has just the tensors that are trained, finite ones."""
+    want = {f"transformer.{name.replace('.default.', '.')}": p for name, p in lora.items()}
+    wrong = sorted(want.keys() ^ checkpoint.lora.keys())
+    for name in want.keys() & checkpoint.lora.keys():
+        tensor = checkpoint.lora[name]
+        if (tensor.shape, tensor.dtype) != (want[name].shape, want[name].dtype) or not tensor.isfinite().all():
+            wrong.append(name)
+    if wrong:
+        raise InputError(f"{checkpoint.path / LORA_FILE}: {len(wrong)} of its tensors are not those of this LoRA, for "
+                         f"instance {wrong[0]:.200}; give the run's own flags, or another copy")
+
+
+def copies_of(parameters):
+    return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+
+
+def some_of(lora):
+    """-> of the parameters of each shape at most two."""
+    few = {}
+    for name, p in lora.items():
+        if sum(p.shape == other.shape for other in few.values()) < 2:
+            few[name] = p
+    return few
+
+
+def take_steps(optimizer, parameters, steps):
+    """With small random gradients, the same in each step of a number."""
+    for n in steps:
+        generator = torch.Generator().manual_seed(n)
+        for p in parameters.values():
+            p.grad = 0.01 * torch.randn(p.shape, generator=generator).to(p.device)
+        torch.manual_seed(n)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def references_of(lora, step, make_optimizer):
+    """-> what such an optimizer keeps after as many steps, but at most 11, with copies of a few parameters: [({place:
+    {key: value in JSON}}, its tensors, {(place, key) of what a step does not change})]. A place is a parameter's shape,
+    "group" or "self". One is for copies as they are, one for zeros, with which a training begins: some keep less of
+    those."""
+    references = []
+    for factor in (1, 0):
+        copies = copies_of({name: factor * p.detach() for name, p in some_of(lora).items()})
+        optimizer = make_optimizer(copies.values())
+        _, fresh = state_of(optimizer, copies)
+        take_steps(optimizer, copies, range(min(step, 11)))
+        averaged = contextlib.nullcontext()
+        if hasattr(optimizer, "eval"):
+            averaged = load_extra("schedule_free").averaged_weights(optimizer)
+        with averaged:
+            tensors, state = state_of(optimizer, copies)
+        reference = {}
+        for place, key, value in state:
+            place = copies[place].shape if place in copies else place
+            reference.setdefault(place, {})[key] = value
+        constant = set()
+        for place, key, value in state:
+            if (place, key, value) in fresh and "tensor" not in str(value): # (a tensor's numbers are not in JSON)
+                constant.add((place, key))
+        references.append((reference, tensors, constant))
+    return references
+
+
+def refuse_state(lora, tensors, state, references):
+    """ValueError unless this state has the places and the forms of one of the references: a method must not become a
+    number, a tensor not one of another size."""
+    usual = [tensor for _, made, _ in references for tensor in made.values()]
+    if all(map(is_finite, usual)):
+        for name, tensor in tensors.items():
+            if not is_finite(tensor):
+                raise ValueError(f"{name} is not finite")
+    found = {place: {} for place in (*lora, "group", "self")}
+    for place, key, value in state:
+        found[place][key] = value
+    for place, values in found.items():
+        wrong = []
+        for reference, made, constant in references:
+            wanted = reference.get(lora[place].shape if place in lora else place, {})
+            missing = [key for key in wanted.keys() - values.keys() if (place, key) not in constant] # new in a version
+            # more keys do no harm in a parameter's state, where some come late
+            more = [] if place in lora else values.keys() - wanted.keys()
+            other = [key for key in wanted.keys() & values.keys()
+                     if not is_alike(values[key], tensors, wanted[key], made)]
+            wrong.append(sorted(map(str, [*missing, *more, *other])))
+        if all(wrong):
+            raise ValueError(f"{place}: {wrong[0][0]:.100} is missing, of another form, or in no place of its state")
+
+
+def is_finite(tensor):
+    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
+
+
+def is_alike(value, tensors, other, made):
+    """Whether two values in JSON are of one kind: tensors of one shape and dtype, two lists, two numbers, ... None,
+    which is often replaced later, is like all."""
+    if value is None or other is None:
+        return True
+    if isinstance(value, dict) and isinstance(other, dict):
+        if value.keys() != other.keys() or "tensor" not in value:
+            return value.keys() == other.keys()
+        one, two = tensors[value["tensor"][0]], made[other["tensor"][0]]
+        return (one.shape, one.dtype) == (two.shape, two.dtype)
+    numbers = (int, float)
+    if type(value) in numbers and type(other) in numbers:
+        return abs(value) < float("inf") or not abs(other) < float("inf")
+    return type(value) is type(other)
+
+
+def try_state(lora, tensors, state, make_optimizer):
+    """ValueError, or whatever the optimizer raises, if it cannot take a step from this state. Copies of a hundred
+    parameters at a time take it, so that little memory is needed."""
+    names = list(lora)
+    for n in range(0, len(names), 100):
+        copies = copies_of({name: lora[name] for name in names[n:n + 100]})
+        optimizer = make_optimizer(copies.values())
+        places = {*copies, "group", "self"}
+        load_optimizer(optimizer, copies, tensors, [entry for entry in state if entry[0] in places])
+        take_steps(optimizer, copies, [0])
+        for name, p in copies.items():
+            if not p.isfinite().all():
+                raise ValueError(f"the next step would ruin {name}")

@@ -51,13 +51,14 @@ def test_a_peft_folder_keeps_the_scale_of_its_config_in_every_form(tmp_path, con
 def test_a_comfyui_file_is_the_same_lora_in_stock(tmp_path, two_loras):
     """Its scale is alpha / rank in every layer, of rsLoRA too; what the training noted is kept."""
     for path, alpha in zip(two_loras, (8, 16)):
-        notes = predict.read_lora(path)[1] | {"train.geometry": dict(upscale=True)}
+        sizes = dict(target_pixels="native", control_pixels=64 * 64, upscale=True)
+        notes = predict.read_lora(path)[1] | {"train.geometry": sizes}
         ours, file = lora_file(tmp_path, load_file(path), **notes), tmp_path / f"{alpha}.safetensors"
         convert(ours, "--to", "comfyui", "--out", file)
         assert {f"diffusion_model.{name}.alpha": alpha for name in layers_of(load_file(path))} == {
             k: v.item() for k, v in load_file(file).items() if "lora_" not in k}
         train = {k: v for k, v in predict.read_lora(file)[1].items() if k.startswith("train.")}
-        assert train == {"train.geometry": dict(upscale=True)}
+        assert train == {"train.geometry": sizes}
         got, want = predict_with(TINY, file), predict_with(TINY, path)
         show("ComfyUI's form, from diffusers'", rel(got, want), 1e-5)
         assert rel(got, want) <= 1e-5 < 1e-3 < rel(predict_with(TINY), want)

@@ -129,7 +129,8 @@ def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
         assert not (folder / "cache").exists() # before anything slow
 
 @pytest.mark.parametrize("name, needed", [
-    ("lora_files", "foreign"), ("transformer", "foreign"), ("plan", "fit"), ("plan", "published"), ("probe", "resume")])
+    ("lora_files", "foreign"), ("transformer", "foreign"), ("plan", "fit"), ("plan", "published"), ("probe", "resume"),
+    ("lora_args", "lora_files")])
 def test_an_extra_that_needs_another_one_names_it(tmp_path, monkeypatch, name, needed):
     """And what is taken if it is there is not taken."""
     take_away(monkeypatch, needed, tmp_path)

@@ -77,6 +77,14 @@ def test_the_file_on_the_published_base_is_what_was_trained(small, tmp_path, giv
     assert rel(loaded, trained) < 1e-5 and not torch.equal(loaded, bare)
 
 @pytest.mark.parametrize("given", [
+    dict(rank_pattern={"(.+)+!": 4}), dict(alpha_pattern={"(to_q": 4}), dict(alpha_pattern={"to_q": 1e300}),
+    dict(rank_pattern=["to_q"]), dict(alpha_pattern={"to_q": "8"})], ids=str)
+def test_a_pattern_that_a_file_may_not_have_is_refused_before_it_is_trained(given):
+    """Or the LoRA could not be read again."""
+    result = run_script("train.py", *flags_of(given))
+    assert result.status == 1 and is_one_line(result.errors[0], "--lora_args", next(iter(given))), result.err
+
+@pytest.mark.parametrize("given", [
     dict(rank_pattern={"to_q": 4, "to_qq": 8}), dict(alpha_pattern={"net.2": 3}),
     dict(layers_to_transform=[0, 60], layers_pattern="transformer_blocks")], ids=str)
 def test_a_pattern_that_fits_no_layer_is_refused(small, tmp_path, given):

@@ -365,13 +365,14 @@ def test_ours_before_the_first_step_has_no_effect_and_after_it_has(tmp_path, cap
 
 def test_without_the_extra_plain_files_load_and_others_say_what_they_need(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "extras.lora_files", None)
-    for kind in ("diffusers", "diffusers, patterns", "diffusers, rsLoRA", "fp16"):
+    for kind in ("diffusers", "diffusers, mixed ranks", "diffusers, rsLoRA", "fp16"):
         path, want = write_form(tmp_path / "a", kind, lora_tensors())
         assert_same_changes(changes_of(tiny_in_fp32([path])), want)
     assert capfd.readouterr() == ("", "")
-    path, _ = write_form(tmp_path / "a", "ComfyUI", lora_tensors())
-    with refused(path, "extras/lora_files.py"):
-        predict.read_lora(path)
+    for kind in ("ComfyUI", "diffusers, patterns"): # patterns are regexes, of which it knows the harmless ones
+        path, _ = write_form(tmp_path / "a", kind, lora_tensors())
+        with refused(path, "extras/lora_files.py"):
+            predict.read_lora(path)
 
 # ---- our own files after other programs, and after damage ------------------------------------------------------------
 

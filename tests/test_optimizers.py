@@ -258,6 +258,32 @@ def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer):
     trial(optimizer)
     assert random.getstate() == state
 
+@pytest.mark.parametrize("optimizer", KEPT + OWN)
+def test_what_published_optimizers_have_saved_is_taken_back(optimizer):
+    """extras/resume.py looks whether a checkpoint's state is the optimizer's; that state stays as it is. After few and
+    many steps, from zeros and from other weights."""
+    kind = pytest.importorskip(optimizer.split(".")[0]) and locate(optimizer)
+    def make_optimizer(parameters):
+        made = kind(parameters, lr=0.01, weight_decay=0.01)
+        if hasattr(made, "eval"):
+            made.train()
+        return made
+    for factor in (0, 0.1):
+        torch.manual_seed(0)
+        lora = {"a": torch.nn.Parameter(torch.randn(16, 64)), "b": torch.nn.Parameter(factor * torch.randn(128, 16))}
+        made = make_optimizer(lora.values())
+        for steps in (range(1), range(1, 2), range(2, 30)):
+            resume.take_steps(made, lora, steps)
+            averaged = schedule_free.averaged_weights(made) if hasattr(made, "eval") else contextlib.nullcontext()
+            with averaged:
+                tensors, state = resume.state_of(made, lora)
+                tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+                saved, state = {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(state))
+                references = resume.references_of(lora, steps.stop, make_optimizer)
+                resume.refuse_state(lora, tensors, state, references)
+                resume.try_state(lora, tensors, state, make_optimizer)
+            assert all(torch.equal(tensor.nan_to_num(), saved[name].nan_to_num()) for name, tensor in tensors.items())
+
 @pytest.mark.parametrize("place", ["group", "self", "state", "values"])
 def test_a_checkpoint_that_lacks_a_part_is_noticed_by_the_trial(monkeypatch, place):
     """The trial has teeth: whatever load_optimizer leaves out."""

@@ -58,6 +58,7 @@ if args.resume and not (args.out_dir / "state.safetensors").exists():
     parser.error(f"argument --out_dir: {args.out_dir} has no state.safetensors; give another, or leave out --resume")
 if not args.resume and any(args.out_dir.glob("[!.]*")):
     parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another folder, or --resume")
+common.load_extra("run_folder", "--out_dir").check(args.out_dir) # no link of a stranger's leads out of it
 common.look_over(args)
 
 import torch # from here on imports take ten seconds; what is above needs one
@@ -165,10 +166,14 @@ if args.resume:
     tensors, state = common.read_tensors(state_file)
     if changed := [name for name in config if state["config"].get(name) != config[name]]:
         raise InputError(f"--resume: {args.out_dir} was begun with other {', '.join(changed)}; give the old ones")
-    step, lines = state["step"], common.read_text(log).splitlines()
-    for name, p in lora.items():
-        p.data.copy_(tensors[name])
-    optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
+    lines = common.read_text(log).splitlines()
+    try:
+        step = natural(state["step"])
+        for name, p in lora.items():
+            p.data.copy_(tensors[name])
+        optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
+    except Exception as e: # a stranger's file can say anything
+        raise InputError(f"{state_file}: no state of this training ({first_words(e)}); take another copy")
 if rank == 0: # a line for each step is in the log: those of later steps go, as these steps run again
     common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode())
 
