@@ -37,7 +37,7 @@ from pathlib import Path
 
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
-                    is_index, load_extra, print_problems, read_image, read_mask, read_tensors)
+                    is_index, load_extra, print_problems, read_image, read_mask, read_tensors, tell)
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -60,7 +60,6 @@ from diffusers import AutoencoderKLQwenImage, DiffusionPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE
 from huggingface_hub import snapshot_download
 from PIL import Image
-from tqdm import tqdm
 from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration
 
 try: # the one that works without torchvision; from transformers 5.4 on it has a name of its own
@@ -448,7 +447,7 @@ def remove_damaged(files, pipe):
             if pipe is None:
                 raise InputError(f"{file}: damaged, and an index alone cannot encode it again; give the dataset as "
                                  "--data, or copy the cache once more")
-            tqdm.write(f"{file}: damaged; encoding it again", file=sys.stderr)
+            tell(f"{file}: damaged; encoding it again", file=sys.stderr)
             file.unlink()
 
 def encode_files(pipe, jobs, args):
@@ -488,7 +487,7 @@ def encode_files(pipe, jobs, args):
         for written in common.run_ahead(lambda job: common.write_tensors(*job), encode_all(), most=4):
             written.result() # a full disk raises its InputError here
         if signals_seen:
-            tqdm.write(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
+            tell(f"{args.cache_dir}: stopped by a signal; run the same command again for the rest")
             sys.exit(128 + signals_seen[0])
     drop_encoders(pipe)
     return failed
@@ -568,8 +567,8 @@ def plan_training(pipe, folder, args):
     for s in [*samples, *val_samples]:
         empty += s.contents.keys() - {s.mask, *common.pictures_of(s)}
     if empty:
-        print(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
-              "trained without a mask", file=sys.stderr)
+        tell(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
+             "trained without a mask", file=sys.stderr)
     if hints := common.find_extra("hints"):
         print_problems(hints.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems

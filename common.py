@@ -12,7 +12,6 @@ import math
 import os
 import re
 import secrets
-import shlex
 import signal
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from pathlib import Path
 import safetensors
 from PIL import Image
 from tqdm import tqdm
+
+from extras.strangers import ShownStream, command, is_inside, shown # (command: for those who import this file)
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
 # print their -h, or find a typo, without.
@@ -67,37 +68,6 @@ class Sample:
 
 # ---- errors of the user ----------------------------------------------------------------------------------------------
 
-# what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
-CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-def shown(text):
-    """A name, a prompt, or what else comes from a file, as a line on a terminal may have it: a control character
-    becomes \\n, \\x1b, \\u202e."""
-    return CONTROLS.sub(lambda control: control[0].encode("unicode_escape").decode(), str(text))
-
-class ShownStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
-    """A stream on which one write is one line, shown(), whoever writes it: no name or prompt begins a line of its own.
-    So whoever has several lines prints each. What tqdm writes stays: \\r before a bar, moves up and down, blanks."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        if text.strip("\r\n\x1b[A "):
-            line = text.removeprefix("\r").removesuffix("\n")
-            text = text.replace(line, shown(line), 1)
-        return self.stream.write(text)
-
-def command(words):
-    """Words as a command that a person can paste into bash or zsh: a control character, which always stands in quotes
-    ('), becomes $'...' between them."""
-    def escaped(control):
-        return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
-    return CONTROLS.sub(escaped, shlex.join(map(str, words)))
-
 def error_line(message):
     return "error: " + shown(message)
 
@@ -108,9 +78,14 @@ class InputError(SystemExit):
     def __init__(self, message):
         super().__init__(error_line(message))
 
+def tell(*lines, file=None):
+    """Prints these lines, each shown(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
+    for line in lines:
+        tqdm.write(shown(line), file=file)
+
 def flag_error(line):
     """Ends the script with status 2, as argparse does, for a flag that cannot be meant."""
-    print(error_line(line), file=sys.stderr)
+    tell(error_line(line), file=sys.stderr)
     sys.exit(2)
 
 @contextlib.contextmanager
@@ -123,8 +98,7 @@ def noted(problems):
 
 def print_problems(lines):
     hints = find_extra("hints")
-    for line in hints.fold(lines) if hints else lines:
-        print(line, file=sys.stderr)
+    tell(*(hints.fold(lines) if hints else lines), file=sys.stderr)
 
 def first_words(e):
     """What an exception says, in one line."""
@@ -253,18 +227,16 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
 
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
+        for name in ("stdout", "stderr"): # a file name that is no UTF-8 must not end a run, nor a name move the cursor
+            stream = getattr(sys, name)
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, ShownStream(stream))
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
         if hints := find_extra("hints"):
             hints.refuse_slips(self)
-        args = super().parse_args()
-        # behind -h, which is many lines: a file name that is no UTF-8 must not end a run, nor a name move the cursor
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, ShownStream(stream))
-        return args
+        return super().parse_args()
 
 def from_hub(name, fetch):
     """What fetch(), a download of huggingface_hub's, returns. InputError says that `name` is not there."""
@@ -412,10 +384,9 @@ def quiet():
     return True if rank() else None
 
 def say(*lines):
-    """The first process prints these lines, above a bar if there is one."""
+    """The first process prints these lines, as tell does."""
     if rank() == 0:
-        for line in lines:
-            tqdm.write(line)
+        tell(*lines)
 
 def progress(what, items=None, **options):
     """A bar of tqdm, which goes when it is done."""
@@ -541,8 +512,7 @@ def end_by_ctrl_c(kind, error, trace):
     there is nothing to clean up."""
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
-    print("", "stopped by Ctrl-C: what is written stays; the same command continues with the rest", sep="\n",
-          file=sys.stderr)
+    print("\nstopped by Ctrl-C: what is written stays; the same command continues with the rest", file=sys.stderr)
 
 def run_ahead(work, items, threads=1, most=1):
     """Yields a future of work(item) for each item, in order, while threads do the next ones, as many as `most`."""
@@ -680,16 +650,6 @@ def look_ahead(paths, look, memory):
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
-def is_inside(path, folder):
-    """Whether a path that a file names, or a link that stands in a folder, leads to a place in this folder. Links are
-    followed, also the folder's own. (A snapshot in the hub's cache has links to ../../blobs, which are its files.)"""
-    folder, path = [Path(os.path.realpath(place)) for place in (folder, path)]
-    inside = [folder]
-    for above in (folder, *folder.parents):
-        if above.parent.name == "snapshots":
-            inside.append(above.parent.parent / "blobs")
-    return any(map(path.is_relative_to, inside))
-
 def refuse_outside(path, folder):
     """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
     if not is_inside(path, folder):
@@ -756,7 +716,7 @@ def find_lora(path):
             file = folder / PEFT_FILE
         elif saved := checkpoints(folder): # of a run that has not finished, or was stopped
             file = saved[-1] / LORA_FILE
-            print(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
+            tell(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
     hub = re.fullmatch(r"([\w-]+/[\w.-]+)(?:/(.+\.safetensors))?", str(path))
     if hub and not file.parent.exists(): # not here
         from huggingface_hub import hf_hub_download

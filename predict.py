@@ -41,7 +41,7 @@ from types import SimpleNamespace
 
 import common
 from common import (LORA_FILE, NAME_BYTES, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora, is_one_file,
-                    load_extra, make_sample, noise_level, number, pixels, png_name, positive, seed_number)
+                    load_extra, make_sample, noise_level, number, pixels, png_name, positive, seed_number, tell)
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -122,7 +122,6 @@ from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from PIL import Image, PngImagePlugin
-from tqdm import tqdm
 
 import cache
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
@@ -437,8 +436,8 @@ def decode(vae, latents, img_shapes):
     with suppress(torch.OutOfMemoryError):
         pixels = vae.decode(z).sample
     if pixels is None: # not in an except block, which would keep what that attempt has made
-        tqdm.write(f"warning: {vae.device} has too little memory to decode a whole picture; this one and the rest are "
-                   "decoded in tiles (--vae_device cpu decodes whole ones)", file=sys.stderr)
+        tell(f"warning: {vae.device} has too little memory to decode a whole picture; this one and the rest are "
+             "decoded in tiles (--vae_device cpu decodes whole ones)", file=sys.stderr)
         torch.cuda.empty_cache()
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
         pixels = vae.decode(z).sample
@@ -627,10 +626,10 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
             picture = chosen[i]
             try:
                 save_png(image, picture.path, picture.key)
-                tqdm.write(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
+                tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # a full disk
                 problems.append(str(e))
-                tqdm.write(str(e), file=sys.stderr)
+                tell(str(e), file=sys.stderr)
     bar.close()
     gib = common.memory_of(args.transformer_device)
     common.say(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")

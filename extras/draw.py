@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage
 from PIL import Image, ImageOps
-from tqdm import tqdm
 
 import cache
 import common
 import predict
-from common import InputError
+from common import InputError, tell
 
 
 def psnr(image, reference):
@@ -119,7 +118,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                 return common.read_image(path, sample.contents[path])
             except InputError as e:
                 if Path(path).exists():
-                    tqdm.write(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
+                    tell(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
                 from_latents.append(path)
                 return by_vae(n)
         target, *controls = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
@@ -148,12 +147,12 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             sample = self.samples[place]
             groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(record["psnr"])
         if rows:
-            tqdm.write("mean PSNR to the target in dB:")
-            tqdm.write(f"{'':20} pictures   input    base    LoRA  VAE alone")
+            tell("mean PSNR to the target in dB:")
+            tell(f"{'':20} pictures   input    base    LoRA  VAE alone")
         for name, psnrs in groups.items():
             means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
             numbers = " ".join(f"{mean:7.1f}" for mean in means[name].values())
-            tqdm.write(f"{common.shown(name):20} {len(psnrs):8} {numbers}")
+            tell(f"{common.shown(name):20} {len(psnrs):8} {numbers}")
         # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
         drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
         for old in drawn[:-20]:
@@ -162,7 +161,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         sheets, sheet = {}, common.find_extra("sheet")
         if sheet and rows:
             sheets = sheet.validation_sheets(folder, step, records)
-            tqdm.write(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
+            tell(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
         for name, image in sheets.items():
             predict.save_png(image, folder / f"step_{step:06d}_{name}.png")
         # with the flags of sampling, which --resume may have changed

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import common
-from common import LONG_TEXT, MAX_PIXELS, NAME_BYTES, VERSION, InputError, Sample
+from common import LONG_TEXT, MAX_PIXELS, NAME_BYTES, VERSION, InputError, Sample, tell
 
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):
@@ -26,7 +26,7 @@ def write_indexes(args, samples, val_samples, geometry, fingerprints):
         if encoded and not any(map(common.is_index, roots)):
             path = Path(args.cache_dir, f"{common.run_name(args.model, roots)}{end}.json")
             write_index(path, encoded, geometry, fingerprints, roots)
-            print(f"{path}: {len(encoded)} samples")
+            tell(f"{path}: {len(encoded)} samples")
 
 
 def write_index(path, samples, geometry, fingerprints, roots=()):
@@ -49,8 +49,8 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
         old = json.loads(before)
         for what in ("roots", "geometry"):
             if old[what] != index[what]:
-                print(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
-                      f"({str(old[what]):.300}); give another --cache_dir to keep both", file=sys.stderr)
+                tell(f"warning: {path}: replaces the index of {len(old['samples'])} samples with other {what} "
+                     f"({str(old[what]):.300}); give another --cache_dir to keep both", file=sys.stderr)
     common.write_file(path, data, rb'\A{"version": "[\d.]+", "models"')
 
 
@@ -246,8 +246,8 @@ def open_index(path, fingerprints, texts_of, args):
             if not encoded["file"].is_file():
                 raise InputError(f"{encoded['file']}: missing; copy the whole cache, or run cache.py again")
     if others := edited_pictures(samples, args.cache_dir):
-        print(f"warning: {path}: {len(others)} of its pictures are not those that were encoded, for instance "
-              f"{others[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
+        tell(f"warning: {path}: {len(others)} of its pictures are not those that were encoded, for instance "
+             f"{others[0]}; it trains the encoded ones; run cache.py for the others", file=sys.stderr)
     return samples, geometry
 
 

@@ -26,7 +26,7 @@ from diffusers import QwenImageTransformer2DModel
 
 import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
-from common import MAX_PIXELS, PEFT_FILE, InputError, first_words, is_inside, read_object
+from common import MAX_PIXELS, PEFT_FILE, InputError, first_words, is_inside, read_object, tell
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -59,7 +59,7 @@ LOHA_RANK = 64 # its work grows with the fourth power of it
 def warn(line):
     """Once, although a file is read several times; in the first process."""
     if common.rank() == 0:
-        print(line, file=sys.stderr)
+        tell(line, file=sys.stderr)
 
 
 def check_notes(file, state, meta):
@@ -428,9 +428,9 @@ def convert(file, rank):
         raise error_of(file, f"{layer}: {first_words(e)}")
     if factored and common.rank() == 0:
         worst, layer = max((share(*errors), layer) for layer, errors in off.items())
-        print(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
-              f"{share(*map(sum, zip(*off.values()))):.2%} off, at worst {worst:.2%} ({layer}); a larger --rank of "
-              "tools/convert_lora.py is nearer")
+        tell(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
+             f"{share(*map(sum, zip(*off.values()))):.2%} off, at worst {worst:.2%} ({layer}); a larger --rank of "
+             "tools/convert_lora.py is nearer")
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:
         warn(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "

@@ -12,9 +12,8 @@ import sys
 import numpy as np
 from PIL import Image, ImageCms
 from PIL.ImageCms import Flags, Intent
-from tqdm import tqdm
 
-from common import InputError
+from common import InputError, tell
 
 PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 258, 262, 284, 339, 50706 # tags of TIFF
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
@@ -140,8 +139,8 @@ def to_srgb(image, profile, path):
     transform, problem = find_conversion(profile, image.mode)
     if problem and path not in warned:
         warned.add(path)
-        tqdm.write(f"warning: {path}: its colour profile {problem}; it is ignored, and the colours count as sRGB",
-                   file=sys.stderr)
+        tell(f"warning: {path}: its colour profile {problem}; it is ignored, and the colours count as sRGB",
+             file=sys.stderr)
     if not transform:
         return image
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None

@@ -20,6 +20,8 @@ import sys
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from common import tell
+
 TOP = dict(int8=127, fp8=448) # the greatest value of a format
 
 
@@ -76,8 +78,8 @@ def can_multiply(kind, device):
     except (RuntimeError, ValueError) as e:
         if os.environ.get("RANK", "0") == "0":
             reason = str(e).partition("\n")[0][:90]
-            print(f"warning: --quantize {kind}: {device} cannot multiply it as such ({reason}); its weights are "
-                  "unpacked for each product", file=sys.stderr)
+            tell(f"warning: --quantize {kind}: {device} cannot multiply it as such ({reason}); its weights are "
+                 "unpacked for each product", file=sys.stderr)
         return False
     return True
 

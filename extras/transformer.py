@@ -29,7 +29,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 import extras.configs as configs
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
-from common import InputError, first_words
+from common import InputError, first_words, tell
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
@@ -225,7 +225,7 @@ def check_folder(args, find_model):
         words = f"{field} {a} in its transformer/config.json, and {b} in that of --model {model}"
         if field == "num_layers": # a pruned model, which works beside the encoders of the whole one
             if common.rank() == 0:
-                print(f"warning: --transformer {name}: {words}", file=sys.stderr)
+                tell(f"warning: --transformer {name}: {words}", file=sys.stderr)
         else:
             mark = " (the mark of a 2511)" if field == "zero_cond_t" else ""
             raise error_of(name, f"{words}{mark}", remedy)
@@ -279,4 +279,4 @@ def attach(transformer, path):
     transformer.fill_from_file = fill
     transformer.eval() # as from_pretrained leaves it
     if common.rank() == 0:
-        print(f"{path}: the transformer, {layout.form}")
+        tell(f"{path}: the transformer, {layout.form}")

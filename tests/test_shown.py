@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 import common
+from extras.strangers import CONTROLS, command
 from tests.harness import (EXACT, HERE, NATIVE, add_item, copy_model, is_one_line, log_of, lora_file, lora_tensors,
                            paint_picture, renamed, run_script, save)
 
@@ -25,7 +26,7 @@ def is_shown(text):
     """Whether there is no control character but line ends, and no line is a planted one."""
     lines = text.split("\n")
     planted = [line for line in lines if line.startswith((PLANTED, "next:", "  python evil"))]
-    return not planted and not any(map(common.CONTROLS.search, lines))
+    return not planted and not any(map(CONTROLS.search, lines))
 
 def run_shown(script, *flags, status=0):
     """-> run_script's result, whose lines have to be shown."""
@@ -86,8 +87,8 @@ def paste(command):
 @pytest.mark.parametrize("words", [[TEXT], [NAME, "a b", "it's"], ["\udc80e", "\x85f'\"\\n", "\ud7ff\u2066"],
                                    ["--data=\x1b'$(touch hit)'"], ["$HOME", "!!", "\\x41", "\t", "-n"]])
 def test_a_printed_command_can_be_pasted(words):
-    command = common.command(words)
-    assert is_shown(command) and "\n" not in command and paste(command) == words
+    line = command(words)
+    assert is_shown(line) and "\n" not in line and paste(line) == words
 
 @pytest.mark.parametrize("out", ["\x1b[2J\n" + PLANTED + ".png", "/abs\x07\u202e.png", "a\r" + PLANTED])
 def test_jobs_of_strange_names_and_outs(tmp_path, out):
@@ -192,30 +193,40 @@ def run_code(code):
     return subprocess.run([sys.executable, "-c", f"{begin}\ncommon.Parser('x').parse_args()\n{code}"],
                           capture_output=True, text=True, errors="surrogateescape")
 
-def test_a_line_written_by_anyone_is_one_line():
-    """Libraries and Python itself write to the same streams."""
+def test_whoever_writes_moves_no_cursor():
+    """Libraries and Python itself write to the same streams; their lines end where they end them."""
     text = repr(TEXT)
     ways = [f"warnings.warn({text})", f"logging.warning({text})", f"sys.exit({text})", f"raise ValueError({text})",
-            f"print({text}); print('b', {text}, file=sys.stderr)", f"common.say({text})",
+            f"print({text}); print('b', {text}, file=sys.stderr)",
             f"from tqdm import tqdm; [0 for _ in tqdm(range(3), desc={text}, postfix=dict(a={text}), ascii=True)]"]
     for way in ways:
         result = run_code(way)
         output = (result.stdout + result.stderr).replace("\r", "\n" if "tqdm" in way else "\r")
-        assert PLANTED in output and is_shown(output), (way, output)
+        assert PLANTED in output and not any(map(CONTROLS.search, output.split("\n"))), (way, output)
+
+def test_a_line_of_ours_is_one_line():
+    """Whatever is in it."""
+    result = run_code(f"common.say({TEXT!r}); common.tell({TEXT!r}, file=sys.stderr); raise common.InputError({TEXT!r})")
+    assert is_shown(result.stdout) and is_shown(result.stderr)
+    assert result.stdout.count("\n") == 1 and result.stderr.count("\n") == 2
+
+def test_a_print_of_yours_keeps_its_lines():
+    """As who changes a script prints tensors and models."""
+    assert run_code("print('[[1, 2],\\n [3, 4]]')").stdout == "[[1, 2],\n [3, 4]]\n"
 
 def test_a_traceback_keeps_its_lines():
     """Of an error in our code."""
     lines = run_code("1 / 0").stderr.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "ZeroDivisionError: division by zero" and len(lines) > 2
 
-def test_no_text_of_ours_that_is_printed_has_two_lines():
-    """On a terminal each write is one line, so a line end in it would be shown as \\n."""
+MAY_PRINT = ["tools/bench.py", "tools/bench_common.py", "tools/gpu_check.py", "tools/gpu_numbers.py"] # only numbers
+
+def test_all_lines_of_ours_are_told():
+    """common.tell and common.say show what is in a line; print and tqdm.write would leave its line ends."""
     for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py"), *HERE.glob("tools/*.py")]:
+        name = path.relative_to(HERE).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name not in ("print", "say", "common.say", "tqdm.write", "InputError", "sys.exit"):
-                continue
-            for argument in node.args:
-                texts = [part.value for part in ast.walk(argument) if isinstance(part, ast.Constant)]
-                split = ".split(" in ast.unparse(argument)
-                assert split or not any(isinstance(text, str) and "\n" in text for text in texts), (path, node.lineno)
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("print", "tqdm.write") and name not in MAY_PRINT and not name.startswith(("test_", "conf")):
+                is_ours = isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]) == "shown(line)"
+                assert is_ours, f"{name}:{node.lineno}: {called}(...) of what a file may say; call common.tell"

@@ -49,7 +49,7 @@ from PIL import Image, ImageChops
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask
+from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask, tell
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
@@ -417,8 +417,8 @@ def write_aligned(out, samples, moved, sheets):
             os.replace(folder, out)
     except OSError as e:
         raise InputError(f"{out}: cannot be written ({e.strerror}); give another folder, or free some space")
-    print(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
-          f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
+    tell(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
+         f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
     return page_section
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -480,16 +480,16 @@ def judged_at(args):
     return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
 
 def print_findings(title, numbers, findings, verdict, judged):
-    print(title)
-    print(f"{'':16}     min  median     max")
+    tell(title)
+    tell(f"{'':16}     min  median     max")
     for name, *values in numbers:
-        print(f"{name:16}" + "".join(f" {value:>7}" for value in values))
+        tell(f"{name:16}" + "".join(f" {value:>7}" for value in values))
     for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
-            print(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
-                  f"{ADVICE.get(kind, '')}")
-    print(verdict.strip())
-    print(judged)
+            tell(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
+                 f"{ADVICE.get(kind, '')}")
+    tell(verdict.strip())
+    tell(judged)
 
 def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
     """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
@@ -527,7 +527,7 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
     tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), detail(NUMBERS), counts)
     save_page(out / "index.html", head[0].text, [head, errors, *parts, tables])
-    print(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
+    tell(f"{out}: index.html and sheet_*.png show the findings; report.json has all samples")
 
 def main():
     args = read_flags()
@@ -549,7 +549,7 @@ def main():
     samples, rows, findings, faults = examine(samples, pipe, args)
     problems += faults
     for problem in problems:
-        print(problem, file=sys.stderr)
+        tell(problem, file=sys.stderr)
     if samples:
         common.write_file(out / "report.json", ("[" + ",\n".join(map(json.dumps, rows)) + "]\n").encode(), REPORT)
         title = how_many(samples)

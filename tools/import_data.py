@@ -23,9 +23,9 @@ each line is a prompt of its own). A mask that is not gray with a white region, 
 MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
 too. A table or configuration that you give may refer to any picture or folder. What is found in a folder, which may
-come from strangers, may not: a table refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
---data. Every error is printed, equal ones in one line, and then nothing is written, unless --skip_bad leaves the faulty
-samples out.
+come from strangers, may not: a table refers only to files below its own folder, and no link leads out. A cache becomes
+a cache; give its index to train.py as --data. Every error is printed, equal ones in one line, and then nothing is
+written, unless --skip_bad leaves the faulty samples out.
 """
 import argparse
 import contextlib
@@ -52,7 +52,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError, error_line
+from common import InputError, error_line, tell
 from extras.flight import room_for
 from extras.manifest import as_list
 
@@ -438,7 +438,7 @@ def read_tables(tables, anywhere, folder, columns, alone):
             problems.append(str(e))
     if others:
         names = ", ".join(f"{name or repr(name)} ({count} rows)" for name, count in others.items())
-        print(f"{tables[0]}: columns that are not read: {names}")
+        tell(f"{tables[0]}: columns that are not read: {names}")
     return samples, problems
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
@@ -533,16 +533,16 @@ def read_config(path):
         raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
     for key in dict.fromkeys(key for dataset in datasets for key in dataset):
         if key not in read and any(is_lost(key, dataset.get(key)) for dataset in datasets):
-            print(f"{path}: {str(key):.100} is not converted{REMEDIES.get(key, '')}")
+            tell(f"{path}: {str(key):.100} is not converted{REMEDIES.get(key, '')}")
     for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
-        print(f"{path}: captions without {trigger!r:.100}, the trigger word, will begin with it")
+        tell(f"{path}: captions without {trigger!r:.100}, the trigger word, will begin with it")
     different = []
     for part in parts: # other programs have a dataset once for each of its sizes: a pair could be trained and held out
         if part not in different:
             different.append(part)
         else:
-            print(f"{path}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
-                  "sizes are train.py --target_pixels, more weight is --repeats")
+            tell(f"{path}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
+                 "sizes are train.py --target_pixels, more weight is --repeats")
     return different
 
 def is_lost(key, value):
@@ -581,10 +581,10 @@ def aitoolkit_part(config, dataset):
         raise ValueError(f"trigger_word {trigger!r:.100} is no word")
     alpha, mask = bool(dataset.get("alpha_mask")), dataset.get("mask_path")
     if alpha and mask:
-        print(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
+        tell(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
     if alpha:
-        print(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes "
-              "white; to leave that out of the loss use train.py --mask_background_weight 0")
+        tell(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes "
+             "white; to leave that out of the loss use train.py --mask_background_weight 0")
     suffix = dataset.get("caption_type") or dataset.get("caption_ext", "txt") # the first is its older name
     return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
                 mask=locate(config, mask) if mask and not alpha else None, alpha=alpha,
@@ -607,7 +607,7 @@ def simpletuner_rows(config, rows):
             idle |= {row.get("id"), *as_list(row.get("conditioning_data") or [])}
             continue
         if kind not in ("image", "conditioning"):
-            print(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
+            tell(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
             continue
         if row.get("type", "local") != "local":
             raise ValueError(f"{row['id']}: its type is {row['type']}, and only local folders are read")
@@ -638,7 +638,7 @@ def simpletuner_part(config, row, own):
     if masks[1:]:
         raise ValueError(f"{row['id']}: two datasets of masks, and a sample has one")
     if controls[1:]: # there --conditioning_multidataset_sampling says whether a sample gets all or one of them
-        print(f"{config}: {row['id']}: each sample gets a control of each of {len(controls)} datasets")
+        tell(f"{config}: {row['id']}: each sample gets a control of each of {len(controls)} datasets")
     strategy, words = row.get("caption_strategy") or "textfile", row.get("instance_prompt")
     if strategy not in ("textfile", "filename", "instanceprompt"):
         raise ValueError(f"caption_strategy {strategy}: only textfile, filename and instanceprompt are read")
@@ -699,8 +699,8 @@ def fit_masks(samples, folder, invert=False, alpha=False):
             bad.append(id(sample))
             problems.append(str(e).replace(file, shown))
     if empty:
-        print(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
-              + (", ..." if len(empty) > 8 else ""))
+        tell(f"masks that select nothing or everything, left out, {len(empty)}: {', '.join(empty[:8])}"
+             + (", ..." if len(empty) > 8 else ""))
     return [sample for sample in samples if id(sample) not in bad], problems
 
 # ---- writing our layout ----------------------------------------------------------------------------------------------
@@ -856,8 +856,7 @@ def main():
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
-            notes = common.ShownStream(io.StringIO()) # of what is not read, if it goes well
-            with contextlib.redirect_stdout(notes):
+            with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
                 samples, problems = convert(args, columns, Path(tmp))
             common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):
@@ -865,12 +864,11 @@ def main():
             if args.hold_out:
                 os.replace(Path(tmp, "held_out"), val)
             os.replace(Path(tmp, "out"), args.out)
-            for line in notes.getvalue().splitlines():
-                print(line)
+            tell(*notes.getvalue().splitlines())
     except OSError as e:
         raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
     held_out = len(samples) // args.hold_out if args.hold_out else 0
-    print(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
+    tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
 
 if __name__ == "__main__":
     main()

@@ -21,7 +21,7 @@ from pydoc import locate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1])) # where the core files are
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from common import LORA_FILE, InputError, first_words, key_value, natural, not_negative, number, positive
+from common import LORA_FILE, InputError, first_words, key_value, natural, not_negative, number, positive, tell
 
 # ---- flags: flag(name, default, help); others come from common -------------------------------------------------------
 
@@ -208,7 +208,7 @@ with common.signals_noted() as signals:
         # Log and save. First the LoRA: killed before it has the state, too, the run repeats these steps after --resume.
         if rank == 0:
             record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=time.perf_counter() - t0)
-            print(f"step {step}  loss {loss:.4f}  gradient {grad_norm:.3g}  {record['seconds']:.3g} s")
+            tell(f"step {step}  loss {loss:.4f}  gradient {grad_norm:.3g}  {record['seconds']:.3g} s")
             with open(log, "a") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
@@ -218,7 +218,7 @@ with common.signals_noted() as signals:
             torch.save(optimizer.state_dict(), pickled)
             tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
             common.write_tensors(state_file, tensors, dict(step=step, config=config))
-            print(f"{args.out_dir / LORA_FILE}: trained for {step} of {args.max_steps} steps")
+            tell(f"{args.out_dir / LORA_FILE}: trained for {step} of {args.max_steps} steps")
         if stop:
             break
 if world_size > 1:

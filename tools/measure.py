@@ -31,7 +31,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError
+from common import InputError, tell
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -186,15 +186,15 @@ def main(args):
                 name = "/".join([sample.root, *Path(sample.name).parent.parts]) + (f" x{scale}" if scale else "")
                 groups.setdefault(name, []).append(measure(result, by_size[result.size], pipe))
     for problem in problems:
-        print(problem, file=sys.stderr)
+        tell(problem, file=sys.stderr)
     if not groups:
         sys.exit(1)
 
-    print(f"{'':20} pictures   input  result     VAE |    kept  inside outside  shift px  zoom %  colour")
+    tell(f"{'':20} pictures   input  result     VAE |    kept  inside outside  shift px  zoom %  colour")
     groups = {name: average(records) for name, records in groups.items()}
     for name, m in groups.items():
         cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]
-        print(f"{common.shown(name):20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:])
+        tell(" ".join([f"{common.shown(name):20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:]]))
     if args.json:
         common.write_file(args.json, json.dumps(groups, indent=1).encode())
     sys.exit(1 if problems else 0)

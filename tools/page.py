@@ -30,7 +30,7 @@ import extras # first, so that no other folder is taken for one of our modules
 import numpy as np
 
 import common
-from common import InputError, Parser, natural
+from common import InputError, Parser, natural, tell
 from tools.page_common import (PAGE, card, detail, fold, link, node, save_page, section, size_of, table, thumbnail,
                                tile)
 
@@ -575,7 +575,7 @@ def refuse_no_run(folder, watch):
         return
     for run in runs:
         with contextlib.suppress(InputError): # another program may have a log.jsonl, too
-            print(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
+            tell(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
     near = [str(log.parent) for log in folder.parent.glob("*/log.jsonl")]
     near = difflib.get_close_matches(str(folder), near, 1) or ["a run folder of train.py"]
     what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
@@ -602,7 +602,7 @@ def main():
         if len(logs) == len(args.run) and [done, *logs] != written:
             lines = make_page(args.run, page, args.hardest, args.watch, args.data)
             if done or not written: # not each time
-                print(*lines, sep="\n")
+                tell(*lines)
             written = [done, *logs]
         if not args.watch or done:
             return

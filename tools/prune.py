@@ -35,7 +35,8 @@ def main():
     kept = set() # of scripts at work, or killed
     for plan in plans:
         kept |= {args.cache_dir / line for line in common.read_text(plan, common.LONG_TEXT).splitlines()} - known
-        print(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, delete it")
+        common.tell(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, delete "
+                    "it")
     # only what is named like ours: 32 digits of a hash
     here = [file for folder in folders for file in folder.glob("*.safetensors")]
     unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
@@ -45,8 +46,8 @@ def main():
     size = sum(file.lstat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
         file.unlink()
-    print(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset"
-          + ("; deleted" if args.delete else "; --delete deletes them" if unknown else ""))
+    common.tell(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset"
+         + ("; deleted" if args.delete else "; --delete deletes them" if unknown else ""))
 
 if __name__ == "__main__":
     main()
