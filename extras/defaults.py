@@ -159,6 +159,5 @@ def apply(parser, model, script):
         if name not in replaced and f"--{name}" not in given and f"--no-{name}" not in given:
             defaults[name] = value
     parser.set_defaults(**defaults)
-    said = {name: value for name, value in defaults.items() if name not in ("data", "val_data")} # which are ours
-    if said:
-        common.say(shown(f"{folder_of(model) / 'defaults.json'} sets {describe(said)}"))
+    if defaults and not is_ours(folder_of(model)): # whose flags -h lists
+        common.say(shown(f"{folder_of(model) / 'defaults.json'} sets {describe(defaults)}"))

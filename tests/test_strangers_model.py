@@ -168,12 +168,12 @@ def test_our_own_tiny_has_its_data_and_a_copy_has_none(tmp_path, monkeypatch):
         args = found.pop()
         assert [os.path.realpath(path) for path in args.data] == [str(TINY / "data")], model
         assert [os.path.realpath(path) for path in args.val_data] == [str(TINY / "val"), str(TINY / "known")]
-    run_script("train.py", "--model", "tiny", "--data", "nowhere")
-    assert found.pop().val_data == []
+    result = run_script("train.py", "--model", "tiny", "--data", "nowhere")
+    assert found.pop().val_data == [] and "sets" not in result.out # -h says what it sets
     copy = copy_model(tmp_path / "copy")
     assert is_one_line(run_script("train.py", "--model", copy).errors[0], "--data: missing")
-    run_script("train.py", "--model", copy, "--data", "nowhere")
-    assert found.pop().max_steps == 500
+    result = run_script("train.py", "--model", copy, "--data", "nowhere")
+    assert found.pop().max_steps == 500 and f"{copy}/defaults.json sets --target_pixels native " in result.out
 
 def test_all_that_may_be_set_is_a_flag_of_some_script():
     """The list has no name that nothing reads."""
