@@ -425,6 +425,7 @@ def encode_samples(pipe, samples, args, verify=False):
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if missing:
         for folder in {file.parent for file in missing}:
+            common.refuse_outside(folder, args.cache_dir)
             common.prepare_folder(folder)
         common.say(f"encoding {len(missing)} files into {args.cache_dir}")
         failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args)

@@ -281,6 +281,9 @@ def load_item(picked):
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
     prompt = cache.load_text(picked.sample, (picked.prompt, picked.with_controls), encoders)
+    if prompt.shape[1] != transformer.config.joint_attention_dim: # a foreign cache may hold anything
+        raise InputError(f"{picked.sample.name}: its prompt_embed has {prompt.shape[1]} columns, as of another model; "
+                         "run cache.py with this one")
     velocity = None if picked.preserve else noise - x0
     return Item(x0, noise, velocity, picked.s, controls.to("cpu", dtype), prompt.to("cpu", dtype), weight,
                 picked.img_shapes)

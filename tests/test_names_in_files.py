@@ -9,11 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from extras import OurFolder
 from tests.harness import HERE, TINY
 
 # ---- folders that are called as modules are --------------------------------------------------------------------------

@@ -361,8 +361,8 @@ def test_a_text_stays_a_text(tmp_path):
 def test_every_link_is_a_file_also_from_another_folder(tmp_path):
     run = make_run(tmp_path / ODD_NAME, prompts=["x", "y"], files=["v/1 #?.png", ODD_NAME + ".png"], controls=2)
     (run / "samples/control_1/v/1 #?.png").unlink()
-    (run / "samples").rename(tmp_path / "elsewhere")
-    (run / "samples").symlink_to(tmp_path / "elsewhere")
+    (run / "samples").rename(run / "elsewhere")
+    (run / "samples").symlink_to(run / "elsewhere")
     for out in (run / "index.html", tmp_path / "pages #1/both.html"):
         draw_page(run, "--out", out)
         sources = [a["data-at"] for a in Reader(out).pictures]
@@ -439,6 +439,14 @@ def test_a_picture_outside_of_the_run_s_folder_is_not_shown(tmp_path, name):
     read = Reader(run / "index.html")
     assert len(read.pictures) == 4 and all("/val/0.png" in picture["src"] for picture in read.pictures)
     assert "private" not in " ".join(read.texts["pre"])
+
+def test_samples_that_lie_elsewhere_are_not_the_run_s(tmp_path):
+    """A whole folder of another place, linked under the run's own name."""
+    run = make_run(tmp_path / "run", files=["val/0.png"], prompts=["x"])
+    (run / "samples").rename(tmp_path / "private")
+    (run / "samples").symlink_to(tmp_path / "private")
+    draw_page(run)
+    assert not Reader(run / "index.html").pictures
 
 def test_a_log_that_is_a_link_is_not_followed_nor_a_page(tmp_path):
     """A DONE that leads elsewhere says nothing. A page replaces the link at its place, not the file behind that."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-import common
 from extras.strangers import CONTROLS, command
 from tests.harness import (EXACT, HERE, NATIVE, add_item, copy_model, is_one_line, log_of, lora_file, lora_tensors,
                            paint_picture, renamed, run_script, save)

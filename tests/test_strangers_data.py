@@ -2,7 +2,6 @@
 Datasets, job lists, tables, caches and indexes from strangers are data: they choose no file outside, cost no more than
 they should, and whatever is in them ends in one line. The last claim is for many seeds: pytest --fuzz 2000.
 """
-import io
 import json
 import os
 import random
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from conftest import OPTIONS
 from PIL import Image
@@ -22,8 +20,8 @@ import cache
 import common
 import predict
 from extras import flight, indexes, known, mask, photos
-from tests.harness import (NATIVE, TINY, add_item, copy_model, encoder_flags, is_one_line, make_cache, paint_picture,
-                           refused, run_script, samples_of, save, train, within)
+from tests.harness import (NATIVE, add_item, copy_model, is_one_line, make_cache, paint_picture, refused,
+                           run_script, samples_of, save, train, within)
 
 SECRET = "KEY-5fa1"
 
@@ -356,6 +354,22 @@ def test_a_cached_file_of_other_shapes_than_its_index_says_is_one_line_that_name
     result = train(tmp_path / "cache/tiny-data.json", tmp_path, "--cache_dir", tmp_path / "cache")
     assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "cache" / folder, name), result.err[-2000:]
     assert "Traceback" not in result.err
+
+def test_a_prompt_of_another_encoder_s_width_is_one_line(small, tmp_path):
+    """An index does not say the width; the model that is trained does."""
+    shutil.copytree(small.cache, tmp_path / "cache")
+    for file in (tmp_path / "cache/text").iterdir():
+        shape_of("prompt_embed", lambda t: t[:, 1:])(file)
+    result = train(tmp_path / "cache/tiny-data.json", tmp_path, "--cache_dir", tmp_path / "cache")
+    assert result.status == 1 and is_one_line(result.errors[0], "prompt_embed has 63 columns"), result.err[-2000:]
+
+def test_a_cache_is_not_filled_through_a_link(data, tmp_path, small):
+    """Of a stranger's --cache_dir."""
+    (tmp_path / "cache").mkdir(), (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache/latents").symlink_to(tmp_path / "elsewhere")
+    result = run_script("cache.py", "--data", data, "--cache_dir", tmp_path / "cache", *NATIVE)
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "cache/latents", "leads out"), result.err
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 # ---- sizes: of texts, of numbers, of pictures ------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ def test_find_lora_takes_what_is_inside_a_folder_only(tmp_path, mine, made):
 def test_a_text_file_behind_a_link_is_not_quoted(tmp_path, mine):
     """Nor is a config beside a LoRA; a text file of its own place is, as a download often is a page of words."""
     put_link(tmp_path / "lora.safetensors", mine / "key.txt")
-    with refused("lora.safetensors", "text file") as line:
+    with refused("lora.safetensors", "text file"):
         predict.read_lora(tmp_path / "lora.safetensors")
     with pytest.raises(common.InputError) as e:
         predict.read_lora(tmp_path / "lora.safetensors")

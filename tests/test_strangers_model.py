@@ -319,6 +319,7 @@ def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
     ("scheduler/scheduler_config.json", dict(max_shift="0.9"), "max_shift"),
     ("scheduler/scheduler_config.json", dict(shift_terminal=1.0), "scheduler"),
     ("tokenizer/tokenizer_config.json", dict(auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}), None),
+    ("tokenizer/tokenizer_config.json", dict(model_max_length=10**30), None), # as transformers writes "no limit"
     ("model_index.json", dict(scheduler=["evil", "Scheduler"]), "cannot be loaded"),
     ("model_index.json", dict(tokenizer=["os", "system"]), "cannot be loaded")])
 def test_a_number_out_of_proportion_is_one_line_at_once(tmp_path, file, changes, named):

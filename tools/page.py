@@ -340,6 +340,10 @@ def figures(runs):
             rows.append([node("code", f"--{name}"), *values])
     return table(rows, ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]])
 
+def is_of_run(picture, folder):
+    """Whether a picture that a log names lies in its run's samples/, and these in the run."""
+    return common.is_inside(picture, folder / "samples") and common.is_inside(picture, folder)
+
 def pictures(runs, page):
     """-> the section with each validation picture, and what the base and the LoRAs made of it. An earlier set of
     validations is left out: the base's pictures and the targets in samples/ are of the newest set."""
@@ -360,7 +364,7 @@ def pictures(runs, page):
                 t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
                 path = run.folder / "samples" / folder / picture["file"]
                 # a log may come from anywhere, and name pictures that are not its run's
-                if at in t.links or not common.is_inside(path, run.folder / "samples"):
+                if at in t.links or not is_of_run(path, run.folder):
                     continue
                 if size := size_of(path):
                     t.links[at], t.size = link(path, page), size
@@ -508,7 +512,7 @@ def predict_command(run):
     image, prompt = "CONTROL.png", "..."
     for picture in [picture for r in run.validations[-1:] for picture in r.get("pictures", [])][:1]:
         prompt, path = picture["prompt"], run.folder / "samples/control" / picture["file"]
-        if common.is_inside(path, run.folder / "samples"):
+        if is_of_run(path, run.folder):
             image = path
     return [*words, "--image", image, *option("prompt", prompt)]
 
