@@ -313,9 +313,9 @@ def load_weights(transformer, state, path):
 def save_lora(path, transformer, train, fold=False):
     """The adapter "default" as diffusers' file: its key names, rank and alpha in its metadata. train: a dictionary of
     our own entries there. fold: for use. The scale (alpha / rank) goes into lora_B, and alpha becomes the rank, because
-    ComfyUI reads no metadata and takes alpha for the rank; the entry `folded` has each layer's scale, for a training
-    that goes on from this file. Not folded, for --resume: the weights are as trained, bit for bit, and the file is too
-    strong or too weak in ComfyUI if alpha is not the rank."""
+    ComfyUI reads no metadata and takes alpha for the rank. If that changes lora_B, the entry `folded` has each layer's
+    scale, for a training that goes on from this file. Not folded, for --resume: the weights are as trained, bit for
+    bit, and the file is too strong or too weak in ComfyUI if alpha is not the rank."""
     state = get_peft_model_state_dict(transformer)
     config = transformer.peft_config["default"].to_dict()
     # the full names of its layers: peft warns about names that fit no layer, and if exclude_modules finds nothing. And
@@ -327,7 +327,8 @@ def save_lora(path, transformer, train, fold=False):
         for layer, scale in scales.items():
             key = f"{layer}.lora_B.weight"
             state[key] = state[key] * scale # (not in place: it is the model's)
-        train = train | dict(folded=scales)
+        if {*scales.values()} != {1.0}:
+            train = train | dict(folded=scales)
         config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
     meta = with_prefix("transformer", config) | with_prefix("train", train)
     common.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")

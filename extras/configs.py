@@ -159,7 +159,7 @@ def check_weights(cls, folder):
                          "again")
     try:
         if hasattr(model, "lm_head"):
-            model.to("meta")(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"))
+            model.to_empty(device="meta")(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"))
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder / 'config.json'}: its fields do not fit together ({first_words(e)}); download it "
                          "again")

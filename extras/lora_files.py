@@ -497,8 +497,8 @@ def unfold(file, state, meta):
     if "train.folded" not in meta:
         return state, meta
     folded, alphas, state = meta["train.folded"], {}, dict(state)
-    config = {key.removeprefix("transformer."): value for key, value in meta.items()}
     try:
+        config = checked(file, {key.removeprefix("transformer."): value for key, value in meta.items()})
         for key in [key for key in state if key.endswith(".lora_A.weight")]:
             layer, rank = key[len("transformer."):-len(".lora_A.weight")], len(state[key])
             # of a file of ours the scale by its config is 1 now; another program may have changed its alpha

@@ -838,8 +838,8 @@ PARTS = {
 @pytest.mark.parametrize("file, how", [(file, how) for file in PARTS for how in PARTS[file]])
 def test_an_incomplete_model_is_named_on_a_line_of_its_own(data, tmp_path, monkeypatch, file, how):
     """Also where a progress bar stands, as on a terminal."""
-    real, model = cache.tqdm.__init__, copy_model(tmp_path / "model")
-    monkeypatch.setattr(cache.tqdm, "__init__", lambda *args, **kwargs: real(*args, **kwargs | dict(disable=False)))
+    real, model = common.tqdm.__init__, copy_model(tmp_path / "model")
+    monkeypatch.setattr(common.tqdm, "__init__", lambda *args, **kwargs: real(*args, **kwargs | dict(disable=False)))
     DAMAGES[how](model / file)
     result = train(data, tmp_path, "--model", model, "--cache_dir", tmp_path / "c", *NATIVE)
     named = (model / file).parent if how in ("gone", "no shard", "foreign") else model / file

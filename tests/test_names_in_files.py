@@ -176,7 +176,6 @@ ALLOWED = {
         "prompt_length": {"pipe.prompt_template_encode.format(pipe.prompt_template_encode)": "of stock's class"},
         "plan_training": {"getattr(name)": OWN}},
     "common.py": {
-        "__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
         "load_extra": {"importlib.import_module(f'extras.{name}')": OWN},
         "parse_args": {"getattr(name)": OWN, "setattr(name)": OWN, "find_spec('extras')": OWN,
                        "find_spec(f'extras.{name}')": OWN, "find_spec(PACKAGES[value])": OWN},
@@ -208,9 +207,14 @@ ALLOWED = {
     "extras/defaults.py": {"words_of": {"re.fullmatch(TEXTS[name])": OWN}},
     "extras/cuda.py": {"find_flash": {"find_spec(package)": OWN}},
     "extras/foreign.py": {"family": {"re.search(pattern)": OWN}},
-    "extras/hints.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"}},
+    "extras/hints.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},
+                        "scheduled_twice": {"locate(optimizer)": FLAG}},
     "extras/lora_args.py": {"try_out": {"getattr(key)": "--lora_args"}, "refuse_added": {"getattr(field)": OWN}},
-    "extras/lora_files.py": {"sort_tensors": {"re.search(pattern)": OWN}},
+    "extras/lora_files.py": {"sort_tensors": {"re.search(pattern)": OWN},
+                             "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
+    "extras/indexes.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
+    "extras/mask.py": {"check_weights": {"getattr(f'mask_{part}_weight')": OWN}},
+    "extras/strangers.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"}},
     "extras/offload.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "extras/plan.py": {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
@@ -220,7 +224,6 @@ ALLOWED = {
     "extras/transformer.py": {
         "refuse_format": {"re.search(pattern)": OWN},
         "attach": {"setattr(name)": "of a model's parameters"}},
-    "extras/resume.py": {"from_json": {"locate(kind)": "to be mended (G1)"}},
     "tiny/make_data.py": {"numbered": {"form.format(form)": OWN}},
     "tiny/make_tiny.py": {"": {
         "AutoencoderKLQwenImage.from_pretrained(f'{args.out}/vae')": "a developer's own",
@@ -237,7 +240,8 @@ ALLOWED = {
         "getattr(args.dtype)": FLAG, "locate(args.optimizer)": "--optimizer, as in train.py",
         "torch.load(io.BytesIO(tensors['optimizer'].numpy()))": "weights_only: plain values and tensors"}},
     "tools/measure.py": {"ends_of": {"re.fullmatch(f'(?s)(.+)({end})')": OWN}},
-    "tools/page.py": {"measures": {"form.format(form)": OWN}},
+    "tools/page.py": {"measures": {"form.format(form)": OWN},
+                      "resume_command": {"re.fullmatch(HARMLESS.get(flag, '(?s).*'))": OWN}},
 }
 
 def test_every_place_where_a_text_becomes_code_or_a_name_is_known():

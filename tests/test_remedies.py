@@ -106,7 +106,7 @@ TABLE = [
         "{d} --max_steps 2 --resume --out_dir {undone:run}", "{d} --max_steps 3 --resume --out_dir {undone:run}"]),
     ("{d} --max_steps 3 --resume --out_dir {old:run}", "start a new run from its LoRA with --pretrained_lora", [
         OTHER + "--pretrained_lora {old:run}"]),
-    ("{d} --max_steps 3 --resume --out_dir {damaged:run}", "or begin a new one in another, without --resume", [
+    ("{d} --max_steps 3 --resume --out_dir {damaged:run}", "or begin a new run in another, without --resume", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
     # masks
     ("{masked} --mask_background_weight 0 --out_dir {o}", "raise --mask_background_weight", [
@@ -193,6 +193,18 @@ def test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_at_a_lower_r
         result = run_script("train.py", *flags, "--lr", 1e-4, *more, "--out_dir", tmp_path / more[0])
         assert result.status == 0, result.err
 
+def test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora(places, tmp_path):
+    run = shutil.copytree(places["run"], tmp_path / "run")
+    for path in run.glob("checkpoint-*/optimizer.safetensors"):
+        tensors, info = common.read_tensors(path)
+        info["optimizer"].append(["self", "momentum", 0.9])
+        common.write_tensors(path, tensors, info)
+    result = run_script("train.py", *shlex.split(places["d"]), "--max_steps", 3, "--out_dir", run, "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], "is not what Muon keeps"), result.err
+    python, script, *flags = shlex.split(result.errors[-1].split("its LoRA: ")[1])
+    result = run_script(script, *flags, "--out_dir", tmp_path / "new")
+    assert (python, result.status) == ("python", 0) and len(log_of(tmp_path / "new")) == 3, result.err
+
 ELSEWHERE = { # lines of the two files: where their remedies are tried, or why not
     "was begun with --max_steps": "test_the_command_that_a_finished_schedule_names_goes_on_from_its_lora",
     "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
@@ -200,6 +212,10 @@ ELSEWHERE = { # lines of the two files: where their remedies are tried, or why n
     ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_extras.py",
     "cannot be written": "test_faults.py", "lower --max_tokens, then": "docstring",
     "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that extras/probe.py does not catch",
+    "its prompt_embed has": "test_strangers_data.py: a forged cache, for which there is no other remedy",
+    "is not what": "test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora",
+    "of its tensors are not those of this LoRA": "test_strangers_lora.py: of a forged file there is no other copy here",
+    "take another copy": "the same; and never shown alone, like the next",
     "its files do not belong together": "never shown alone: find_checkpoint takes the checkpoint before it"}
 
 def lines_of(file):

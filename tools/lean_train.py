@@ -58,7 +58,6 @@ if args.resume and not (args.out_dir / "state.safetensors").exists():
     parser.error(f"argument --out_dir: {args.out_dir} has no state.safetensors; give another, or leave out --resume")
 if not args.resume and any(args.out_dir.glob("[!.]*")):
     parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another folder, or --resume")
-common.load_extra("run_folder", "--out_dir").check(args.out_dir) # no link of a stranger's leads out of it
 common.look_over(args)
 
 import torch # from here on imports take ten seconds; what is above needs one
@@ -86,14 +85,14 @@ def pick(position):
     encoding = sample.encodings[torch.randint(len(sample.encodings), (), generator=g)] # one for each --target_pixels
     prompts = [""] if torch.rand((), generator=g).item() < args.caption_dropout_rate else sample.prompts
     prompt = prompts[torch.randint(len(prompts), (), generator=generator("wording", position))]
-    text = sample.texts[prompt, True] # True: the text encoder has seen the controls too
-    return sample, encoding, prompt, sum(h * w for _, h, w in encoding["img_shapes"]) + text["tokens"]
+    tokens = sum(h * w for _, h, w in encoding["img_shapes"]) + sample.texts[prompt, True]["tokens"]
+    return sample, encoding, prompt, tokens
 
 def load(position):
     """Reads what pick chooses, and adds noise -> what flow_loss takes apart. I: target tokens, K: control tokens."""
     sample, encoding, prompt, _ = pick(position)
     latents, g = cache.load_latents(sample, encoding), generator("noise", position)
-    embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, J)
+    embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, J); True: the text encoder has seen the controls
     # The noise level s is also the model's timestep: 0 is data, 1 is noise. Larger pictures get more, as in inference.
     shift = math.exp(predict.find_mu(math.prod(encoding["img_shapes"][0]), scheduler_config))
     s = shift / (shift + 1 / torch.randn((), generator=g).sigmoid() - 1)
@@ -129,7 +128,6 @@ def learning_rate(n):
     return args.lr * dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))[args.lr_scheduler]
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
-
 common.find_devices(args)
 common.start_processes(args) # torchrun starts several of this script; else there is one, rank 0
 rank, world_size = common.rank(), common.world()
@@ -163,17 +161,14 @@ config["samples"] = common.content_key(files=[file.stem for sample in epoch for 
 state_file, log = args.out_dir / "state.safetensors", args.out_dir / "log.jsonl"
 step, lines = 0, [json.dumps(dict(command=sys.argv, flags=vars(args)), default=str)]
 if args.resume:
+    common.refuse_outside(log, args.out_dir)
     tensors, state = common.read_tensors(state_file)
     if changed := [name for name in config if state["config"].get(name) != config[name]]:
         raise InputError(f"--resume: {args.out_dir} was begun with other {', '.join(changed)}; give the old ones")
-    lines = common.read_text(log).splitlines()
-    try:
-        step = natural(state["step"])
-        for name, p in lora.items():
-            p.data.copy_(tensors[name])
-        optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
-    except Exception as e: # a stranger's file can say anything
-        raise InputError(f"{state_file}: no state of this training ({first_words(e)}); take another copy")
+    step, lines = state["step"], common.read_text(log).splitlines()
+    for name, p in lora.items():
+        p.data.copy_(tensors[name])
+    optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
 if rank == 0: # a line for each step is in the log: those of later steps go, as these steps run again
     common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode())
 
