@@ -67,6 +67,7 @@ try: # the one that works without torchvision; from transformers 5.4 on it has a
 except ModuleNotFoundError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
+from extras import flight
 from rope_patch import ROPE_TABLE
 
 PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or prompts changes
@@ -457,9 +458,7 @@ def encode_files(pipe, jobs, args):
     failed = {}
     # sorted: the encoders are loaded once each, and are never in memory together
     order = sorted(jobs, key=lambda file: jobs[file][1] == "text")
-    read = read_pictures
-    if flight := common.find_extra("flight"): # which lets threads wait if pictures would fill the memory
-        read = flight.in_turn(read_pictures)
+    read = flight.in_turn(read_pictures) # threads wait where pictures would fill the memory
     reads = common.run_ahead(lambda file: read(pipe, *jobs[file]), order, threads=4, most=8)
 
     def encode_all(): # yields write_tensors' arguments

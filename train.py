@@ -140,6 +140,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
+from extras import agree
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -572,7 +573,6 @@ checkpoint, step = None, 0
 config = resume.compared(args) if resume else {} # what --resume compares, more below
 config["pretrained_hash"] = pretrained_file and common.file_hash(pretrained_file)
 best = find_extra("best") # which validation is the best so far
-agree = find_extra("agree") # whether all processes have the same LoRA
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
 if args.resume:
@@ -715,8 +715,7 @@ while step < args.max_steps and not stop:
     except InputError as e:
         failure = e
     if any(common.gather_objects(failure is not None)):
-        if agree:
-            agree.compare(out_dir, step, lora.values())
+        agree.compare(out_dir, step, lora.values())
         save_the_rest(step, transformer, lora, optimizer, meta)
         raise failure or SystemExit(1)
 
@@ -773,7 +772,7 @@ while step < args.max_steps and not stop:
     # Log and save; nothing below changes the training. A checkpoint precedes a validation, which may take minutes. The
     # estimate of the time left includes the validations so far.
     save_now = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
-    if save_now and agree: # what is saved is what all processes have
+    if save_now: # what is saved is what all processes have
         agree.compare(out_dir, step, lora.values())
     if rank == 0:
         record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),

@@ -1,5 +1,5 @@
 """
-Several processes: is their LoRA still one and the same? (Taken if this file is there.)
+Several processes: is their LoRA still one and the same?
 
 Each process takes every optimizer step by itself, from the same gradients and with the same random numbers, so that no
 weights have to be sent. What would part them is silent: a kernel that is not deterministic, a class with a generator of

@@ -205,7 +205,8 @@ def test_whoever_writes_moves_no_cursor():
 
 def test_a_line_of_ours_is_one_line():
     """Whatever is in it."""
-    result = run_code(f"common.say({TEXT!r}); common.tell({TEXT!r}, file=sys.stderr); raise common.InputError({TEXT!r})")
+    text = repr(TEXT)
+    result = run_code(f"common.say({text}); common.tell({text}, file=sys.stderr); raise common.InputError({text})")
     assert is_shown(result.stdout) and is_shown(result.stderr)
     assert result.stdout.count("\n") == 1 and result.stderr.count("\n") == 2
 
