@@ -18,6 +18,8 @@ import pytest
 from PIL import Image
 
 from common import shown
+from extras import best, resume
+from tests.fuzz import fuzz
 from tests.harness import Reader, add_item, is_one_line, run_script, until
 from tools import page
 
@@ -447,6 +449,20 @@ def test_samples_that_lie_elsewhere_are_not_the_run_s(tmp_path):
     (run / "samples").symlink_to(tmp_path / "private")
     draw_page(run)
     assert not Reader(run / "index.html").pictures
+
+def test_fuzz_of_a_log(tmp_path, capsys):
+    """The page is drawn, or one line says why not; --keep, the best step and --resume read the same log."""
+    run = make_run(tmp_path / "run", steps=20, every=10, prompts=["x", "y"])
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+    def case(damaged):
+        lines = damaged if isinstance(damaged, list) else [damaged]
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        best.describe(run), best.steps_to_keep(run), best.better_checkpoints(run)
+        resume.clean_folder(run, 10)
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        page.make_page([run], run / "index.html", 6)
+    fuzz("log", records, case, share=0.5)
 
 def test_a_log_that_is_a_link_is_not_followed_nor_a_page(tmp_path):
     """A DONE that leads elsewhere says nothing. A page replaces the link at its place, not the file behind that."""

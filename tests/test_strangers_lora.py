@@ -5,7 +5,6 @@ that hangs, no link of theirs leads out, and whatever they say is taken or refus
 $ python -m pytest -q tests/test_strangers_lora.py              # a minute
 $ python -m pytest -q tests/test_strangers_lora.py --fuzz 2000  # so many damages of each file
 """
-import copy
 import json
 import math
 import os
@@ -14,23 +13,20 @@ import re
 import shutil
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
-from conftest import OPTIONS
 
 import common
 import predict
 from extras import foreign, lora_files, resume
+from tests.fuzz import fuzz, nested
 from tests.harness import (TINY, assert_bitwise, layers_of, is_one_line, log_of, lora_file, lora_of, lora_tensors,
                            refused, renamed, run_script, within)
 
-FUZZ = OPTIONS["fuzz"] or 300
-SECOND = 1.0
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
 
 def of_diffusers(**config):
@@ -230,12 +226,6 @@ def set_entry(place, key, value):
     def change(tensors, meta):
         meta["optimizer"] = [e for e in meta["optimizer"] if e[:2] != [place, key]] + [[place, key, value]]
     return change
-
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = {"list": [value]}
-    return value
 
 FIRST = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 OWNED = Path(tempfile.mkdtemp()) / "owned"
@@ -538,55 +528,6 @@ def test_deep_json_in_a_header_is_no_traceback(tmp_path, name):
             assert is_one_line(str(e), path)
 
 # ---- fuzz ------------------------------------------------------------------------------------------------------------
-
-STRANGE = [None, True, False, 0, -1, 1, 2, 3.5, 1e300, -1e300, 1e999, math.nan, 10**30, "", "8", "nan", "\x1b[2J\n",
-           "x" * 5000, [], [1], [[]], {}, {"a": 1}, {"(.+)+!": 4}, {"to_q": 4}, {"": 2}, nested(50), "\u202e",
-           "../../etc", "__class__"]
-
-def keys_of(place):
-    if isinstance(place, dict):
-        return list(place)
-    return list(range(len(place))) if isinstance(place, list) else []
-
-def damage(rng, value):
-    """A JSON value with one to three changes, anywhere in it: types swapped, huge, nested, missing, added."""
-    value = json.loads(json.dumps(value))
-    for _ in range(rng.randint(1, 3)):
-        place = value
-        while keys := keys_of(place):
-            key = rng.choice(keys)
-            if isinstance(place[key], (dict, list)) and place[key] and rng.random() < 0.7:
-                place = place[key]
-                continue
-            how = rng.random()
-            if how < 0.7:
-                place[key] = copy.deepcopy(rng.choice(STRANGE))
-            elif how < 0.85:
-                del place[key]
-            elif isinstance(place, dict):
-                place[rng.choice([*keys, "x", "\x1b", "rank_pattern"])] = copy.deepcopy(rng.choice(STRANGE))
-            else:
-                place.insert(0, copy.deepcopy(rng.choice(STRANGE)))
-            break
-    return value
-
-def fuzz(name, value, case, seconds=SECOND):
-    """case(damaged value) succeeds or raises an InputError of one line, within a second."""
-    rng, refusals = random.Random(name), 0
-    for n in range(FUZZ):
-        damaged, begun = damage(rng, value), time.monotonic()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                case(damaged)
-        except common.InputError as e:
-            refusals += 1
-            assert is_one_line(str(e)) and len(str(e)) < 3000, (n, str(e)[:3000])
-        except Exception as e:
-            raise AssertionError(f"case {n}: {json.dumps(damaged)[:2000]}") from e
-        assert time.monotonic() - begun < seconds, (n, json.dumps(damaged)[:2000])
-    print(f"{name}: {FUZZ} damages, {refusals} refused")
-    assert refusals
 
 META = {f"transformer.{k}": v for k, v in dict(
     r=2, lora_alpha=3, rank_pattern={}, alpha_pattern={"to_q": 4, "^(transformer_blocks\\.0\\.attn\\.to_out\\.0)": 5},
