@@ -151,8 +151,7 @@ def best_steps(out_dir):
 
 
 def steps_to_keep(out_dir):
-    """-> the best steps, whose checkpoints --keep does not delete; also those of earlier sets of validations, which the
-    newest ones are not compared with."""
+    """-> the best step of each set of validations that are compared, whose checkpoint --keep does not delete."""
     records, best = read_validations(out_dir), list(best_steps(out_dir).values())
     for measure in MEASURES:
         best += [best_of(earlier, measure) for earlier in sets_of(records, measure)[:-1]]
@@ -166,8 +165,8 @@ def not_compared(records, measure):
     if not number:
         return []
     names = differences([records[0] for records in (newest, *earlier)], measure)
-    return [f"{number} earlier {'validation' if number == 1 else 'validations'} with other {', '.join(names)} "
-            f"{'is' if number == 1 else 'are'} not compared by {measure}"]
+    noun, verb = ("validation", "is") if number == 1 else ("validations", "are")
+    return [f"{number} earlier {noun} with other {', '.join(names)} {verb} not compared by {measure}"]
 
 
 def differences(records, measure):
@@ -175,7 +174,9 @@ def differences(records, measure):
     names = {} # in order
     first, *others = [record.get(MEASURES[measure]) or {} for record in records]
     for other in others:
-        names |= {name: True for name in first | other if first.get(name) != other.get(name)}
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                names[name] = True
     return list(names)
 
 
