@@ -23,12 +23,12 @@ def check(folder):
             if path.is_symlink() and not is_inside(path, folder):
                 raise InputError(f"{path}: a link that leads out of its run's folder; delete it, or put there what it "
                                  "leads to")
+    folders = [folder / name for name in FOLDERS] + checkpoints(folder)
     # what is deleted or renamed as a whole: a link of these, although it stays inside, would be an error much later
-    whole = [*checkpoints(folder), *folder.glob(".tmp-*"), *folder.glob("samples/*"), folder / ".lock"]
-    for path in [folder / name for name in FOLDERS] + whole:
+    for path in [*folders, *folder.glob(".tmp-*"), *folder.glob("samples/*"), folder / ".lock"]:
         if path.is_symlink():
             raise InputError(f"{path}: a link, where a run has none; delete it")
-    for path in [folder / name for name in FOLDERS] + checkpoints(folder):
+    for path in folders:
         if path.exists() and not path.is_dir():
             raise InputError(f"{path}: no folder, as a run has it there; move it elsewhere")
     if (folder / ".lock").exists() and not os.access(folder / ".lock", os.W_OK):
