@@ -41,7 +41,7 @@ def psnr_of(samples, settings, loras, seed, from_latents):
     return dict(val_data=short_key(contents), val_pictures=len(samples), **flags)
 
 
-def read_json(text):
+def read_line(text):
     """A line of a log: its numbers fit into a float, as those of a foreign log need not."""
     def parse_int(digits):
         return int(digits) if len(digits) < 20 else float(digits)
@@ -97,7 +97,7 @@ def read_validations(out_dir):
     for line in lines:
         if '"val_loss"' in line: # few of a long log
             with contextlib.suppress(Exception): # a foreign log can fail in any way
-                record = read_json(line)
+                record = read_line(line)
                 check_validation(record)
                 found.append(record)
     return found

@@ -47,7 +47,7 @@ OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used
 FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
-PATTERNS = "rank_pattern alpha_pattern".split()
+PATTERN_FIELDS = "rank_pattern alpha_pattern".split()
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 # A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
 # No layer of it has more inputs or outputs than MOST_WIDTH, which a Kronecker product of two small matrices could have.
@@ -229,7 +229,7 @@ def of_config(where, config, layer, rank):
 
 def checked(where, config):
     """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong."""
-    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERNS}
+    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERN_FIELDS}
     root = config.get("use_rslora") or False
     if isinstance(root, str): # in a flat header
         root = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(root.lower())
