@@ -269,8 +269,9 @@ def overwritten(samples, jobs, out_dir):
 
 
 def too_wide(lora_rank):
-    if lora_rank > 3072:
-        raise InputError(f"--lora_rank {lora_rank}: more than the layers are wide; give 3072 at most, or 16")
+    if lora_rank > common.MOST_RANK:
+        raise InputError(f"--lora_rank {lora_rank}: more than the layers are wide; give {common.MOST_RANK} at most, "
+                         "or 16")
 
 
 def is_given(flag):
