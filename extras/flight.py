@@ -1,7 +1,7 @@
 """
 How many pixels may be in flight: of pictures that threads hold at full size, to resize or compare them. A PNG of 600 KB
-may hold 160 megapixels, i.e. a gigabyte while it is decoded, and four to sixteen threads read at once. Without this
-file each takes what it needs.
+may hold 160 megapixels, i.e. a gigabyte while it is decoded, and four to sixteen threads read at once. (cache.py
+takes this file if it is there; extras/known.py needs it.)
 """
 import contextlib
 import threading

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from common import InputError, checkpoints, is_inside
 
-FOLDERS = "samples tensorboard wandb".split() # beside the checkpoints; all of what a run makes that are no files
+FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
 
 
 def check(folder):
-    """InputError names a link that leads out of a run's folder, and what is no folder where a run has one. (wandb's own
-    links stay inside. common.lock_folder looks at the files.)"""
+    """InputError names a link that leads out of a run's folder, or a file in the place of one of its folders. (wandb's
+    own links stay inside. common.lock_folder looks at the files.)"""
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
     if not folder.is_dir(): # a new run's
