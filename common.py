@@ -38,6 +38,7 @@ TINY_DATA = Path(__file__).with_name("tiny") / "data"
 TINY_WIDTH = '"joint_attention_dim": 64,' # in the config.json of tiny's transformer; the real model has 3584
 LORA_FILE = "pytorch_lora_weights.safetensors" # the name that stock load_lora_weights looks for in a folder
 PEFT_FILE = "adapter_model.safetensors" # as peft calls it
+MOST_RANK, MOST_ALPHA = 3072, 1e6 # of a LoRA: as the layers are wide; a stronger one draws black
 NAME_BYTES = 255 # a file's name may have so many
 LONG_TEXT = 2**30 # bytes of a manifest, a table or an index at most: a million samples
 NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards

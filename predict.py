@@ -40,8 +40,9 @@ from time import monotonic
 from types import SimpleNamespace
 
 import common
-from common import (LORA_FILE, NAME_BYTES, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora, is_one_file,
-                    load_extra, make_sample, noise_level, number, pixels, png_name, positive, seed_number, tell)
+from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, NAME_BYTES, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash,
+                    find_lora, is_one_file, load_extra, make_sample, noise_level, number, pixels, png_name, positive,
+                    seed_number, tell)
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -261,7 +262,7 @@ def config_of(state, meta):
     for key, matrix in state.items():
         layer, half = PLAIN.fullmatch(key).groups()
         rank, _ = matrix.shape if half == "A" else matrix.T.shape
-        if not 0 < rank == meta.get("transformer.r", rank) == ranks.setdefault(layer, rank) <= 3072:
+        if not 0 < rank == meta.get("transformer.r", rank) == ranks.setdefault(layer, rank) <= MOST_RANK:
             raise ValueError(key)
     if len(state) != 2 * len(ranks):
         raise ValueError("a half is missing")
@@ -272,7 +273,7 @@ def config_of(state, meta):
     config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))
     if "transformer.lora_alpha" in meta:
         alpha, root = meta["transformer.lora_alpha"], meta.get("transformer.use_rslora", False)
-        if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= 1e6: # NaN, too
+        if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= MOST_ALPHA: # NaN, too
             raise ValueError("alpha")
         config.update(lora_alpha=alpha, alpha_pattern=meta.get("transformer.alpha_pattern") or {}, use_rslora=root)
     return config

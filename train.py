@@ -54,7 +54,7 @@ common.add_data_flags(parser)
 flag = parser.group("LoRA")
 flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
 flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)",
-     type=number(float, 1e-6, 1e6))
+     type=number(float, 1e-6, common.MOST_ALPHA))
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")

@@ -41,7 +41,7 @@ def psnr_of(samples, settings, loras, seed, from_latents):
     return dict(val_data=short_key(contents), val_pictures=len(samples), **flags)
 
 
-def read_json(text):
+def read_line(text):
     """A line of a log: its numbers fit into a float, as those of a foreign log need not."""
     def parse_int(digits):
         return int(digits) if len(digits) < 20 else float(digits)
@@ -97,7 +97,7 @@ def read_validations(out_dir):
     for line in lines:
         if '"val_loss"' in line: # few of a long log
             with contextlib.suppress(Exception): # a foreign log can fail in any way
-                record = read_json(line)
+                record = read_line(line)
                 check_validation(record)
                 found.append(record)
     return found
@@ -151,8 +151,7 @@ def best_steps(out_dir):
 
 
 def steps_to_keep(out_dir):
-    """-> the best steps, whose checkpoints --keep does not delete; also those of earlier sets of validations, which the
-    newest ones are not compared with."""
+    """-> the best step of each set of validations that are compared, whose checkpoint --keep does not delete."""
     records, best = read_validations(out_dir), list(best_steps(out_dir).values())
     for measure in MEASURES:
         best += [best_of(earlier, measure) for earlier in sets_of(records, measure)[:-1]]
@@ -166,8 +165,8 @@ def not_compared(records, measure):
     if not number:
         return []
     names = differences([records[0] for records in (newest, *earlier)], measure)
-    return [f"{number} earlier {'validation' if number == 1 else 'validations'} with other {', '.join(names)} "
-            f"{'is' if number == 1 else 'are'} not compared by {measure}"]
+    noun, verb = ("validation", "is") if number == 1 else ("validations", "are")
+    return [f"{number} earlier {noun} with other {', '.join(names)} {verb} not compared by {measure}"]
 
 
 def differences(records, measure):
@@ -175,7 +174,9 @@ def differences(records, measure):
     names = {} # in order
     first, *others = [record.get(MEASURES[measure]) or {} for record in records]
     for other in others:
-        names |= {name: True for name in first | other if first.get(name) != other.get(name)}
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                names[name] = True
     return list(names)
 
 

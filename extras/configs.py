@@ -3,7 +3,6 @@ The JSON files of a model's folder, looked at before a library reads them: such 
 libraries make whatever its numbers ask for, a billion layers too. What is wrong with one is an error line of its own.
 """
 import json
-import math
 from pathlib import Path
 
 import safetensors
@@ -18,7 +17,7 @@ MOST_BYTES = 2**26 # of a JSON file: the published tokenizer.json has 11 MB
 TIMES = 8 # a number may be so many times the published models'
 MOST = 2**24 # and one that extras/published.py does not list so much: a token's number, an area in pixels
 # what the code around the models counts on: a token is 2x2 latents of 8x8 pixels, a thousandth is a timestep
-EXACT = "patch_size z_dim merge_size spatial_merge_size temporal_patch_size num_train_timesteps"
+EXACT = "patch_size z_dim merge_size spatial_merge_size temporal_patch_size num_train_timesteps".split()
 
 
 def check_files(folder, part, config, weights, flag):
@@ -76,17 +75,21 @@ def check_config(part, config, content):
         axes, head = content.get("axes_dims_rope", (16, 56, 56)), content.get("attention_head_dim", 128)
         if sum(axes) != head or any(axis % 2 for axis in axes):
             raise ValueError(f"axes_dims_rope {axes} are no even parts of attention_head_dim {head}")
-    for name in ("latents_mean", "latents_std") if part == "vae" else ():
-        numbers = content.get(name, [1.0] * 16) # of each channel of a latent, which is divided by the second
-        if [type(n) in (int, float) for n in numbers] != [True] * 16 or name == "latents_std" and 0 in numbers:
-            raise TypeError(f"{name} are no 16 numbers")
+    if part == "vae":
+        for name in ("latents_mean", "latents_std"):
+            numbers = content.get(name, [1.0] * 16) # of each channel of a latent
+            if len(numbers) != 16 or not {*map(type, numbers)} <= {int, float}:
+                raise TypeError(f"{name} are no 16 numbers")
+        if 0 in content.get("latents_std", ()): # which a latent is divided by
+            raise TypeError("latents_std has a 0")
 
 
 def flat(config):
     """{field: value} of a config and of those inside it. Of two values of a name the greater one counts."""
     fields = {}
     for name, value in config.items():
-        for inner, number in flat(value).items() if isinstance(value, dict) else [(name, value)]:
+        inside = flat(value) if isinstance(value, dict) else {name: value}
+        for inner, number in inside.items():
             fields[inner] = max(number, fields.get(inner, number))
     return fields
 
@@ -114,15 +117,17 @@ def check_values(value, published, name):
 
 
 def check_value(value, wanted, name):
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if wanted is not None and value is not None:
-        kinds = (int, float) if type(wanted) is float else type(wanted)
-        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(wanted, bool):
+    """ValueError or TypeError if this value is not like `wanted`, the published models' (None: they have none)."""
+    is_number = type(value) in (int, float) # no bool
+    if wanted is None:
+        if is_number and not abs(value) <= MOST: # (NaN, too)
+            raise ValueError(f"{name} is {value!r:.99}")
+    elif value is not None:
+        kinds = (int, float) if type(wanted) is float else (type(wanted),)
+        if type(value) not in kinds:
             raise TypeError(f"{name} is {value!r:.99}, and {wanted!r} in the published models")
-        if number and not 0 <= value <= TIMES * wanted or name in EXACT.split() and value != wanted:
+        if is_number and not 0 <= value <= TIMES * wanted or name in EXACT and value != wanted:
             raise ValueError(f"{name} is {value!r:.99}, and {wanted!r} in the published models")
-    if number and wanted is None and not (math.isfinite(value) and abs(value) <= MOST):
-        raise ValueError(f"{name} is {value!r:.99}")
 
 
 def try_schedule(content):

@@ -18,13 +18,13 @@ import common
 from common import InputError, first_words, shown
 
 SCRIPTS = ["cache.py", "train.py", "predict.py"] # tools/lean_train.py reads train.py's
-NUMBERS = """
+SETTABLE = """
     target_pixels control_pixels upscale max_tokens max_sequence_length
     max_steps batch_size lr lr_scheduler warmup_steps weight_decay max_grad_norm optimizer_args gradient_checkpointing
     lora_rank lora_alpha lora_dropout caption_dropout_rate prompt_image_dropout_rate
     timestep_sampling mask_foreground_weight mask_background_weight
     num_inference_steps true_cfg_scale shift sample_every val_pictures""".split()
-# flags that argparse takes any text for: what it may be
+# further ones, for which argparse takes any text: what this may be
 TEXTS = dict(optimizer=r"torch\.optim\.[A-Z]\w*", lora_targets=r"\w+(\.\w+)*(-linear)?")
 MOST_BATCH = 4096 # a batch is a list in memory before it is computed
 MOST_BYTES = 2**16 # of the file
@@ -58,7 +58,7 @@ def read_sections(folder):
         if script not in SCRIPTS or not isinstance(flags, dict):
             raise InputError(f"{file}: {script:.60}: want {{flag: value}} of {', '.join(SCRIPTS)}; delete the entry")
         for name in flags:
-            if name not in NUMBERS and name not in TEXTS:
+            if name not in SETTABLE and name not in TEXTS:
                 raise InputError(f"{file}: sets {name:.60} of {script}, which is not for a model's folder to set; "
                                  f"delete the entry, and give --{name:.60} yourself if you want that")
     return sections
@@ -85,8 +85,8 @@ def pair(value):
 
 
 def plain(value):
-    """An argument of an optimizer as the command line has it: 3, true, [0.9,0.99], match_rms_adamw. TypeError for what
-    is no number or choice."""
+    """An argument of an optimizer as the command line has it: 3, true, [0.9,0.99], match_rms_adamw.
+    ArgumentTypeError for what is no number or choice."""
     if isinstance(value, str) and re.fullmatch(r"\w{1,99}", value):
         return value
     numbers = value if isinstance(value, list) else [value]

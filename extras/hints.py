@@ -203,8 +203,8 @@ def describe(samples, val_samples):
     lines = [how_many(samples)]
     if alone := sum(not s.controls for s in samples):
         lines[0] += f", {alone} of them without a control: text-to-image"
-    if masks := common.find_extra("mask"):
-        lines[0] += masks.count(samples)
+    if (masks := common.find_extra("mask")) and (line := masks.count(samples)):
+        lines.append(line)
     # encoded files are named after the content: a prompt's, which sees the controls, is the same with another mask
     trained = {file.stem for s in samples for file in common_files(s)}
     if shared := [s.name for s in val_samples if not trained.isdisjoint(f.stem for f in common_files(s))]:
@@ -269,8 +269,9 @@ def overwritten(samples, jobs, out_dir):
 
 
 def too_wide(lora_rank):
-    if lora_rank > 3072:
-        raise InputError(f"--lora_rank {lora_rank}: more than the layers are wide; give 3072 at most, or 16")
+    if lora_rank > common.MOST_RANK:
+        raise InputError(f"--lora_rank {lora_rank}: more than the layers are wide; give {common.MOST_RANK} at most, "
+                         "or 16")
 
 
 def is_given(flag):
@@ -412,10 +413,11 @@ def of_masks(samples, mask_foreground_weight, mask_background_weight):
         yield "--mask_foreground_weight, --mask_background_weight: there is no mask; add mask/, or give --mask auto"
 
 
-WARNINGS = dict( # a flag that tells which script asks (all; those that train or encode; trainings; predict.py): its
-    # warnings, whose parameters are flags
-    model=[bend_of, size_for_tiny],
-    data=[one_text_in_lines],
+# {a flag that tells which script asks: its warnings, whose parameters are flags}
+WARNINGS = dict(
+    model=[bend_of, size_for_tiny], # of all scripts
+    data=[one_text_in_lines], # of all that train or encode
+    # of trainings, then of predict.py
     max_steps=[too_wide, longest_of, of_masks, no_pictures, without_cfg, only_rises, scheduled_twice, preserved],
     jobs=[overwritten, one_result, results_without_cfg])
 

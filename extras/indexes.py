@@ -64,7 +64,7 @@ def read_index(path):
         index = json.loads(text)
         if index["version"] != VERSION or not index["samples"]:
             raise ValueError(f"version {index['version']!r:.20}, {len(index['samples'])} samples")
-        check_fields(index, dict(geometry=is_geometry, models=is_text_dict))
+        check_fields(index, dict(geometry=(is_geometry,), models=(is_text_dict,)))
         samples = [Sample(**row) for row in index["samples"]]
         for n, sample in enumerate(samples, 1):
             check_sample(n, sample)
@@ -107,6 +107,14 @@ def is_name(value):
 def is_path(value):
     """A path to anywhere, of a picture that was encoded."""
     return is_text(value) and "\0" not in value and len(value) <= 4000 and parts_fit(value.split("/"))
+
+
+def is_path_or_none(value):
+    return value is None or is_path(value)
+
+
+def is_empty(value):
+    return value == {}
 
 
 def parts_fit(parts):
@@ -160,18 +168,17 @@ def is_geometry(value):
     return areas and is_area(value.get("control_pixels", "native")) and type(value.get("upscale", True)) is bool
 
 
-RULES = dict( # of Sample's fields
-    name=is_name, root=is_name, controls=lambda value: is_list(value, is_path, 0, 99),
-    prompts=lambda value: is_list(value, is_text, 1), target=lambda value: value is None or is_path(value),
-    mask=lambda value: value is None or is_path(value), repeats=lambda value: is_count(value, 10_000),
-    settings=lambda value: value == {}, contents=is_text_dict, sizes=lambda value: is_list(value, is_size),
-    prompt_sizes=lambda value: is_list(value, is_size), encodings=lambda value: is_list(value, is_encoding, 1, 100),
-    texts=lambda value: is_list(value, is_encoded_text, 1))
+# the rules of Sample's fields: (rule, its further arguments ...)
+RULES = dict(
+    name=(is_name,), root=(is_name,), target=(is_path_or_none,), mask=(is_path_or_none,), contents=(is_text_dict,),
+    controls=(is_list, is_path, 0, 99), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
+    settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
+    encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))
 
 
 def check_fields(fields, rules):
-    for name, rule in rules.items():
-        if not rule(fields[name]):
+    for name, (rule, *arguments) in rules.items():
+        if not rule(fields[name], *arguments):
             raise ValueError(f"{name} {fields[name]!r:.100}")
 
 

@@ -9,7 +9,6 @@ the other has seen. Deleting a list does no harm.
 """
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -78,10 +77,11 @@ def read_memory(path):
     """{absolute path: (stamp, what was found out)}, or {} if there is none, or one that is damaged or not ours: a cache
     may come from anyone, and the digest in it, too."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        digest, text = path.read_text().split("\n", 1) if path.is_file() else ("", "")
-        remembered = json.loads(text) if digest == digest_of(text) else {}
-        if isinstance(remembered, dict) and all(map(is_entry, remembered.values(), itertools.repeat(path.stem))):
-            return remembered
+        if path.is_file(): # (a pipe would hang)
+            digest, text = path.read_text().split("\n", 1)
+            remembered = json.loads(text) if digest == digest_of(text) else None
+            if isinstance(remembered, dict) and all(is_entry(one, path.stem) for one in remembered.values()):
+                return remembered
     return {}
 
 

@@ -28,7 +28,7 @@ def try_out(lora_args, add_lora):
         default = getattr(LoraConfig(), key, None)
         if isinstance(default, bool) and not isinstance(value, bool) and key != "init_lora_weights":
             raise InputError(f"--lora_args {key}={value}: is neither true nor false; any text would count as true")
-    for key in lora_files.PATTERNS: # the file will have them, and must be read again
+    for key in lora_files.PATTERN_FIELDS: # the file will have them, and must be read again
         try:
             lora_files.read_patterns(lora_args.get(key), key)
         except ValueError as e:
@@ -114,9 +114,9 @@ def refuse_added(model, load, lora_args):
         if not any(f"blocks.{block}." in name for name in names):
             raise InputError(f"--lora_args layers_to_transform: no layer of this LoRA is in a block {block}; there are "
                              f"{', '.join(sorted(names)[:4])} ...")
-    for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, field):
-            (regex, _), = lora_files.read_patterns({pattern: 1}, field)
+    for field in lora_files.PATTERN_FIELDS:
+        patterns = getattr(config, field)
+        for pattern, (regex, _) in zip(patterns, lora_files.read_patterns(patterns, field)):
             if not any(map(regex.match, names)):
                 raise InputError(f"--lora_args {field}: no layer of this LoRA is named {pattern}; there are "
                                  f"{', '.join(sorted(names)[:4])} ...")

@@ -26,7 +26,8 @@ from diffusers import QwenImageTransformer2DModel
 
 import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
-from common import MAX_PIXELS, PEFT_FILE, InputError, first_words, is_inside, read_object, tell
+from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
+                    tell)
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -47,11 +48,11 @@ OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used
 FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
-PATTERNS = "rank_pattern alpha_pattern".split()
+PATTERN_FIELDS = "rank_pattern alpha_pattern".split()
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 # A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
 # No layer of it has more inputs or outputs than MOST_WIDTH, which a Kronecker product of two small matrices could have.
-MOST_TENSORS, MOST_LETTERS, MOST_WIDTH, MOST_ALPHA, MOST_RANK = 20_000, 500, 20_000, 1e6, 3072
+MOST_TENSORS, MOST_LETTERS, MOST_WIDTH = 20_000, 500, 20_000
 LOHA_RANK = 64 # its work grows with the fourth power of it
 
 
@@ -229,7 +230,7 @@ def of_config(where, config, layer, rank):
 
 def checked(where, config):
     """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong."""
-    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERNS}
+    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERN_FIELDS}
     root = config.get("use_rslora") or False
     if isinstance(root, str): # in a flat header
         root = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(root.lower())
@@ -503,9 +504,9 @@ def unfold(file, state, meta):
             layer, rank = key[len("transformer."):-len(".lora_A.weight")], len(state[key])
             # of a file of ours the scale by its config is 1 now; another program may have changed its alpha
             own = of_config(file, config, layer, rank) if "lora_alpha" in config else 1.0
-            scale = folded[layer]
-            if type(scale) not in (int, float) or not 1e-6 <= abs(scale) <= 1e6 or not 1e-6 <= abs(own) <= 1e6:
-                raise ValueError(f"of {layer} it is {str(scale)[:20]}")
+            scale = number(folded[layer], f"that of {layer}")
+            if min(abs(scale), abs(own)) < 1e-6: # (`number` knows what is too large)
+                raise ValueError(f"that of {layer} is {scale:g}")
             alphas[layer] = own * scale * rank
             state[f"transformer.{layer}.lora_B.weight"] = state[f"transformer.{layer}.lora_B.weight"].float() / scale
     except (ArithmeticError, KeyError, TypeError, ValueError) as e:

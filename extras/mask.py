@@ -256,16 +256,16 @@ def difference(target, control):
     return np.maximum(np.asarray(target) - high, low - np.asarray(target)).max(-1)
 
 def count(samples):
-    """-> the end of a line about these planned samples: how many have a mask, by hand or of --mask auto, as far as they
-    are encoded; "" if none should have one."""
+    """-> a line: how many of these planned samples have a mask, by hand or of --mask auto, as far as they are encoded;
+    "" if none should have one."""
     by_hand = sum(bool(sample.mask) for sample in samples)
     files = [sample.encodings[0]["file"] for sample in samples if "mask" in sample.encodings[0]]
     if not by_hand and not files:
         return ""
     if not all(file.is_file() for file in files): # --plan, --no-use_cache
-        return f"\nmasks: {by_hand} of {len(samples)} pairs by hand; --mask auto makes others when it encodes them"
+        return f"masks: {by_hand} of {len(samples)} pairs by hand; --mask auto makes others when it encodes them"
     made = sum("edit_mask" in safetensors.safe_open(file, "pt").keys() for file in files)
-    line = f"\nmasks: {by_hand + made} of {len(samples)} pairs"
+    line = f"masks: {by_hand + made} of {len(samples)} pairs"
     if made < len(files):
         line += (f" ({len(files) - made} differ nowhere or nearly everywhere, are recoloured, or have two shapes; "
                  "tools/doctor.py DATA --mask auto shows them)")

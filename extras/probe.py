@@ -6,8 +6,6 @@ An optimizer, of any package, may keep what it wants where it wants. Here one ta
 LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
 The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
 """
-import contextlib
-import io
 import random
 import tempfile
 import types
@@ -16,7 +14,7 @@ from pathlib import Path
 import torch
 
 from common import InputError, first_words, read_tensors
-from extras.resume import OPTIMIZER_FILE, copies_of, load_optimizer, save_optimizer, some_of, take_steps
+from extras.resume import OPTIMIZER_FILE, copies_of, load_optimizer, save_optimizer, some_of, take_steps, trial
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
@@ -28,16 +26,12 @@ def check(args, lora, make_optimizer, averaged_weights):
     # torch's own need no trial with their defaults: the tests have tried them
     if args.optimizer.startswith("torch.optim.") and not args.optimizer_args:
         return
-    few = some_of(lora)
-    state_of_python = random.getstate()
     try:
-        with contextlib.redirect_stdout(io.StringIO()): # what its class prints has been printed once
-            lost, moved = find_lost(few, make_optimizer, averaged_weights)
+        with trial():
+            lost, moved = find_lost(some_of(lora), make_optimizer, averaged_weights)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
-    finally:
-        random.setstate(state_of_python)
     if lost is not None:
         raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
                          "anew; take another, such as torch.optim.AdamW")

@@ -64,10 +64,8 @@ def at_hand(model):
         find_model(model, [*PARTS], weights=False)
         return True
     except common.InputError:
-        if common.rank() == 0:
-            common.tell(f"{model}: neither here nor from the hub; planned with its configs in extras/published.py, and "
-                        "with tiny's tokenizer, which makes two to four times as many tokens of a prompt as the "
-                        "model's own")
+        common.say(f"{model}: neither here nor from the hub; planned with its configs in extras/published.py, and with "
+                   "tiny's tokenizer, which makes two to four times as many tokens of a prompt as the model's own")
         return False
 
 

@@ -212,17 +212,14 @@ def load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer):
     refuse_lora(checkpoint, lora)
     predict.load_weights(transformer, checkpoint.lora, checkpoint.path)
     tensors, state = checkpoint.tensors, checkpoint.info["optimizer"]
-    state_of_python = random.getstate()
     try:
-        with contextlib.redirect_stdout(io.StringIO()): # what an optimizer's class prints has been printed once
+        with trial():
             refuse_state(lora, tensors, state, references_of(lora, checkpoint.info["step"], make_optimizer))
             try_state(lora, tensors, state, make_optimizer)
     except Exception as e: # it may be anything
         raise InputError(f"{checkpoint.path / OPTIMIZER_FILE}: is not what {type(optimizer).__name__} keeps "
                          f"({type(e).__name__}: {first_words(e)}); take another copy, or start a new run from its "
                          f"LoRA: {from_its_lora(checkpoint.path)}")
-    finally:
-        random.setstate(state_of_python)
     load_optimizer(optimizer, lora, tensors, state)
 
 
@@ -269,6 +266,18 @@ def refuse_lora(checkpoint, lora):
                          f"instance {wrong[0]:.200}; give the run's own flags, or another copy")
 
 
+@contextlib.contextmanager
+def trial():
+    """Within `with` an optimizer may be tried out without a trace: what its class prints has been printed once, and
+    Python's random numbers go on where they were. (torch's are seeded for each step.)"""
+    state_of_python = random.getstate()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        random.setstate(state_of_python)
+
+
 def copies_of(parameters):
     return {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
 
@@ -283,7 +292,7 @@ def some_of(lora):
 
 
 def take_steps(optimizer, parameters, steps):
-    """With small random gradients, the same in each step of a number."""
+    """Takes the steps of these numbers with small random gradients, which depend on the number alone."""
     for n in steps:
         generator = torch.Generator().manual_seed(n)
         for p in parameters.values():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from common import InputError, checkpoints, is_inside
 
-FOLDERS = "samples tensorboard wandb".split() # beside the checkpoints; all of what a run makes that are no files
+FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
 
 
 def check(folder):
-    """InputError names a link that leads out of a run's folder, and what is no folder where a run has one. (wandb's own
-    links stay inside. common.lock_folder looks at the files.)"""
+    """InputError names a link that leads out of a run's folder, or a file in the place of one of its folders. (wandb's
+    own links stay inside. common.lock_folder looks at the files.)"""
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
     if not folder.is_dir(): # a new run's
@@ -23,12 +23,12 @@ def check(folder):
             if path.is_symlink() and not is_inside(path, folder):
                 raise InputError(f"{path}: a link that leads out of its run's folder; delete it, or put there what it "
                                  "leads to")
+    folders = [folder / name for name in FOLDERS] + checkpoints(folder)
     # what is deleted or renamed as a whole: a link of these, although it stays inside, would be an error much later
-    whole = [*checkpoints(folder), *folder.glob(".tmp-*"), *folder.glob("samples/*"), folder / ".lock"]
-    for path in [folder / name for name in FOLDERS] + whole:
+    for path in [*folders, *folder.glob(".tmp-*"), *folder.glob("samples/*"), folder / ".lock"]:
         if path.is_symlink():
             raise InputError(f"{path}: a link, where a run has none; delete it")
-    for path in [folder / name for name in FOLDERS] + checkpoints(folder):
+    for path in folders:
         if path.exists() and not path.is_dir():
             raise InputError(f"{path}: no folder, as a run has it there; move it elsewhere")
     if (folder / ".lock").exists() and not os.access(folder / ".lock", os.W_OK):

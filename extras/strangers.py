@@ -1,6 +1,6 @@
 """
-What comes from a stranger is shown, and leads nowhere: how a name or a text stands in a line on a terminal and in a
-command that a person pastes, and whether a path stays in its folder.
+Texts and paths of a stranger: how a name or a prompt is shown in a line on a terminal, how it is written in a command
+that a person pastes, and whether a path stays in its folder.
 """
 import os
 import re

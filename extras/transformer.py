@@ -278,5 +278,4 @@ def attach(transformer, path):
             fill(child)
     transformer.fill_from_file = fill
     transformer.eval() # as from_pretrained leaves it
-    if common.rank() == 0:
-        tell(f"{path}: the transformer, {layout.form}")
+    common.say(f"{path}: the transformer, {layout.form}")

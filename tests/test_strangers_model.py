@@ -178,7 +178,7 @@ def test_our_own_tiny_has_its_data_and_a_copy_has_none(tmp_path, monkeypatch):
 def test_all_that_may_be_set_is_a_flag_of_some_script():
     """The list has no name that nothing reads."""
     helps = "".join(run_script(script, "-h").out for script in RUN)
-    for name in [*defaults.NUMBERS, *defaults.TEXTS]:
+    for name in [*defaults.SETTABLE, *defaults.TEXTS]:
         assert f"  --{name} " in helps or f"  --{name}," in helps, name
 
 def test_every_script_with_a_model_reads_the_file_through_the_list():

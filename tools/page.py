@@ -64,7 +64,7 @@ def read_log(folder):
     begin, steps, validations = {}, {}, {} # by step, as a resumed run may log a step again
     for n, line in enumerate(lines, 1):
         try:
-            record = best.read_json(line)
+            record = best.read_line(line)
             if not isinstance(record, dict):
                 raise ValueError("no object")
             if "val_loss" in record:
