@@ -172,6 +172,7 @@ def test_a_pair_without_a_mask_gets_one_in_the_cache(tmp_path):
     assert "edit_mask" not in {**encoded["files"]["none"][1], **encoded["auto"]["shapes"][1]}
     made = sum("edit_mask" in tensors for _, tensors in encoded["auto"].values())
     assert 0 < made < len(encoded["auto"]) and f"masks: {made} of {len(encoded['auto'])} pairs (" in said["auto"]
+    assert "\\n" not in said["auto"] # a line of its own
     by_hand = sum("edit_mask" in tensors for _, tensors in encoded["files"].values())
     assert f"masks: {by_hand} of {len(encoded['files'])} pairs\n" in said["files"]
     for name in ("none", "rounded"):
