@@ -332,6 +332,10 @@ def check_sample(pipe, sample, max_sequence_length):
     if tokens > max_sequence_length:
         raise InputError(f"{sample.name}: prompt of {tokens} tokens, over --max_sequence_length {max_sequence_length}; "
                          "shorten it")
+    sizes = [(16 * w, 16 * h) for encoding in sample.encodings for _, h, w in encoding["img_shapes"]]
+    if too_large := [f"{w}x{h}" for w, h in sizes if w * h > common.MAX_COMPUTED]: # it would fill the memory
+        raise InputError(f"{sample.name}: {too_large[0]} as it would be computed, over 4096x4096; give smaller "
+                         "--target_pixels and --control_pixels")
     # rotary positions: pictures are centred on 0, and the text begins where the largest ends
     longest_side = max(max(h, w) for encoding in sample.encodings for _, h, w in encoding["img_shapes"])
     left = ROPE_TABLE - longest_side // 2

@@ -967,6 +967,7 @@ def look_over(args):
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 MAX_PIXELS = 160_000_000 # a larger picture is refused before it is decoded
+MAX_COMPUTED = 4096 * 4096 # pixels of a picture as it is encoded or generated
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
 def open_image(path, content=None):
@@ -1023,6 +1024,8 @@ def decode(path, content):
     """-> PIL image in the file's own mode and format, after the EXIF rotation. content: as for open_image."""
     with open_image(path, content) as image:
         turn = TURN.get(orientation(image))
+        if "progressive" in image.info:
+            load_extra("photos", path).check_scans(path)
         try:
             image.load()
         except Exception as e: # a damaged picture can fail in any way

@@ -8,10 +8,15 @@ folder pillow_heif/ for the package of that name.
 """
 import os
 import sys
-from importlib.machinery import FileFinder, SourceFileLoader
-from importlib.util import spec_from_file_location
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+# what is imported now must not be found in ROOT either
+searched = list(sys.path)
+sys.path[:] = [folder for folder in searched if os.path.realpath(folder or os.curdir) != ROOT]
+from importlib.machinery import FileFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
+sys.path[:] = searched
+
 PACKAGES = {"extras", "tools", "tests"} # the folders of ROOT that may be imported
 
 

@@ -13,7 +13,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from common import InputError, first_words
 from extras.published import CONFIGS
 
-MOST_BYTES = 2**26 # of a JSON file: the published tokenizer.json has 11 MB
+MOST_BYTES = 2**20 # of a JSON file, but for
+WORDS = {"tokenizer.json": 2**26, "vocab.json": 2**26} # the published ones have 11 and 3 MB
+TOKENIZERS = "Qwen2Tokenizer", "Qwen2TokenizerFast" # others make of their files what those ask for
 TIMES = 8 # a number may be so many times the published models'
 MOST = 2**24 # and one that extras/published.py does not list so much: a token's number, an area in pixels
 # what the code around the models counts on: a token is 2x2 latents of 8x8 pixels, a thousandth is a timestep
@@ -48,8 +50,9 @@ def check_files(folder, part, config, weights, flag):
 
 def read_json(file):
     """-> what a JSON file holds. ValueError if it is so long that to read it takes the memory of a model."""
-    if file.stat().st_size > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES:,} bytes")
+    most = WORDS.get(file.name, MOST_BYTES)
+    if file.stat().st_size > most:
+        raise ValueError(f"more than {most:,} bytes")
     return json.loads(file.read_text())
 
 
@@ -67,6 +70,8 @@ def check_config(part, config, content):
         raise TypeError("no JSON object")
     if not isinstance(content.get("_class_name", ""), str):
         raise TypeError("_class_name is no name")
+    if part == "." and content.get("tokenizer", TOKENIZERS)[1] not in TOKENIZERS:
+        raise ValueError(f"its tokenizer is none of {', '.join(TOKENIZERS)}")
     without = content | dict(model_max_length=0) # (often 1e30; load_pipeline sets its own)
     check_values(without, flat(CONFIGS.get(f"{part}/{config}", {})), "")
     if part == "scheduler":

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import common
-from common import LONG_TEXT, MAX_PIXELS, NAME_BYTES, VERSION, InputError, Sample, tell
+from common import LONG_TEXT, MAX_COMPUTED, MAX_PIXELS, NAME_BYTES, VERSION, InputError, Sample, tell
 
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):
@@ -136,7 +136,7 @@ def is_size(value):
 
 def is_shape(value):
     """[1, height, width] in tokens."""
-    return is_list(value, is_count, 3, 3) and value[0] == 1 and value[1] * value[2] <= MAX_PIXELS // 256
+    return is_list(value, is_count, 3, 3) and value[0] == 1 and value[1] * value[2] <= MAX_COMPUTED // 256
 
 
 def is_file(value, folder):

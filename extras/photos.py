@@ -18,6 +18,7 @@ from common import InputError, tell
 PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 258, 262, 284, 339, 50706 # tags of TIFF
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
 ROWS = 256 # of a strip
+MOST_SCANS = 100
 GRAYS = (np.arange(2**16, dtype=np.float32) / 257).round().astype(np.uint8) # of 8 bits, for each of 16
 LARGE_PROFILE = 2**24 # bytes; those of printers have up to 3 MB
 CLOSE = 2 # levels by which profiles that say sRGB differ from it: small ones have curves of few points
@@ -82,6 +83,14 @@ def check_numbers(path):
         _, found, numbers = file.read(2**16).partition(b"colrnclx")
     if found and (numbers[1] in WIDE or numbers[3] in HDR): # two bytes each, the high one first
         raise InputError(f"{path}: HDR or wide colours without an ICC profile; export it as JPEG or TIFF")
+
+def check_scans(path):
+    """InputError for a progressive JPEG of so many scans, each of which may be of the whole picture, that it would take
+    minutes. (Encoders write about ten. Their marker stands nowhere else, but for notes.)"""
+    with open(path, "rb") as file:
+        scans = file.read().count(b"\xff\xda")
+    if scans > MOST_SCANS:
+        raise InputError(f"{path}: a JPEG of {scans} scans; save it anew")
 
 # ---- colours ---------------------------------------------------------------------------------------------------------
 

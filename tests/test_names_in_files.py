@@ -69,6 +69,19 @@ def test_a_script_imports_our_modules_whatever_stands_around_it(place, script, f
     assert result.returncode == 0 and "usage: " in result.stdout, result.stderr
     assert not marker.exists(), marker.read_text()
 
+@pytest.mark.parametrize("script", ["cache.py", "train.py", "predict.py", "tools/page.py", "tools/import_data.py"])
+def test_no_folder_stands_for_the_standard_library(place, script):
+    """Not for what extras/__init__.py itself imports, either. (Where PYTHONPATH leads here Python starts with them.)"""
+    root, top, marker = place
+    names = sorted(sys.stdlib_module_names - {*OTHERS})
+    add_packages(root, names, marker)
+    try:
+        result = python(top, [root / script, "-h"], root)
+    finally:
+        for name in names:
+            shutil.rmtree(root / name)
+    assert result.returncode == 0 and not marker.exists(), result.stderr
+
 def test_a_whole_start_takes_no_folder_for_a_package_and_a_persons_own_module_is_found(place):
     """All libraries are imported; the cache folder is a stranger's, too."""
     root, top, marker = place

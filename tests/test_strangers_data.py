@@ -408,6 +408,24 @@ base: &base {{caption_ext: txt, folder_path: {data}/target, control_path: {data}
 config: {{process: [{{datasets: [{{<<: *base}}]}}]}}""")
     assert "2 samples" in run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out").out
 
+def test_a_picture_that_would_be_computed_too_large_is_one_line(data, tmp_path):
+    """Whoever asks for it: here a flag; a LoRA's header, a line of jobs.jsonl and a model's folder come the same way."""
+    flags = ["--data", data, "--cache_dir", tmp_path / "cache", "--target_pixels", 5000 * 5000]
+    result = run_script("cache.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[0], "over 4096x4096"), result.err
+
+def test_a_jpeg_of_a_thousand_scans_is_one_line(tmp_path):
+    """Each scan of a progressive JPEG may be of the whole picture."""
+    save(paint_picture((64, 64)), tmp_path / "a.jpg")
+    with Image.open(tmp_path / "a.jpg") as image:
+        image.save(tmp_path / "b.jpg", progressive=True)
+    data = (tmp_path / "b.jpg").read_bytes()
+    common.read_image(tmp_path / "b.jpg")
+    last = data.rindex(b"\xff\xda")
+    (tmp_path / "b.jpg").write_bytes(data[:last] + data[last:-2] * 1000 + data[-2:])
+    with refused(tmp_path / "b.jpg", "scans"):
+        common.read_image(tmp_path / "b.jpg")
+
 def test_repeats_have_a_limit(data):
     for value in (10_001, 10**9):
         result = run_script("cache.py", "--data", data, "--repeats", value)

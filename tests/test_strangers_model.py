@@ -321,7 +321,10 @@ def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
     ("tokenizer/tokenizer_config.json", dict(auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}), None),
     ("tokenizer/tokenizer_config.json", dict(model_max_length=10**30), None), # as transformers writes "no limit"
     ("model_index.json", dict(scheduler=["evil", "Scheduler"]), "cannot be loaded"),
-    ("model_index.json", dict(tokenizer=["os", "system"]), "cannot be loaded")])
+    ("model_index.json", dict(tokenizer=["os", "system"]), "tokenizer"),
+    ("model_index.json", dict(tokenizer=["transformers", "PreTrainedTokenizerFast"]), "tokenizer"),
+    ("model_index.json", dict(tokenizer=[]), "model_index.json"),
+    ("vae/config.json", dict(x=[0] * 10**6), "more than 1,048,576 bytes")])
 def test_a_number_out_of_proportion_is_one_line_at_once(tmp_path, file, changes, named):
     """Before a library makes what it asks for; and no class of the folder is run."""
     folder = copy_model(tmp_path / "m")
