@@ -977,7 +977,7 @@ def open_image(path, content=None):
         raise InputError(f"{path}: no file of that name; {remedy}")
     source = path
     try:
-        if content:
+        if content is not None:
             data = Path(path).read_bytes()
             if not content.startswith(hashlib.sha256(data).hexdigest()): # a mark may follow
                 raise InputError(f"{path}: has changed since it was looked at; run the same command again")
