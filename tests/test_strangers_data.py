@@ -350,6 +350,9 @@ def test_an_index_that_is_none_is_one_line(tmp_path, content):
     with refused("x.json"), within(5):
         indexes.read_index(tmp_path / "x.json")
 
+def out_of_memory(path):
+    raise MemoryError
+
 @pytest.mark.parametrize("content", ["", "0" * 64])
 def test_a_picture_without_the_hash_that_an_index_names_goes_nowhere(small, tmp_path, outside, content):
     """Neither into the run's folder, as what a validation compares with, nor on a page: an index may name any picture
@@ -357,6 +360,10 @@ def test_a_picture_without_the_hash_that_an_index_names_goes_nowhere(small, tmp_
     private = str(save(paint_picture((64, 64), 77), outside / "target/cat.png"))
     with refused(private, "has changed"):
         common.read_image(private, content)
+    scan = save(paint_picture(), tmp_path / "scan.tiff") # one that cannot be read whole is not opened, either
+    with pytest.MonkeyPatch.context() as patch, refused(scan):
+        patch.setattr(Path, "read_bytes", out_of_memory)
+        common.read_image(scan, content)
     validation = ["--val_data", small.folder / "data", "--cache_dir", tmp_path / "cache"]
     assert run_script("cache.py", *small.cache_flags, *validation).status == 0
     index = json.loads((tmp_path / "cache/tiny-data-val.json").read_text())
