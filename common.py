@@ -976,9 +976,9 @@ def open_image(path, content=None):
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         remedy = "download it first" if re.match("https?:", str(path)) else "add it"
         raise InputError(f"{path}: no file of that name; {remedy}")
-    source = path
+    source = path if content is None else None # what cannot be read is not opened without its hash, either
     try:
-        if content:
+        if content is not None:
             data = Path(path).read_bytes()
             if not content.startswith(hashlib.sha256(data).hexdigest()): # a mark may follow
                 raise InputError(f"{path}: has changed since it was looked at; run the same command again")

@@ -7,11 +7,13 @@ may be given. So a validation's line in the log says what its loss and its pictu
 Lines of an older train.py do not, and are compared with each other.
 """
 import contextlib
+import functools
 import json
 import math
 import os
+import sys
 
-from common import checkpoints, content_key, number_of, pictures_of
+from common import LONG_TEXT, checkpoints, content_key, number_of, pictures_of, tell
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
 
@@ -90,10 +92,21 @@ def check_validation(record):
         raise ValueError("no objects")
 
 
+@functools.cache
+def say_left_aside(log): # once, as each validation reads the log several times
+    tell(f"warning: {log}: over {LONG_TEXT:,} bytes, and left aside: no validation is called the best, and --keep "
+         "keeps the newest checkpoints", file=sys.stderr)
+
+
 def read_validations(out_dir):
-    """-> the validations in a run's log, as train.py wrote them; other lines are left out."""
-    log, found = out_dir / "log.jsonl", [] # only the first process has one
-    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    """-> the validations in a run's log, as train.py wrote them; other lines are left out. Of a log that is too large
+    to be read there are none, and a line says so."""
+    log, lines, found = out_dir / "log.jsonl", [], []
+    if log.is_file(): # only the first process has one
+        if log.stat().st_size > LONG_TEXT:
+            say_left_aside(log)
+        else:
+            lines = log.read_text(errors="replace").split("\n")
     for line in lines:
         if '"val_loss"' in line: # few of a long log
             with contextlib.suppress(Exception): # a foreign log can fail in any way
@@ -187,7 +200,7 @@ def describe(out_dir):
     for name, (step, value) in best_steps(out_dir).items():
         words.append(f"step {step} by {name} ({f'{value:.1f} dB' if name == 'mean PSNR' else f'{value:.4f}'})")
     left_out = sum([not_compared(records, measure) for measure in MEASURES], [])
-    return "; ".join([f"best so far: {', '.join(words)}", *left_out])
+    return "; ".join([f"best so far: {', '.join(words) or 'none'}", *left_out])
 
 
 def better_checkpoints(out_dir):

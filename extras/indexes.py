@@ -5,7 +5,8 @@ as --data, also on a machine that has a copy of the cache folder, and no picture
 
 An index may come from a stranger. So every field is checked before it is used: it names files of its own folder only,
 and no number is larger than cache.py would write. The pictures that it names may lie anywhere, as it was perhaps made
-here; they are only compared with their hashes.
+here; they are compared with their hashes, and one with another hash is shown nowhere: in a run folder, or on a page,
+it would go where these go.
 """
 import contextlib
 import json
@@ -42,7 +43,9 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
     index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
     text = json.dumps(index, default=lambda file: file.relative_to(path.parent).as_posix())
     data = text.replace('{"name"', '\n{"name"').encode() # (quotes in a text are escaped)
-    before = path.read_bytes() if path.is_file() else b""
+    before = b"" # there is none, or it is too large to be one
+    if path.is_file() and path.stat().st_size <= LONG_TEXT:
+        before = path.read_bytes()
     if before == data:
         return
     with contextlib.suppress(Exception): # there is none, or a damaged one
@@ -113,6 +116,13 @@ def is_path_or_none(value):
     return value is None or is_path(value)
 
 
+def is_contents(value):
+    """{path of a picture: its whole hash, as common.look_at has it}: who has not the picture cannot name it."""
+    if not is_text_dict(value) or not all(map(is_path, value)):
+        return False
+    return all(re.fullmatch("[0-9a-f]{64}( in sRGB)?", content) for content in value.values())
+
+
 def is_empty(value):
     return value == {}
 
@@ -170,7 +180,7 @@ def is_geometry(value):
 
 # the rules of Sample's fields: (rule, its further arguments ...)
 RULES = dict(
-    name=(is_name,), root=(is_name,), target=(is_path_or_none,), mask=(is_path_or_none,), contents=(is_text_dict,),
+    name=(is_name,), root=(is_name,), target=(is_path_or_none,), mask=(is_path_or_none,), contents=(is_contents,),
     controls=(is_list, is_path, 0, 99), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
     settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
     encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))

@@ -16,7 +16,7 @@ import time
 
 from tqdm import tqdm
 
-from common import MAX_PIXELS, InputError, look_at_mask, quiet, run_ahead, write_file
+from common import LONG_TEXT, MAX_PIXELS, InputError, look_at_mask, quiet, run_ahead, write_file
 from extras.flight import room_for
 
 OURS = rb"(?s)\A(\Z|.{64}\n\{)" # how it begins, even if it is damaged; a person's pictures.txt is not replaced
@@ -77,7 +77,7 @@ def read_memory(path):
     """{absolute path: (stamp, what was found out)}, or {} if there is none, or one that is damaged or not ours: a cache
     may come from anyone, and the digest in it, too."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        if path.is_file(): # (a pipe would hang)
+        if path.is_file() and path.stat().st_size <= LONG_TEXT: # (a pipe would hang)
             digest, text = path.read_text().split("\n", 1)
             remembered = json.loads(text) if digest == digest_of(text) else None
             if isinstance(remembered, dict) and all(is_entry(one, path.stem) for one in remembered.values()):

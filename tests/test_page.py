@@ -20,7 +20,7 @@ from PIL import Image
 from common import shown
 from extras import best, resume
 from tests.fuzz import fuzz
-from tests.harness import Reader, add_item, is_one_line, run_script, until
+from tests.harness import Reader, add_item, is_one_line, run_script, until, within
 from tools import page
 
 ATTACKS = ["<script>window.hit = 1</script>", "</script><script>window.hit = 1</script>", "a\u2028b <b>bold</b>",
@@ -496,6 +496,62 @@ def test_of_datasets_that_the_log_names_none_is_opened(tmp_path):
     draw_page(*words[2:-1], data)
     assert len(Reader(run / "index.html").pictures) == 2
     assert is_one_line(run_script("tools/page.py", run, "--data", tmp_path / "none").errors[0], tmp_path / "none")
+
+def test_a_picture_that_an_index_names_is_shown_only_if_it_has_the_hash_in_it(tmp_path, small):
+    """An index comes from a stranger, as the log does, and may name any picture of the disk as an odd pair's."""
+    index = json.loads((small.cache / "tiny-data.json").read_text())
+    sample, *_ = index["samples"]
+    names = [f"{s['root']}/{s['name']}" for s in index["samples"]]
+    run = log_of_losses(tmp_path / "run", {name: 1 if n else 9 for n, name in enumerate(names)})
+    shutil.copytree(small.cache, tmp_path / "cache")
+    private = str(add_item(tmp_path / "private", "a") / "target/a.png")
+    stolen = dict(sample, target=private, contents={**sample["contents"], private: "0" * 64})
+    for named, pictures in ((sample, 2), (stolen, 1)):
+        path = tmp_path / "cache/stranger.json"
+        path.write_text(json.dumps(index | dict(samples=[named, *index["samples"][1:]])))
+        draw_page(run, "--data", path)
+        assert len(Reader(run / "index.html").pictures) == pictures
+
+def test_a_log_of_pictures_that_are_not_there_costs_no_more_than_its_size(tmp_path):
+    """60 validations name 100 pictures each, with 100 controls: 600,000 places, none of which is asked for."""
+    rows = [dict(file=f"val/{n}.png", prompt="x", controls=100, psnr=[1, 2, 3, 4]) for n in range(6000)]
+    records = [dict(step=step, val_loss=1, pictures=rows[100 * (step - 1):100 * step]) for step in range(1, 61)]
+    run = write_log(tmp_path / "run", records)
+    with within(3):
+        page.make_page([run], run / "index.html", 6)
+    picture = run / "samples/control_99/val/5.png"
+    picture.parent.mkdir(parents=True)
+    Image.new("RGB", (64, 48)).save(picture)
+    page.make_page([run], run / "index.html", 6)
+    assert [picture["src"] for picture in Reader(run / "index.html").pictures] == ["samples/control_99/val/5.png"]
+
+def test_a_link_in_samples_is_shown_if_it_leads_to_a_place_there(tmp_path):
+    """As the hub's snapshots have them; one file that is named many times is opened once."""
+    run = make_run(tmp_path / "run", steps=10, every=10, files=["val/0.png"])
+    target = run / "samples/target/val/0.png"
+    target.rename(target.with_name("1.png"))
+    target.symlink_to("1.png")
+    draw_page(run)
+    assert "samples/target/val/0.png" in [picture["src"] for picture in Reader(run / "index.html").pictures]
+
+def test_the_seconds_of_a_log_have_a_limit_that_their_sum_can_be_said(tmp_path):
+    """Of a step that took a thousand million seconds one line says that train.py writes no such line."""
+    run = write_log(tmp_path / "run", [dict(step=n, loss=1, seconds=1e6, memory=1) for n in range(1, 90_001)])
+    draw_page(run)
+    run = write_log(tmp_path / "run", [dict(step=n, loss=1, seconds=1e9, memory=1) for n in range(1, 90_001)])
+    result = run_script("tools/page.py", run)
+    assert result.status == 1 and is_one_line(result.errors[-1], "log.jsonl:2", "delete it")
+
+def test_a_log_of_gigabytes_is_not_read(tmp_path, capsys, monkeypatch):
+    """page.py says so in one line; a validation's best is left aside, with a line once."""
+    run = write_log(tmp_path / "run", toy_log(2))
+    os.truncate(run / "log.jsonl", 2**31)
+    result = run_script("tools/page.py", run)
+    assert result.status == 1 and is_one_line(result.errors[-1], "log.jsonl", "over 1,073,741,824 bytes")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("read"))
+    assert best.steps_to_keep(run) == set() and best.best_steps(run) == {} == best.better_checkpoints(run)
+    line, = capsys.readouterr().err.splitlines()
+    assert "log.jsonl: over 1,073,741,824 bytes, and left aside" in line
 
 @pytest.mark.parametrize("command, why", [
     (["-c", "import os"], "not train.py's"), (["/tmp/evil.py", "--data", "d"], "not train.py's"),

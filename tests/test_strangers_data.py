@@ -207,6 +207,20 @@ def test_a_foreign_list_of_known_pictures_is_left_aside(tmp_path, content):
     with within(5):
         assert known.read_memory(path) == {}
 
+@pytest.mark.parametrize("name", ["pictures.txt", "masks.txt", "models.txt", "x.json"])
+def test_of_a_foreign_cache_no_file_of_gigabytes_is_read_whole(tmp_path, name, monkeypatch):
+    """Neither a list of what is known, nor the index in the place of a new one: they are left aside."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("read"))
+    with (tmp_path / name).open("wb") as f:
+        f.write(b'{"version": "2.0", "models"')
+        f.truncate(3 * 10**9)
+    if name == "x.json":
+        indexes.write_index(tmp_path / name, [], {}, {})
+        assert (tmp_path / name).stat().st_size < 1000
+    else:
+        assert known.read_memory(tmp_path / name) == {}
+
 def test_a_caption_is_a_file_of_a_megabyte_at_most(data, plus):
     with (data / "target/cat.txt").open("wb") as f:
         f.truncate(2**31) # two gigabytes, which take no space
@@ -243,11 +257,33 @@ def test_prune_deletes_nothing_outside_of_its_cache(data, tmp_path, small, kind)
     assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0]), result.err
     assert sorted((tmp_path / "other").rglob("*")) == before
 
+def test_prune_deletes_files_and_links_and_leaves_folders_of_such_names(tmp_path, small):
+    """A stranger's cache may hold a folder where a file is expected: prune.py goes on to the end."""
+    cache_dir, old = shutil.copytree(small.cache, tmp_path / "cache"), time.time() - 10**4
+    folders = [cache_dir / f"latents/{'a' * 32}.safetensors", cache_dir / f".tmp-{'a' * 16}"]
+    for folder in folders:
+        folder.mkdir()
+    files = [cache_dir / f"latents/{'b' * 32}.safetensors", cache_dir / f".tmp-{'b' * 16}"]
+    for file in files:
+        file.touch()
+    links = [cache_dir / f"text/{'c' * 32}.safetensors", cache_dir / f".tmp-{'c' * 16}"]
+    for link in links:
+        link.symlink_to(tmp_path / "nowhere")
+    for path in [*folders, *files, *links]:
+        os.utime(path, (old, old), follow_symlinks=False)
+    result = run_script("tools/prune.py", cache_dir, "--delete")
+    assert result.status == 0 and "4 files" in result.out, result.err
+    assert all(map(Path.is_dir, folders)) and not any(map(os.path.lexists, [*files, *links]))
+
 # ---- indexes ---------------------------------------------------------------------------------------------------------
 
 def first(**changes):
     """It changes fields of an index's first sample."""
     return lambda index: index["samples"][0].update(changes)
+
+def hashes(value):
+    """It gives the pictures of an index's first sample another content."""
+    return lambda index: index["samples"][0].update(contents=dict.fromkeys(index["samples"][0]["contents"], value))
 
 def encoding(**changes):
     return lambda index: index["samples"][0]["encodings"][0].update(changes)
@@ -268,6 +304,7 @@ FILES = ["/etc/passwd", "../latents/x.safetensors", "latents/../../x.safetensors
 SHAPES = [[[1, -4, 4], [1, 4, 4]], [[1, 4, 10**12], [1, 4, 4]], [[2, 4, 4], [1, 4, 4]], [[1, 4], [1, 4, 4]], [], "abc",
           [[1, 4.5, 4], [1, 4, 4]], [[True, 4, 4], [1, 4, 4]], [[1, 9000, 4], [1, 4, 4]], [[1, 4, 4]] * 3, None, 4,
           [[1, 4, 4]] * 10**4, [[[1]], [[4]]], [[1, float("nan"), 4], [1, 4, 4]], {"1": 2}, [[1, "4", 4], [1, 4, 4]]]
+HASHES = ["", "0", "0" * 63, "0" * 64 + " in sRGB ", "0" * 64 + "\n", "Z" * 64, " in sRGB", None, 5]
 BAD_INDEXES = {
     **{f"name {n}": first(name=value) for n, value in enumerate(NAMES)},
     **{f"root {n}": first(root=value) for n, value in enumerate(NAMES)},
@@ -283,7 +320,8 @@ BAD_INDEXES = {
        for n, value in enumerate([[], ["x"], ["abc"], [-4], [10**9], "native", None, [1.5], [float("inf")]])},
     **{f"control_pixels {n}": geometry(control_pixels=value) for n, value in enumerate([["x"], "abc", -4, 10**10])},
     "upscale": geometry(upscale="yes"), "unknown geometry": geometry(x=1), "geometry": lambda i: i.update(geometry=5),
-    "settings": first(settings=dict(out="/x.png")), "contents": first(contents=[1]), "no contents": first(contents={}),
+    "settings": first(settings=dict(out="/x.png")), "contents": first(contents=[1]),
+    **{f"hash {n}": hashes(value) for n, value in enumerate(HASHES)}, "no contents": first(contents={}),
     "target": first(target=5), "no target": first(target=None), "mask": first(mask=["a"]),
     "prompt_sizes": first(prompt_sizes="abc"), "no encodings": first(encodings=[]), "encodings": first(encodings=5),
     "texts": first(texts={}), "no texts": first(texts=[]), "prompt": text(0, 5), "with pictures": text(1, 1),
@@ -311,6 +349,37 @@ def test_an_index_that_is_none_is_one_line(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content.encode("latin-1"))
     with refused("x.json"), within(5):
         indexes.read_index(tmp_path / "x.json")
+
+def out_of_memory(path):
+    raise MemoryError
+
+@pytest.mark.parametrize("content", ["", "0" * 64])
+def test_a_picture_without_the_hash_that_an_index_names_goes_nowhere(small, tmp_path, outside, content):
+    """Neither into the run's folder, as what a validation compares with, nor on a page: an index may name any picture
+    of the disk, though not its hash. (An empty hash is none, and not one that all have.)"""
+    private = str(save(paint_picture((64, 64), 77), outside / "target/cat.png"))
+    with refused(private, "has changed"):
+        common.read_image(private, content)
+    scan = save(paint_picture(), tmp_path / "scan.tiff") # one that cannot be read whole is not opened, either
+    with pytest.MonkeyPatch.context() as patch, refused(scan):
+        patch.setattr(Path, "read_bytes", out_of_memory)
+        common.read_image(scan, content)
+    validation = ["--val_data", small.folder / "data", "--cache_dir", tmp_path / "cache"]
+    assert run_script("cache.py", *small.cache_flags, *validation).status == 0
+    index = json.loads((tmp_path / "cache/tiny-data-val.json").read_text())
+    for sample in index["samples"]:
+        controls = [private] * len(sample["controls"])
+        sample.update(target=private, controls=controls, contents={private: content})
+    stranger = tmp_path / "cache/stranger.json"
+    stranger.write_text(json.dumps(index))
+    run = tmp_path / "run"
+    result = run_script("train.py", *small.flags, "--val_data", stranger, "--max_steps", 1, "--num_inference_steps", 2,
+                        "--out_dir", run)
+    assert result.status == (0 if content else 1), result.err
+    assert bool(list(run.glob("samples/target/*/*.png"))) == bool(content)
+    for path in run.glob("samples/*/*/*.png"):
+        with Image.open(path) as image, Image.open(private) as hidden:
+            assert np.abs(np.asarray(image.resize((64, 64)), int) - np.asarray(hidden, int)).mean() > 10, path
 
 def test_an_index_whose_files_are_links_that_lead_out_is_refused(small, tmp_path):
     """A link of one file, or of the whole folder."""

@@ -57,6 +57,8 @@ def read_log(folder):
     log = folder / "log.jsonl"
     if not common.is_inside(log, folder):
         raise InputError(f"{log}: a link out of its run's folder; copy the file there")
+    if log.exists() and log.stat().st_size > common.LONG_TEXT:
+        raise InputError(f"{log}: over {common.LONG_TEXT:,} bytes, which is no log of a training; give another run")
     try:
         lines = log.read_text().removesuffix("\n").split("\n")
     except Exception as e: # a foreign file can fail in any way
@@ -108,7 +110,7 @@ def check_numbers(record):
         if name in record and not best.is_number(record[name]):
             raise ValueError(f"{name} is no number")
     seconds = record.get("seconds", 0)
-    if not 0 <= seconds <= 1e9:
+    if not 0 <= seconds <= 1e6: # their sum is a timedelta, which has a limit, too
         raise ValueError("no seconds")
     if seconds:
         record["speed"] = record.get("tokens", 0) / seconds
@@ -344,30 +346,39 @@ def is_of_run(picture, folder):
     """Whether a picture that a log names lies in its run's samples/, and these in the run."""
     return common.is_inside(picture, folder / "samples") and common.is_inside(picture, folder)
 
+def sizes_of(run_folder):
+    """-> {place in samples/, as "base/val/000.png": (width, height)} of all pictures there. A log may name a million
+    that are not: asking the disk for each would take minutes. What a link leads to counts if it is the run's."""
+    samples, found = run_folder / "samples", {}
+    for place, _, names in os.walk(samples) if is_of_run(samples, run_folder) else []:
+        for path in [Path(place, name) for name in names]:
+            if (not path.is_symlink() or is_of_run(path, run_folder)) and (size := size_of(path)):
+                found[path.relative_to(samples).as_posix()] = size
+    return found
+
 def pictures(runs, page):
     """-> the section with each validation picture, and what the base and the LoRAs made of it. An earlier set of
     validations is left out: the base's pictures and the targets in samples/ are of the newest set."""
     shown, steps, left_out = {}, set(), "" # {(heading, remark): {name of a tile: its pictures}}
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
+        sizes = sizes_of(run.folder)
         records = best.comparable(run.validations, "mean PSNR")
         for line in best.not_compared(run.validations, "mean PSNR"):
             left_out += f" {line}{run.title}, and not shown."
         for record, picture in [(r, picture) for r in records for picture in r.get("pictures", [])]:
-            step, (of_input, of_base, of_lora, of_vae) = record["step"], picture["psnr"]
-            tiles = shown.setdefault((picture["prompt"], picture["file"]), {})
+            step, file, (of_input, of_base, of_lora, of_vae) = record["step"], picture["file"], picture["psnr"]
+            tiles = shown.setdefault((picture["prompt"], file), {})
             # name, folder in samples/, step (0: the same at all steps) and number of each picture
-            further = [(f"control {n + 1}", f"control_{n}", 0, None) for n in range(1, picture["controls"])]
+            further = [(f"control {n + 1}", f"control_{n}", 0, None) for n in range(1, picture["controls"])
+                       if f"control_{n}/{file}" in sizes]
             rows = [("control", "control", 0, of_input), *further, ("base", "base", 0, of_base),
                     (lora, f"step_{step:06d}", step, of_lora), ("target", "target", 0, of_vae)]
             for name, folder, at, number in rows:
                 t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
-                path = run.folder / "samples" / folder / picture["file"]
-                # a log may come from anywhere, and name pictures that are not its run's
-                if at in t.links or not is_of_run(path, run.folder):
-                    continue
-                if size := size_of(path):
-                    t.links[at], t.size = link(path, page), size
+                size = sizes.get(f"{folder}/{file}") # a log may name pictures that are not its run's
+                if size and at not in t.links:
+                    t.links[at], t.size = link(run.folder / "samples" / folder / file, page), size
                     if number is not None:
                         t.values[at] = f"{number:.1f} dB"
                     steps.add(at)
@@ -430,7 +441,9 @@ def hardest_pairs(run, most, roots):
         lines.append(f"{common.shown(name)}: {ratio:.2f} times the median, seen {times} times in the second half of "
                      "the run")
         s = samples.get(name, common.Sample(name, "", [], [name]))
-        copies = [("control", thumbnail(path)) for path in s.controls] + [("target", s.target and thumbnail(s.target))]
+        named = [("control", path) for path in s.controls] + [("target", s.target)]
+        # an index may come from anywhere, and name any picture: it must have its hash (a folder's pictures have none)
+        copies = [(kind, path and thumbnail(path, s.contents.get(path))) for kind, path in named]
         cards.append(card(s.prompts[0], lines[-1], [tile(kind, {0: copy}, name) for kind, copy in copies if copy]))
     hint = "--data DIR, the datasets that were trained, adds their pictures." if hardest and not roots else None
     return lines, section(f"Hardest training pairs{run.title}", detail(said), hint and detail(hint),

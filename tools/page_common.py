@@ -49,10 +49,11 @@ def to_jpeg(image, side):
     image.save(jpeg := io.BytesIO(), "JPEG", quality=90, comment=OURS)
     return jpeg.getvalue()
 
-def thumbnail(path):
-    """-> a data: URL that contains a small copy of a picture; None if the file is missing or broken."""
+def thumbnail(path, content=None):
+    """-> a data: URL that contains a small copy of a picture; None if the file is missing or broken, or is not the one
+    that has the hash `content`: see common.open_image."""
     with contextlib.suppress(InputError):
-        return "data:image/jpeg;base64," + base64.b64encode(to_jpeg(read_image(path), THUMBNAIL)).decode()
+        return "data:image/jpeg;base64," + base64.b64encode(to_jpeg(read_image(path, content), THUMBNAIL)).decode()
 
 def size_of(path):
     """-> (width, height); None if the file is missing or is not a picture."""

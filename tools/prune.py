@@ -16,6 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
 
+def is_file(path):
+    """Whether it is a file, or a link, which is deleted itself. A folder of such a name is none of ours."""
+    return path.is_file() or path.is_symlink()
+
 def main():
     parser = common.Parser(__doc__)
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
@@ -38,10 +42,11 @@ def main():
         common.tell(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, delete "
                     "it")
     # only what is named like ours: 32 digits of a hash
-    here = [file for folder in folders for file in folder.glob("*.safetensors")]
+    here = [file for folder in folders for file in folder.glob("*.safetensors") if is_file(file)]
     unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
     # killed processes leave temporary files; a younger one may belong to a process that still runs
-    unknown += [tmp for tmp in args.cache_dir.glob("**/.tmp-*") # (which follows no link)
+    here = filter(is_file, args.cache_dir.glob("**/.tmp-*")) # (which follows no link)
+    unknown += [tmp for tmp in here
                 if re.fullmatch(r"\.tmp-[0-9a-f]{16}", tmp.name) and time.time() - tmp.lstat().st_mtime > 3600]
     size = sum(file.lstat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
