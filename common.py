@@ -41,6 +41,7 @@ PEFT_FILE = "adapter_model.safetensors" # as peft calls it
 MOST_RANK = 3072 # of a LoRA: as the layers are wide
 MOST_ALPHA = 1e6 # of a LoRA: a stronger one draws black
 NAME_BYTES = 255 # a file's name may have so many
+MOST_CONTROLS = 99 # of a sample
 LONG_TEXT = 2**30 # bytes of a manifest, a table or an index at most: a million samples
 NEGATIVE_PROMPT = " " # the prompt of an unconditional run, as in the model cards
 
@@ -856,6 +857,8 @@ def is_visible(text):
     return any(unicodedata.category(c) not in "Cc Cf Mn Zl Zp Zs" and c not in INVISIBLE for c in text)
 
 def check_text(where, prompt):
+    if len(prompt) > 200_000: # its tokens are counted, which takes minutes for more
+        raise InputError(f"{where}: prompt of {len(prompt):,} letters; shorten it")
     if re.search("<[|]|[\ud800-\udfff]", prompt):
         raise InputError(f"{where}: a special token, or half a character, in {prompt!r:.200}; leave it out")
     if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
@@ -880,7 +883,7 @@ def read_json(text): # these two serve extras and tools, which read JSON of a pe
         found = {}
         for key, value in pairs:
             if key in found:
-                raise ValueError(f"{key!r} is given twice")
+                raise ValueError(f"{key!r:.100} is given twice")
             found[key] = value
         return found
     return json.loads(text, object_pairs_hook=unique)

@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 import common
-from common import LONG_TEXT, MAX_COMPUTED, MAX_PIXELS, NAME_BYTES, VERSION, InputError, Sample, tell
+from common import (LONG_TEXT, MAX_COMPUTED, MAX_PIXELS, MOST_CONTROLS, NAME_BYTES, VERSION, InputError, Sample,
+                    tell)
 
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):
@@ -181,7 +182,7 @@ def is_geometry(value):
 # the rules of Sample's fields: (rule, its further arguments ...)
 RULES = dict(
     name=(is_name,), root=(is_name,), target=(is_path_or_none,), mask=(is_path_or_none,), contents=(is_contents,),
-    controls=(is_list, is_path, 0, 99), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
+    controls=(is_list, is_path, 0, MOST_CONTROLS), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
     settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
     encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))
 

@@ -17,14 +17,21 @@ import re
 from functools import partial
 from pathlib import Path
 
-from common import (LONG_TEXT, SAMPLE_FLAGS, InputError, first_words, is_inside, make_sample, noise_level, noted,
-                    png_name, read_object, read_text, refuse_outside, seed_number)
+from common import (LONG_TEXT, MOST_CONTROLS, SAMPLE_FLAGS, InputError, first_words, is_inside, make_sample,
+                    noise_level, noted, png_name, read_object, read_text, refuse_outside, seed_number)
 
 
 def as_list(value):
     if not isinstance(value, (str, list)):
         raise TypeError(f"{value!r:.100} is neither a text nor a list")
     return [value] if isinstance(value, str) else value
+
+
+def refuse_many(where, controls):
+    """InputError for more controls than a sample may have: a short line can name one file a million times."""
+    if len(controls) > MOST_CONTROLS:
+        raise InputError(f"{where}: {len(controls):,} controls, and a sample has {MOST_CONTROLS} at most; leave some "
+                         "out")
 
 
 def noise_levels(values):
@@ -70,7 +77,9 @@ def read_row(manifest, n, line, is_job):
         want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
         raise InputError(f"{where}: no field {e}; want {want}")
     except Exception as e: # a line of JSON can be anything
-        raise InputError(f"{where}: {first_words(e)}; {remedy}")
+        # a link that you name may be a stranger's, to a key, which is not quoted
+        why = first_words(e) if is_inside(manifest, manifest.parent) else "no JSON object of a sample"
+        raise InputError(f"{where}: {why}; {remedy}")
     if not target and len(prompts) > 1: # a target's are wordings
         raise InputError(f"{where}: several prompts, and a job has one; write a line for each")
     settings = {}
@@ -81,6 +90,7 @@ def read_row(manifest, n, line, is_job):
             settings[key] = JOB_TYPES[key](value)
         except Exception as e: # as a value of JSON
             raise InputError(f"{where}: {key} {value!r:.100}: {first_words(e)}; correct it, or leave it out")
+    refuse_many(where, controls)
     find = partial(find_picture, manifest, where, is_job and manifest.name != "metadata.jsonl")
     controls = list(map(find, controls))
     target, mask = target and find(target), mask and find(mask)

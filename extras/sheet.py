@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from common import NAME_BYTES, read_image, shown
 
 CELL = 192 # pixels
+MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
 # PIL's own font has no accents. These are looked for in the system's folders: European scripts, then Chinese, Japanese
 # and Korean on Linux, Windows and macOS
 FONTS = ["DejaVuSans.ttf", "NotoSansCJK-Regular.ttc", "NotoSansCJKsc-Regular.otf", "wqy-microhei.ttc", "msyh.ttc",
@@ -77,7 +78,7 @@ def font_for(text):
 
 def write(pen, middle, text):
     """Paints a text in a cell's width; letters that no font here has become their numbers (\\u732b)."""
-    text = shown(text)
+    text = shown(text[:MOST_LETTERS])
     if not (font := font_for(text)):
         text, font = text.encode("ascii", "backslashreplace").decode(), fonts()[0]
     letter = max(8, math.ceil(font.getlength(text) / max(1, len(text))))
@@ -86,7 +87,7 @@ def write(pen, middle, text):
 
 def shown_prompt(prompt, name):
     """-> the prompt, or the name if no font here has the prompt's letters."""
-    return prompt if font_for(shown(prompt)) else name
+    return prompt if font_for(shown(prompt[:MOST_LETTERS])) else name
 
 
 def validation_sheets(folder, step, records):

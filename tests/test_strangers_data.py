@@ -188,6 +188,37 @@ def test_a_table_that_is_named_may_name_any_picture_and_nothing_else(data, outsi
         assert (tmp_path / f"out{status}").exists() != bool(status)
     assert is_one_line(result.errors[0], "key.txt")
 
+NO_TABLES = { # a person's own file of another kind, which holds a key
+    "csv": f"machine hub.co login me password {SECRET}\n", "tsv": f"machine\thub.co\tpassword\t{SECRET}\n",
+    "json": json.dumps(dict(token=SECRET)), "jsonl": json.dumps([SECRET]) + "\n" + json.dumps(SECRET),
+    "parquet": SECRET, "yaml": f"machine: [{SECRET}", "toml": f"machine = {SECRET}", "txt": SECRET}
+
+@pytest.mark.parametrize("kind", NO_TABLES)
+@pytest.mark.parametrize("way", ["a link", "an absolute path", "a path up", "a link that is named"])
+def test_what_is_no_table_is_not_quoted_where_a_strangers_file_or_link_leads_to_it(tmp_path, outside, kind, way):
+    """The line of the error says what to do, and nothing of what is in the file."""
+    (tmp_path / "set").mkdir()
+    key, link, config = outside / f"key.{kind}", tmp_path / f"set/rows.{kind}", tmp_path / "set/d.toml"
+    key.write_text(NO_TABLES[kind])
+    link.symlink_to(key)
+    name = {"an absolute path": str(key), "a path up": f"../home/{key.name}"}.get(way, link.name)
+    config.write_text(f"[[datasets]]\nimage_jsonl_file = {json.dumps(name)}")
+    source = link if way == "a link that is named" else config
+    result = run_script("tools/import_data.py", source, tmp_path / "out")
+    assert result.status == 1 and len(result.errors) == 1 and SECRET not in result.out + result.err
+    named = ("leads out",) if source == link else ("lies outside of", "give this table itself as SOURCE")
+    assert is_one_line(result.errors[0], f".{kind}", *named)
+
+@pytest.mark.parametrize("name", ["jobs.jsonl", "metadata.jsonl"])
+def test_a_manifest_that_is_a_link_is_not_quoted(tmp_path, outside, name):
+    """Of one that lies there the line is."""
+    (outside / name).write_text(f'["prompt", "{SECRET}"]')
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).symlink_to(outside / name)
+    for folder, is_quoted in ((tmp_path / "set", False), (outside, True)):
+        samples, problems = common.read_dataset(folder / name, is_job=name == "jobs.jsonl")
+        assert not samples and is_one_line(*problems, f"{name}:1") and (SECRET in problems[0]) == is_quoted
+
 @pytest.mark.parametrize("name", ["metadata.jsonl", "x.json", "metadata.csv"])
 def test_a_manifest_a_table_and_an_index_have_a_gigabyte_at_most(tmp_path, name):
     with (tmp_path / name).open("wb") as f:
@@ -459,6 +490,14 @@ BOMBS = {
     "digits": ("x.toml", "datasets = " + "9" * 10**5), "deep json": ("x.json", '[{"dataset_type": ' + "[" * 10**5),
     "digits in json": ("x.json", '[{"dataset_type": ' + "9" * 10**5 + "}]"),
     "infinite": ("x.json", '[{"dataset_type": 1e999}]'), "a date": ("x.toml", "datasets = 2020-01-01"),
+    "dotted key": ("x.toml", "a." * 60_000 + "b = 1"), "dotted table": ("x.toml", "[" + "a . " * 60_000 + "b]"),
+    "quoted keys": ("x.toml", r'"a\"b".' * 60_000 + "b = 1"), "dots in braces": ("x.toml", "c = {" + "'a'." * 60_000
+                                                                                 + "b = 1}"),
+    "one word": ("x.toml", "a" * 10**6), "quotes": ("x.toml", '"' * 10**6), "escapes": ("x.toml", '"' + "\\" * 10**6),
+    "sixties": ("x.yaml", "a: 1" + ":0" * 500_000), "sixties with a point": ("x.yaml", f"a: 1{':0' * 500_000}.5"),
+    "sixties by a tag": ("x.yaml", f"a: !!int '1{':0' * 500_000}'"),
+    "sixties in a mapping": ("x.yaml", f"a: !!int {{=: '1{':0' * 500_000}'}}"),
+    "a long number as a key": ("x.yaml", f"config: {{process: [{{datasets: [{{? 0x{'f' * 5000} : 1}}]}}]}}"),
     "binary": ("x.yaml", "config: !!binary x"), "python": ("x.yaml", "config: !!python/object/apply:os.system [ls]")}
 
 @pytest.mark.parametrize("kind", BOMBS)
@@ -470,6 +509,15 @@ def test_a_configuration_costs_no_more_than_its_size(tmp_path, kind):
         result = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
     assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0]), result.err[-2000:]
     assert len(result.err) < 1500
+
+DOTS = ["a = [0.1, 0.2, " + "1.5, " * 100 + "]", "# " + "." * 999 + " a.b.c", "a.b.c.d.e = 1",
+        "a = 'x.png, y.png " + "z.png, " * 99 + "'", "a = '/a.b/c.d/e.f/" * 9]
+
+@pytest.mark.parametrize("text", DOTS)
+def test_dots_that_join_no_keys_are_read(text):
+    """Numbers, names of files, a rule of dots."""
+    from tools import import_data
+    assert not import_data.LONG_KEY.search(text)
 
 def test_an_ordinary_alias_is_read(data, tmp_path):
     (tmp_path / "x.yaml").write_text(f"""
@@ -494,6 +542,84 @@ def test_a_jpeg_of_a_thousand_scans_is_one_line(tmp_path):
     (tmp_path / "b.jpg").write_bytes(data[:last] + data[last:-2] * 1000 + data[-2:])
     with refused(tmp_path / "b.jpg", "scans"):
         common.read_image(tmp_path / "b.jpg")
+
+PAIR = dict(target="a.png", prompt="go")
+MANY = {"columns": ("rows.csv", f"target,control,prompt{',a' * 200_000}\n" + "a\n" * 3000, "200,003 columns"),
+        "tabs": ("rows.tsv", "\t" * 200_000 + "\n" + "a\n" * 3000, "200,001 columns"),
+        "short rows": ("rows.csv", f"target,control,prompt{''.join(f',c{n}' for n in range(900))}\n" + "a\n" * 10**6,
+                       "most rows lack most of its 903 columns"),
+        "digits in csv": ("rows.csv", f"target,prompt,control_{'1' * 5000}\na.png,go,b.png\n", "no control"),
+        "digits in jsonl": ("rows.jsonl", json.dumps(PAIR | {f"control_{'1' * 5000}": "b.png"}), "no control"),
+        "digits in json": ("rows.json", json.dumps([PAIR | {f"target_{'1' * 5000}": "b.png"}]), "no control"),
+        "controls": ("rows.jsonl", json.dumps(PAIR | dict(control=["b.png"] * 200_000)),
+                     "200,000 controls, and a sample has 99 at most"),
+        "controls in columns": ("rows.json", json.dumps([PAIR | dict(control_1="b.png", control_2=["b.png"] * 99)]),
+                                "100 controls"),
+        "targets": ("rows.jsonl", json.dumps(PAIR | dict(target=["a.png"] * 200_000, control="b.png")), "several"),
+        "a prompt": ("rows.jsonl", json.dumps(PAIR | dict(control="b.png", prompt="go " * 4_000_000)),
+                     "prompt of 12,000,000 letters; shorten it"),
+        "a key twice": ("rows.json", f'[{{"{"a" * 9999}": 1, "{"a" * 9999}": 2}}]', "twice")}
+
+@pytest.mark.parametrize("kind", MANY)
+def test_a_row_costs_no_more_than_its_size_and_its_error_is_short(tmp_path, kind):
+    name, content, named = MANY[kind]
+    (tmp_path / name).write_text(content)
+    for picture in "ab":
+        save(paint_picture(), tmp_path / f"{picture}.png")
+    with within(5):
+        result = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
+    assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], name), result.err[-2000:]
+    assert named in result.errors[0] and len(result.err) < 1500
+
+def test_a_table_is_read_a_row_at_a_time(tmp_path):
+    """A row of a hundred letters has a cell for each of a thousand columns, and all of them would take gigabytes."""
+    from tools import import_data
+    (tmp_path / "rows.csv").write_text(",".join(f"c{n}" for n in range(1000)) + "\n" + ("," * 110 + "\n") * 10**5)
+    with within(4):
+        where, row = next(import_data.read_rows(tmp_path / "rows.csv"))
+    assert where.endswith("rows.csv:2") and len(row) == 1000
+
+def test_a_parquet_file_has_a_thousand_columns_at_most(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    table = pyarrow.table({f"c{n}": [1] for n in range(1001)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    result = run_script("tools/import_data.py", tmp_path / "rows.parquet", tmp_path / "out")
+    assert result.status == 1 and is_one_line(result.errors[0], "rows.parquet", "1,000 columns")
+
+def test_a_long_trigger_word_is_not_written_into_a_caption_a_hundred_thousand_times(data, tmp_path):
+    (data / "target/cat.txt").write_text("[name]" * 150_000)
+    (tmp_path / "x.yaml").write_text(json.dumps(dict(config=dict(process=[dict(datasets=[dict(
+        folder_path=f"{data}/target", control_path=f"{data}/control", trigger_word="x" * 500_000)])]))))
+    with within(5):
+        result = run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out")
+    assert result.status == 1 and is_one_line(result.errors[0], "trigger word of 500,000 letters")
+
+def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(data, plus):
+    """A caption's too, and those of a job."""
+    row = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
+    rows = [row, row | dict(prompt="go " * 4_000_000), row | dict(prompt=["go", "x" * 200_001]),
+            row | dict(control=row["control"] * 200_000), row | dict(control=row["control"] * 100)]
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for is_job in (False, True):
+        with within(5):
+            samples, problems = common.read_dataset(data / "metadata.jsonl", is_job)
+        said = ["12,000,000 letters", "200,001 letters", "200,000 controls", "100 controls"]
+        said = said[:1] + said[2:] if is_job else said # a job has one prompt
+        assert len(samples) == 1 and all(any(words in problem for problem in problems) for words in said)
+        assert all(map(is_one_line, problems)) and len(problems) == 4 and max(map(len, problems)) < 300
+    (data / "metadata.jsonl").unlink()
+    (data / "target/cat.txt").write_text("go " * 300_000)
+    with within(5):
+        samples, problems = samples_of(plus, data)
+    assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "prompt of 900,000 letters")
+
+def test_a_sheet_paints_a_long_prompt_in_no_time():
+    """A cell has room for three hundred letters."""
+    from extras import sheet
+    prompt = "".join(map(chr, range(0x4e00, 0x9000))) * 6
+    with within(5):
+        assert sheet.contact_sheet([["a long prompt " * 60_000, sheet.shown_prompt(prompt, "cat")]], ["", ""]).size
 
 def test_repeats_have_a_limit(data):
     for value in (10_001, 10**9):

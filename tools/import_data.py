@@ -22,10 +22,11 @@ out. Its prompt is in NAME.txt beside the target, or else beside the control; se
 each line is a prompt of its own). A mask that is not gray with a white region, such as
 MagicBrush's pictures with a hole, is written as such a one (common.read_mask lists the forms). The pictures in OUT are
 hard links where the disk allows it: they take no space, but a program that changes one in place changes the original
-too. A table or configuration that you give may refer to any picture or folder. What is found in a folder, which may
-come from strangers, may not: a table refers only to files below its own folder, and no link leads out. A cache becomes
-a cache; give its index to train.py as --data. Every error is printed, equal ones in one line, and then nothing is
-written, unless --skip_bad leaves the faulty samples out.
+too. A table or configuration that you give is no link out of its folder; it may refer to any picture or folder, and a
+configuration to tables below its own folder. What is found in a folder, which may come from strangers, may not: a table
+refers only to files below its own folder, and no link leads out. A cache becomes a cache; give its index to train.py as
+--data. Every error is printed, equal ones in one line, and then nothing is written, unless --skip_bad leaves the faulty
+samples out.
 """
 import argparse
 import contextlib
@@ -54,7 +55,7 @@ import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line, tell
 from extras.flight import room_for
-from extras.manifest import as_list
+from extras.manifest import as_list, refuse_many
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
@@ -71,6 +72,8 @@ COLUMNS = dict(
     prompt="prompt caption text instruction edit_prompt edit_instruction".split())
 TABLES, CONFIGS = ".jsonl .json .csv .tsv".split(), ".toml .yaml .yml".split()
 CACHES = ".safetensors .pt .pth .bin .ckpt .pkl".split() # all but the first are pickles: refused
+MOST_COLUMNS = 1000 # of a table
+MOST_TRIGGER = 1000 # letters of a word that a caption may name a hundred thousand times
 ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
 
 def role_of(name, names_of):
@@ -171,6 +174,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         if not folder.is_dir():
             raise InputError(f"{folder}: no folder has this name; {near(folder)}, or {ASK}")
     prompts = as_list(prompt or [])
+    if trigger and len(trigger) > MOST_TRIGGER:
+        raise InputError(f"{target}: a trigger word of {len(trigger):,} letters; shorten it")
     if not trigger:
         for prompt in prompts:
             common.check_text("--prompt", prompt)
@@ -288,29 +293,41 @@ def read_rows(table):
             if not isinstance(rows, list):
                 raise TypeError(f"it is {text.strip():.40}")
         except Exception as e: # a foreign file can fail in any way
-            raise InputError(f"{table}: no JSON list ({e}); it must list an object for each sample")
+            raise InputError(f"{table}: no JSON list ({common.first_words(e)}); it must list an object for each sample")
         return [(f"{table}:{n}", row) for n, row in enumerate(rows, 1)]
-    csv.field_size_limit(2**31 - 1) # cache.py reports prompts that are too long
+    return read_csv(table, text)
+
+def read_csv(table, text):
+    """Yields (where, row), one at a time: a row of one letter has a cell for each column."""
+    csv.field_size_limit(2**31 - 1) # make_sample reports prompts that are too long
     separator = max(",;\t", key=re.split("[\r\n]", text)[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restkey="more cells", strict=True)
-    rows, line = [], 0
+    line = 0
     try:
+        if len(reader.fieldnames or ()) > MOST_COLUMNS:
+            raise InputError(f"{table}: {len(reader.fieldnames):,} columns, and {MOST_COLUMNS:,} are read at most; "
+                             "leave out those that say nothing about pictures")
+        cells = len(reader.fieldnames or ()) * len(re.findall("[\r\n]", text))
+        if cells > max(10**6, 10 * len(text)):
+            raise InputError(f"{table}: most rows lack most of its {len(reader.fieldnames):,} columns; is it a table?")
         if len(set(reader.fieldnames or ())) != len(reader.fieldnames or ()):
             raise InputError(f"{table}: two columns have the same name in {str(reader.fieldnames):.300}; rename "
                              "one")
         for row in reader:
             line = reader.line_num
             empty = [column for column, cell in row.items() if cell in ("", "NaN", "nan")]
-            rows.append((f"{table}:{line}", row | dict.fromkeys(empty)))
+            yield f"{table}:{line}", row | dict.fromkeys(empty)
     except csv.Error as e: # e.g. a quote that is never closed, and would swallow the rest of the file
         raise InputError(f"{table}:{line}: a broken cell after this line ({e}); close its quote")
-    return rows
 
 def read_parquet(table):
     """Yields (where, row). It reads a few rows at a time, as they may contain pictures."""
     try:
         import pyarrow.parquet
-        batches = pyarrow.parquet.ParquetFile(table).iter_batches(batch_size=16)
+        file = pyarrow.parquet.ParquetFile(table)
+        if len(file.schema_arrow) > MOST_COLUMNS:
+            raise ValueError(f"over {MOST_COLUMNS:,} columns")
+        batches = file.iter_batches(batch_size=16)
         rows = (row for batch in batches for row in batch.to_pylist())
         for n, row in enumerate(tqdm(rows, desc=f"reading {table}", unit=" rows", disable=None)):
             yield f"{table}: row {n}", row
@@ -319,9 +336,10 @@ def read_parquet(table):
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{table}: cannot be read ({type(e).__name__}: {e}); put its pictures in folders, then {ASK}")
 
+@functools.lru_cache(MOST_COLUMNS) # each row of a table has the same ones
 def read_column(column):
     """Name of a column -> (role or None, name without the parts that COLUMNS leaves out, number or -1)."""
-    base, number = re.fullmatch(r"(?s)(?:path_)?(.*?)(?:_path|_file_names?)?(?:_(\d+))?", column).groups()
+    base, number = re.fullmatch(r"(?s)(?:path_)?(.*?)(?:_path|_file_names?)?(?:_(\d{1,6}))?", column).groups()
     role = role_of(base, COLUMNS)
     return role if role == "control" or number is None else None, base, int(number or -1)
 
@@ -347,8 +365,8 @@ def by_role(row, where, columns):
         if not wanted:
             unread.append(column)
         elif spelled.setdefault(role, base) != base or number in cells:
-            raise InputError(f"{where}: column {column!r} and another one both mean {role}; choose one: --columns "
-                             f"{role}={column}")
+            raise InputError(f"{where}: column {column!r:.100} and another one both mean {role}; choose one: "
+                             f"--columns {role}={column:.100}")
         cells[number] = row[column]
     roles = {role: [] for role in numbered}
     for role, cells in numbered.items():
@@ -379,12 +397,13 @@ def read_row(number, where, row, place, columns, alone):
     for role in roles:
         if not cells[role]:
             raise InputError(f"{where}: an empty {role}; correct it, or leave such rows out: --skip_bad")
-    target, control, mask = [[place(where, cell) for cell in cells.get(role, ())]
-                             for role in ("target", "control", "mask")]
+    pictures = [cells.get(role, []) for role in ("target", "control", "mask")]
+    if pictures[0][1:] or pictures[2][1:]:
+        raise InputError(f"{where}: several targets or masks; keep one, or name another column: --columns")
+    refuse_many(where, pictures[1])
+    target, control, mask = [[place(where, cell) for cell in role] for role in pictures]
     if alone and control + mask:
         raise InputError(f"{where}: a control or mask, which --alone excludes; leave --alone out")
-    if target[1:] or mask[1:]:
-        raise InputError(f"{where}: several targets or masks; keep one, or name another column: --columns")
     name = f"{number:06}-{target[0].stem}"
     return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], *mask), unread
 
@@ -437,8 +456,8 @@ def read_tables(tables, anywhere, folder, columns, alone):
                 raise
             problems.append(str(e))
     if others:
-        names = ", ".join(f"{name or repr(name)} ({count} rows)" for name, count in others.items())
-        tell(f"{tables[0]}: columns that are not read: {names}")
+        names = ", ".join(f"{name or repr(name):.100} ({count} rows)" for name, count in others.items())
+        tell(f"{tables[0]}: columns that are not read: {names:.2000}")
     return samples, problems
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
@@ -476,6 +495,9 @@ REMEDIES = dict( # what to do instead, or what happens
 
 MOST_YAML = 2**20 # bytes: common.read_text reads no more of a configuration
 
+# a dotted key of TOML with over 20 parts: tomllib's time grows with the square of their number
+LONG_KEY = re.compile(r"""(?<![\w-])((?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*){20}""")
+
 class Loader(yaml.SafeLoader): # a class, as yaml calls its method
     def compose_mapping_node(self, anchor):
         """ValueError for a key that is given twice, of which yaml would keep the last value in silence."""
@@ -485,6 +507,13 @@ class Loader(yaml.SafeLoader): # a class, as yaml calls its method
             if count > 1:
                 raise ValueError(f"{key!r:.100} is given twice")
         return node
+
+    def construct_scalar(self, node):
+        """ValueError for a number with so many digits that to count them takes minutes: 1:0:0:0..., in sixties."""
+        text = super().construct_scalar(node)
+        if node.tag.endswith((":int", ":float")) and len(text) > 1000:
+            raise ValueError(f"a number of {len(text):,} letters")
+        return text
 
     def get_single_node(self):
         """ValueError for aliases that would make more of the text than a person can have written."""
@@ -512,6 +541,8 @@ def read_config(path):
     text = common.read_text(path)
     try:
         if path.suffix == ".toml":
+            if LONG_KEY.search(text):
+                raise ValueError("a key of more than 20 parts")
             config = tomllib.loads(text)
             datasets = [config.get("general", {}) | dataset for dataset in config["datasets"]]
             parts, read = [musubi_part(path, dataset) for dataset in datasets], MUSUBI
@@ -565,7 +596,11 @@ def musubi_part(config, dataset):
     if dataset.get("multiple_target"):
         raise ValueError("multiple_target: its pictures are several targets of one sample, which must be pairs here")
     if "image_jsonl_file" in dataset:
-        return dict(tables=[locate(config, dataset["image_jsonl_file"])], anywhere=True)
+        table = locate(config, dataset["image_jsonl_file"])
+        if table.exists() and not common.is_inside(table, config.parent): # perhaps a key, of which errors would tell
+            raise InputError(f"{table}: lies outside of {config.parent}; if you trust {config.name}, which names it, "
+                             "give this table itself as SOURCE")
+        return dict(tables=[table], anywhere=True)
     controls = [locate(config, dataset["control_directory"])] if "control_directory" in dataset else []
     return dict(target=locate(config, dataset["image_directory"]), controls=controls,
                 suffix=caption_suffix(dataset.get("caption_extension", "txt")))
@@ -744,6 +779,8 @@ def find_parts(source, columns, alone):
     """SOURCE, which is not a cache -> a list of arguments of read_folders or read_tables."""
     if not source.exists():
         raise InputError(f"{source}: does not exist; {near(source)}")
+    if source.is_file(): # an error would quote a key, to which a stranger's link may lead
+        common.refuse_outside(source, source.parent)
     if source.suffix in CONFIGS or source.is_file() and is_simpletuners(source):
         return read_config(source)
     if source.is_file():
