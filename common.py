@@ -618,6 +618,7 @@ def read_tensors(path, meta_key="json", key=None, note=None):
     import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
+        assert path.is_file(), "no file" # a FIFO would hang
         data = path.read_bytes()
         tensors = safetensors.torch.load(data)
         entries = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]
@@ -667,7 +668,7 @@ def number_of(path):
 
 def numbered(folder, name):
     """What is called NAME-<number> in a folder, in order. A person's copies (checkpoint-000200.bak) are none of it."""
-    found = [path for path in Path(folder).glob("*") if re.fullmatch(re.escape(name) + r"-\d+", path.name)]
+    found = [path for path in Path(folder).glob("*") if re.fullmatch(re.escape(name) + r"-\d{1,12}", path.name)]
     return sorted(found, key=number_of)
 
 def checkpoints(run):

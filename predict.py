@@ -233,6 +233,8 @@ def read_lora(path):
     with suppress(Exception): # a foreign file can fail in any way
         with safetensors.safe_open(file, "pt") as f:
             header = f.metadata() or {}
+            if others:
+                others.refuse_header(f)
         ours = [key for key, text in header.items() if common.SIGNED.match(text)]
         if ours: # this project wrote the file, so it can be checked to the bit
             state, meta = common.read_tensors(file, ours[0], note=others.warn if others else print)

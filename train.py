@@ -576,7 +576,7 @@ best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
 if args.resume:
-    checkpoint = resume.find_checkpoint(out_dir)
+    checkpoint = resume.find_checkpoint(out_dir, args)
 if checkpoint:
     resume.refuse_changes(out_dir, checkpoint.info["config"], config | resume.sizes(args), parser)
     step = checkpoint.info["step"]

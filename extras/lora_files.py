@@ -27,7 +27,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
-                    tell)
+                    read_text, tell)
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -53,6 +53,8 @@ VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 # A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
 # No layer of it has more inputs or outputs than MOST_WIDTH, which a Kronecker product of two small matrices could have.
 MOST_TENSORS, MOST_LETTERS, MOST_WIDTH = 20_000, 500, 20_000
+MOST_BYTES = 2**35 # of all matrices: rank 512 of all layers in fp32 has half of that
+MOST_MATCHED = 10**8 # letters of patterns x layers, which take a second. Ours for all layers have 3e7
 LOHA_RANK = 64 # its work grows with the fourth power of it
 
 
@@ -122,12 +124,25 @@ def find_layer(text):
     return name and name.replace(".0.", f".{int(block[1])}.", 1)
 
 
-def refuse_names(file, names):
-    """InputError for more tensors, or longer names, than a LoRA has, before a regex sees them."""
+def refuse_names(names):
+    """ValueError for more tensors, or longer names, than a LoRA has, before a regex sees them."""
     longest = max(names, key=len, default="")
     if len(names) > MOST_TENSORS or len(longest) > MOST_LETTERS:
-        raise error_of(file, f"it has {len(names):,} tensors, and names of up to {len(longest):,} letters "
-                       f"({longest[:60]} ...)")
+        raise ValueError(f"it has {len(names):,} tensors, and names of up to {len(longest):,} letters "
+                         f"({longest[:60]} ...)")
+
+
+def refuse_header(f):
+    """refuse_names, and ValueError for matrices larger than a LoRA's, before one is read: a file with holes takes no
+    place on the disk. f: the file, as safetensors has opened it."""
+    refuse_names(f.keys())
+    total = 0
+    for key in f.keys():
+        if PARTS.fullmatch(key): # a whole model, which may be larger, gets a better line
+            shape = f.get_slice(key).get_shape()
+            total += 4 * math.prod(shape)
+            if max(shape, default=0) > MOST_WIDTH or total > MOST_BYTES:
+                raise ValueError(f"its matrices are larger than a LoRA's ({key} is {shape})")
 
 
 def sort_tensors(file, tensors):
@@ -228,6 +243,13 @@ def of_config(where, config, layer, rank):
     return alpha / (math.sqrt(said) if config["use_rslora"] else said)
 
 
+def refuse_slow(where, config, layers):
+    """ValueError if it would take long to look up so many layers in the patterns of a checked() config."""
+    letters = sum(len(regex.pattern) for name in PATTERN_FIELDS for regex, _ in config[name])
+    if letters * layers > MOST_MATCHED:
+        raise ValueError(f"the patterns of {where} have too many names: {letters:,} letters for {layers:,} layers")
+
+
 def checked(where, config):
     """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong."""
     patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERN_FIELDS}
@@ -264,7 +286,7 @@ def find_configs(file, header, tensors):
     if peft_s and (file.parent / PEFT_CONFIG).is_file():
         if not is_inside(file.parent / PEFT_CONFIG, file.parent): # an error line could quote it
             raise error_of(file, f"{PEFT_CONFIG} beside it is a link that leads out of its folder", "put it there")
-        texts[f"{PEFT_CONFIG} beside it"] = (file.parent / PEFT_CONFIG).read_text(errors="replace")
+        texts[f"{PEFT_CONFIG} beside it"] = read_text(file.parent / PEFT_CONFIG)
     sources, train = [], {}
     for where, text in texts.items():
         try:
@@ -408,7 +430,10 @@ def decomposed(file, rank, *_):
 def convert(file, rank):
     f = foreign.open_file(file, functools.partial(error_of, file), "give a LoRA in .safetensors")
     header = f.metadata() or {}
-    refuse_names(file, f.keys())
+    try:
+        refuse_header(f)
+    except ValueError as e:
+        raise error_of(file, first_words(e))
     try:
         tensors = {key: f.get_tensor(key) for key in f.keys()}
     except Exception as e: # a dtype that torch lacks
@@ -420,6 +445,8 @@ def convert(file, rank):
     each = common.progress("decomposing", layers.items(), unit=" layers") if factored else layers.items()
     try:
         configs = [(where, checked(where, config)) for where, config in configs]
+        for where, config in configs:
+            refuse_slow(where, config, len(layers))
         for layer, parts in each:
             a, b, alphas[layer], off[layer] = to_lora(layer, parts, rank, configs)
             state[f"transformer.{layer}.lora_A.weight"], state[f"transformer.{layer}.lora_B.weight"] = a, b
@@ -500,6 +527,7 @@ def unfold(file, state, meta):
     folded, alphas, state = meta["train.folded"], {}, dict(state)
     try:
         config = checked(file, {key.removeprefix("transformer."): value for key, value in meta.items()})
+        refuse_slow(file, config, len(state) // 2)
         for key in [key for key in state if key.endswith(".lora_A.weight")]:
             layer, rank = key[len("transformer."):-len(".lora_A.weight")], len(state[key])
             # of a file of ours the scale by its config is 1 now; another program may have changed its alpha
@@ -507,8 +535,11 @@ def unfold(file, state, meta):
             scale = number(folded[layer], f"that of {layer}")
             if min(abs(scale), abs(own)) < 1e-6: # (`number` knows what is too large)
                 raise ValueError(f"that of {layer} is {scale:g}")
-            alphas[layer] = own * scale * rank
-            state[f"transformer.{layer}.lora_B.weight"] = state[f"transformer.{layer}.lora_B.weight"].float() / scale
+            alphas[layer] = number(own * scale * rank, f"the alpha of {layer}")
+            key_of_b = f"transformer.{layer}.lora_B.weight"
+            state[key_of_b] = state[key_of_b].float() / scale
+            if not state[key_of_b].isfinite().all():
+                raise ValueError(f"lora_B of {layer} would overflow")
     except (ArithmeticError, KeyError, TypeError, ValueError) as e:
         raise error_of(file, f"its entry train.folded is no scale of 1e-6 to 1e6 for each layer ({first_words(e)})",
                        "take another copy, or a checkpoint of its run")

@@ -20,11 +20,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors
 import torch
 
 import predict
-from common import (LORA_FILE, SAMPLING, InputError, checkpoints, command, first_words, is_index, load_extra, number_of,
-                    read_tensors, say, write_tensors)
+from common import (LORA_FILE, SAMPLING, InputError, checkpoints, command, find_extra, first_words, is_index,
+                    load_extra, number_of, read_tensors, say, write_tensors)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -47,9 +48,12 @@ class Checkpoint:
     info: dict # step, config, and `optimizer`: all else of its state, as save_optimizer writes it
 
 
-def read_checkpoint(path):
-    """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries."""
+def read_checkpoint(path, optimizer=""):
+    """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries; or
+    if a file is longer than it can be. optimizer: --optimizer, if it is known."""
+    refuse_long_lora(path / LORA_FILE)
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
+    refuse_long_state(path / OPTIMIZER_FILE, lora, optimizer)
     tensors, info = read_tensors(path / OPTIMIZER_FILE)
     # both files must be of the step in the folder's name
     if not meta.get("train.step") == info.get("step") == number_of(path) or "optimizer" not in info:
@@ -62,13 +66,37 @@ def read_checkpoint(path):
     return Checkpoint(path, lora, tensors, info)
 
 
-def find_checkpoint(out_dir):
+def refuse_long_lora(file):
+    """InputError for a LoRA with larger matrices than a layer has, by its header. (A file with holes takes no place on
+    the disk, and whatever its header says in the memory.)"""
+    lora_files = find_extra("lora_files")
+    if lora_files and file.is_file():
+        try:
+            with safetensors.safe_open(file, "pt") as f:
+                lora_files.refuse_header(f)
+        except Exception as e: # a damaged file can fail in any way
+            raise InputError(f"{file}: is no LoRA ({first_words(e)}); take another copy")
+
+
+def refuse_long_state(file, lora, optimizer):
+    """InputError for more bytes than an optimizer can keep for this LoRA. In fp32 torch's keep at most three moments of
+    a matrix; SOAP and Shampoo a few squares of its longer side, too."""
+    if optimizer.startswith("torch.optim."):
+        numbers = sum(4 * tensor.numel() for tensor in lora.values())
+    else:
+        numbers = sum(8 * max(tensor.shape, default=1)**2 for tensor in lora.values())
+    most = 4 * numbers + 2**26 # the names, settings and counters
+    if file.is_file() and file.stat().st_size > most:
+        raise InputError(f"{file}: over {most:,} bytes, which no optimizer keeps for this LoRA; take another copy")
+
+
+def find_checkpoint(out_dir, args):
     """-> the newest intact Checkpoint, or None for a run that begins. A damaged one costs a warning and the steps since
-    the one before it, so that a flipped bit does not cost a night's run."""
+    the one before it, so that a flipped bit does not cost a night's run. args: the flags."""
     saved = checkpoints(out_dir)
     for path in reversed(saved):
         try:
-            return read_checkpoint(path)
+            return read_checkpoint(path, args.optimizer)
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     # a run that was killed before its first checkpoint begins again

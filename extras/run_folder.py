@@ -5,14 +5,15 @@ thing there (--resume, --plan, a folder of --out_dir that is here already) nothi
 import os
 from pathlib import Path
 
-from common import InputError, checkpoints, is_inside
+from common import LONG_TEXT, InputError, checkpoints, is_inside
 
 FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
 
 
 def check(folder):
-    """InputError names a link that leads out of a run's folder, or a file in the place of one of its folders. (wandb's
-    own links stay inside. common.lock_folder looks at the files.)"""
+    """InputError names a link that leads out of a run's folder, what is neither file nor folder, a file in the place of
+    one of its folders, or a log that is too long. (wandb's own links stay inside. common.lock_folder looks at the
+    files.)"""
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
     if not folder.is_dir(): # a new run's
@@ -23,6 +24,8 @@ def check(folder):
             if path.is_symlink() and not is_inside(path, folder):
                 raise InputError(f"{path}: a link that leads out of its run's folder; delete it, or put there what it "
                                  "leads to")
+            if not (path.is_symlink() or path.is_file() or path.is_dir()): # a FIFO would hang who reads it
+                raise InputError(f"{path}: neither a file nor a folder; delete it")
     folders = [folder / name for name in FOLDERS] + checkpoints(folder)
     # what is deleted or renamed as a whole: a link of these, although it stays inside, would be an error much later
     for path in [*folders, *folder.glob(".tmp-*"), *folder.glob("samples/*"), folder / ".lock"]:
@@ -31,5 +34,8 @@ def check(folder):
     for path in folders:
         if path.exists() and not path.is_dir():
             raise InputError(f"{path}: no folder, as a run has it there; move it elsewhere")
+    log = folder / "log.jsonl" # which --resume reads whole
+    if log.is_file() and log.stat().st_size > LONG_TEXT:
+        raise InputError(f"{log}: over {LONG_TEXT:,} bytes, which is no log of a run; move it elsewhere")
     if (folder / ".lock").exists() and not os.access(folder / ".lock", os.W_OK):
         raise InputError(f"{folder / '.lock'}: cannot be locked; mend its permissions, or delete it")

@@ -195,7 +195,7 @@ ALLOWED = {
         "find_devices": {"setattr(name)": "names of flags"},
         "signals_noted": {"getattr(name)": OWN},
         "refuse_to_replace": {"re.search(mark)": OWN},
-        "numbered": {"re.fullmatch(re.escape(name) + '-\\\\d+')": "escaped"}},
+        "numbered": {"re.fullmatch(re.escape(name) + '-\\\\d{1,12}')": "escaped"}},
     "predict.py": {
         "load_transformer": {"getattr(dtype)": FLAG},
         "check_fit": {"getattr(side)": OWN},

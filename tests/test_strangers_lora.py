@@ -5,6 +5,7 @@ that hangs, no link of theirs leads out, and whatever they say is taken or refus
 $ python -m pytest -q tests/test_strangers_lora.py              # a minute
 $ python -m pytest -q tests/test_strangers_lora.py --fuzz 2000  # so many damages of each file
 """
+import contextlib
 import json
 import math
 import os
@@ -156,8 +157,8 @@ def test_a_file_in_the_place_of_a_folder_or_a_folder_of_a_file_is_one_line(tmp_p
     assert result.status == 1 and is_one_line(result.errors[-1], run / name), result.err
 
 @pytest.mark.parametrize("name", [
-    "checkpoint-99999999999999999999", "checkpoint-" + "9" * 200, "checkpoint-0000000000000000002x",
-    "checkpoint-\u0663"])
+    "checkpoint-99999999999999999999", "checkpoint-" + "9" * 200, "checkpoint-" + "9" * 238,
+    "checkpoint-0000000000000000002x", "checkpoint-\u0663"])
 def test_a_checkpoint_of_a_strange_name_does_not_stop_a_run(tmp_path, made, name):
     """It is damaged, or none: the run goes on from the whole one, and ends with DONE."""
     run = shutil.copytree(made.folder, tmp_path / "run")
@@ -197,6 +198,91 @@ def test_a_text_file_behind_a_link_is_not_quoted(tmp_path, mine):
     (tmp_path / "words").write_text("Entry not found")
     with refused("Entry not found"):
         predict.read_lora(tmp_path / "words")
+
+# ---- run folders: what costs more than it weighs ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", [
+    "fifo", "notes/deep/fifo", "checkpoint-000002/optimizer.safetensors", f"checkpoint-000002/{predict.LORA_FILE}"])
+def test_what_is_neither_file_nor_folder_is_named_and_read_by_nobody(tmp_path, made, name):
+    """A FIFO hangs who reads it, in a checkpoint too."""
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    for flags in (dict(), dict(plan=True)):
+        with within(5), refused(run / name):
+            find_folder(run, **flags)
+    with within(5), refused(run / name):
+        common.read_tensors(run / name)
+    if "checkpoint" in name:
+        with within(5), refused(run / name):
+            resume.read_checkpoint(run / "checkpoint-000002")
+
+def put_sparse(path, header, size):
+    """Writes a safetensors file whose tensors are a hole of this size: it takes 4 KB of the disk."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + size)
+    return path
+
+@contextlib.contextmanager
+def in_memory(most):
+    """The block takes at most so many bytes more than there are, at any moment."""
+    Path("/proc/self/clear_refs").write_text("5") # the peak begins anew
+    def peak():
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    before = peak()
+    yield
+    assert peak() - before < most
+
+def sparse_tensor(*shape):
+    return dict(dtype="F32", shape=shape, data_offsets=[0, 4 * math.prod(shape)]), 4 * math.prod(shape)
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", predict.LORA_FILE])
+def test_a_checkpoint_with_holes_is_not_read(tmp_path, made, name):
+    """2 GB of zeros take no place on the disk, and would take 4 GB of the memory."""
+    folder = shutil.copytree(made.folder / "checkpoint-000002", tmp_path / "checkpoint-000002")
+    tensor, size = sparse_tensor(1, 2**29)
+    put_sparse(folder / name, {f"{LAYER}.lora_A.weight": tensor}, size)
+    for optimizer in ("", "torch.optim.AdamW"):
+        word = "larger" if name == predict.LORA_FILE else "over"
+        with in_memory(2**28), within(5), refused(folder / name, word):
+            resume.read_checkpoint(folder, optimizer)
+
+def test_a_lora_with_holes_is_not_read(tmp_path):
+    """As diffusers writes it, as this project does, and as other programs do."""
+    tensor, size = sparse_tensor(1, 2**29)
+    signed = json.dumps({"sha256": common.NO_DIGEST})
+    for header in ({}, dict(lora_adapter_metadata=signed), dict(alpha="1")):
+        header = {"__metadata__": header, f"{LAYER}.lora_A.weight": tensor}
+        path = put_sparse(tmp_path / "x.safetensors", header, size)
+        with in_memory(2**28), within(5), refused(path, "larger"):
+            predict.read_lora(path)
+
+def test_many_large_matrices_with_holes_are_not_read(tmp_path, monkeypatch):
+    """Each is one that a layer could have."""
+    header, end, bytes_of_one = {}, 0, 4 * 3000 * 20_000
+    monkeypatch.setattr(lora_files, "MOST_BYTES", 2**30) # else the file would need 32 GB of address space
+    for n in range(5):
+        header[f"transformer.transformer_blocks.{n}.attn.to_q.lora_A.weight"] = dict(
+            dtype="F32", shape=[3000, 20_000], data_offsets=[end, end + bytes_of_one])
+        end += bytes_of_one
+    path = put_sparse(tmp_path / "x.safetensors", header, end)
+    with in_memory(2**28), within(5), refused(path, "larger"):
+        predict.read_lora(path)
+
+def test_a_long_config_beside_a_lora_is_not_read(tmp_path):
+    path = save(tmp_path / common.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
+    (tmp_path / "adapter_config.json").touch()
+    os.truncate(tmp_path / "adapter_config.json", 2**30)
+    with in_memory(2**28), within(5), refused("adapter_config.json", "over"):
+        predict.read_lora(path)
+
+def test_a_log_longer_than_any_is_not_read(tmp_path, made):
+    run = shutil.copytree(made.folder, tmp_path / "run")
+    os.truncate(run / "log.jsonl", common.LONG_TEXT + 1)
+    with within(5), refused(run / "log.jsonl", "over"):
+        find_folder(run)
 
 # ---- run folders: what a checkpoint says -----------------------------------------------------------------------------
 
@@ -421,6 +507,34 @@ def test_many_patterns_and_wildcards_end_soon(tmp_path):
     for patterns in ({f".*{n}": 1 for n in range(50)}, {f"x{n}": 1 for n in range(3000)}, {"x" * 300_000: 1}):
         with pytest.raises(ValueError, match="too many"):
             lora_files.read_patterns(patterns, "rank_pattern")
+
+def test_a_long_pattern_for_many_layers_is_one_line_at_once(tmp_path):
+    """Each of 10,000 layers would go through 200,000 letters; and ours for all layers of the real model are taken."""
+    names = [f"transformer_blocks.{b}.attn.to_q" for b in range(10_000)]
+    tensors = {f"transformer.{name}.lora_{half}.weight": torch.ones(1, 1) for name in names for half in "AB"}
+    pattern = f"^({'|'.join(['x' * 19] * 9_990)})"
+    path = save(tmp_path / "x.safetensors", tensors, of_diffusers(r=1, lora_alpha=1, alpha_pattern={pattern: 2}))
+    with within(10), refused(path, "too many names"):
+        predict.read_lora(path)
+    linears = [name for name in lora_files.layer_names().values() if ".0." in name]
+    names = [name.replace(".0.", f".{b}.", 1) for b in range(60) for name in linears]
+    patterns = lora_files.meta_of({name: n % 8 for n, name in enumerate(names)})["transformer.alpha_pattern"]
+    config = dict(r=1, lora_alpha=1, rank_pattern={pattern: 1 for pattern in patterns}, alpha_pattern=patterns)
+    lora_files.refuse_slow("x", lora_files.checked("x", config), len(names))
+
+def test_many_small_tensors_are_one_line_at_once(tmp_path):
+    header = {f"t{n}": dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for n in range(600_000)}
+    with within(30), refused("600,000"):
+        predict.read_lora(put_sparse(tmp_path / "x.safetensors", header, 0))
+
+@pytest.mark.parametrize("scale, b", [(1e6, 1.0), (1e-6, 1e36)], ids=["alpha", "lora_B"])
+def test_a_folded_scale_beyond_what_can_be_trained_is_one_line(tmp_path, scale, b):
+    """The scale alone is in its limits; alpha is not, or lora_B overflows."""
+    tensors = {key: torch.full_like(value, b) for key, value in lora_tensors(rank=16).items()}
+    folded = dict.fromkeys(layers_of(tensors), scale)
+    state, meta = predict.read_lora(lora_file(tmp_path, tensors, **{"train.folded": folded}))
+    with refused("x.safetensors", "train.folded"):
+        lora_files.unfold("x.safetensors", state, meta)
 
 def test_what_reaches_peft_are_patterns_of_our_own(tmp_path):
     path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(

@@ -40,7 +40,11 @@ def convert(path, to, out):
     if to == "diffusers":
         meta = predict.with_prefix("transformer", config) | train
         return common.write_tensors(out, state, meta, "lora_adapter_metadata")
-    config = lora_files.checked(path, config)
+    try: # our own patterns, but of layers and ranks that a stranger may have made up
+        config = lora_files.checked(path, config)
+        lora_files.refuse_slow(path, config, len(state) // 2)
+    except ValueError as e:
+        raise lora_files.error_of(path, common.first_words(e))
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
     for key in [k for k in state if k.endswith(".lora_A.weight")]:
         layer, rank = key.removeprefix("transformer.").removesuffix(".lora_A.weight"), len(state[key])
