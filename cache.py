@@ -30,6 +30,7 @@ import extras # before all others: no folder that stands here, such as cache/, i
 import gc
 import inspect
 import json
+import math
 import re
 from contextlib import closing
 from itertools import product
@@ -132,9 +133,7 @@ def load_pipeline(folder):
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
         pipe.processor = Processor(pipe.tokenizer, image_processor)
         pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
-        # what is wrong with some of their numbers shows when they are used
-        pipe.processor(["<|image_pad|>"], [Image.new("RGB", (56, 56))])
-        prompt_length(pipe, "", [(56, 56)])
+        load_extra("configs", "--model").try_processor(pipe, prompt_length)
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder/config.json" # (tools/doctor.py does without)
@@ -332,13 +331,12 @@ def check_sample(pipe, sample, max_sequence_length):
     if tokens > max_sequence_length:
         raise InputError(f"{sample.name}: prompt of {tokens} tokens, over --max_sequence_length {max_sequence_length}; "
                          "shorten it")
-    sizes = [(16 * w, 16 * h) for encoding in sample.encodings for _, h, w in encoding["img_shapes"]]
-    if too_large := [f"{w}x{h}" for w, h in sizes if w * h > common.MAX_COMPUTED]: # it would fill the memory
-        raise InputError(f"{sample.name}: {too_large[0]} as it would be computed, over 4096x4096; give smaller "
-                         "--target_pixels and --control_pixels")
+    sides = [sides for encoding in sample.encodings for _, *sides in encoding["img_shapes"]] # in tokens
+    if math.prod(max(sides, key=math.prod)) > common.MAX_TOKENS: # it would fill the memory
+        raise InputError(f"{sample.name}: would be computed with over 4096x4096 pixels; give smaller --target_pixels "
+                         "and --control_pixels")
     # rotary positions: pictures are centred on 0, and the text begins where the largest ends
-    longest_side = max(max(h, w) for encoding in sample.encodings for _, h, w in encoding["img_shapes"])
-    left = ROPE_TABLE - longest_side // 2
+    left = ROPE_TABLE - max(map(max, sides)) // 2
     tokens = max(text["tokens"] for text in sample.texts.values())
     if tokens > left:
         raise InputError(f"{sample.name}: {tokens} tokens of prompt and pictures, of which {left} have positions; "

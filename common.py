@@ -28,7 +28,7 @@ import safetensors
 from PIL import Image
 from tqdm import tqdm
 
-from extras.strangers import ShownStream, command, is_inside, shown # (command: for those who import this file)
+from extras.strangers import command, is_inside, show_streams, shown # (command: for those who import this file)
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
 # print their -h, or find a typo, without.
@@ -230,10 +230,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
 
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
-        for name in ("stdout", "stderr"): # a file name that is no UTF-8 must not end a run, nor a name move the cursor
-            stream = getattr(sys, name)
-            stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, ShownStream(stream))
+        show_streams()
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -971,7 +968,7 @@ def look_over(args):
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 MAX_PIXELS = 160_000_000 # a larger picture is refused before it is decoded
-MAX_COMPUTED = 4096 * 4096 # pixels of a picture as it is encoded or generated
+MAX_TOKENS = 65536 # of a picture as it is encoded or generated: 4096x4096 pixels
 Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads cannot silence a warning safely
 
 def open_image(path, content=None):

@@ -9,6 +9,7 @@ import safetensors
 import torch
 from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
 
 from common import InputError, first_words
 from extras.published import CONFIGS
@@ -145,6 +146,13 @@ def try_schedule(content):
         scheduler.set_timesteps(sigmas=[1.0, 0.6, 0.2], mu=mu)
         if not bool(scheduler.sigmas.isfinite().all()):
             raise ValueError("its noise levels are no numbers")
+
+
+def try_processor(pipe, prompt_length):
+    """Fails if the numbers of the tokenizer or of the image processor do not fit together, which shows when they are
+    used. prompt_length: cache.py's."""
+    pipe.processor(["<|image_pad|>"], [Image.new("RGB", (56, 56))])
+    prompt_length(pipe, "", [(56, 56)])
 
 
 def empty_model(cls, folder):

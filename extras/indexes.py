@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import common
-from common import (LONG_TEXT, MAX_COMPUTED, MAX_PIXELS, MOST_CONTROLS, NAME_BYTES, VERSION, InputError, Sample,
+from common import (LONG_TEXT, MAX_PIXELS, MAX_TOKENS, MOST_CONTROLS, NAME_BYTES, VERSION, InputError, Sample,
                     tell)
 
 
@@ -147,7 +147,7 @@ def is_size(value):
 
 def is_shape(value):
     """[1, height, width] in tokens."""
-    return is_list(value, is_count, 3, 3) and value[0] == 1 and value[1] * value[2] <= MAX_COMPUTED // 256
+    return is_list(value, is_count, 3, 3) and value[0] == 1 and value[1] * value[2] <= MAX_TOKENS
 
 
 def is_file(value, folder):

@@ -5,6 +5,7 @@ that a person pastes, and whether a path stays in its folder.
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 # what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
@@ -32,6 +33,14 @@ class ShownStream: # a class because it stands for sys.stdout and sys.stderr, fo
         if inner.replace("\x1b[A", ""): # else tqdm alone has written it
             text = text.replace(inner, "\n".join(map(shown, inner.split("\n"))), 1)
         return self.stream.write(text)
+
+
+def show_streams():
+    """From now on all lines of this process are shown(). A file name that is no UTF-8 must not end a run, either."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, ShownStream(stream))
 
 
 def command(words):

@@ -190,7 +190,7 @@ ALLOWED = {
         "plan_training": {"getattr(name)": OWN}},
     "common.py": {
         "load_extra": {"importlib.import_module(f'extras.{name}')": OWN},
-        "parse_args": {"getattr(name)": OWN, "setattr(name)": OWN, "find_spec('extras')": OWN,
+        "parse_args": {"find_spec('extras')": OWN,
                        "find_spec(f'extras.{name}')": OWN, "find_spec(PACKAGES[value])": OWN},
         "find_devices": {"setattr(name)": "names of flags"},
         "signals_noted": {"getattr(name)": OWN},
@@ -227,7 +227,8 @@ ALLOWED = {
                              "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "extras/indexes.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},
     "extras/mask.py": {"check_weights": {"getattr(f'mask_{part}_weight')": OWN}},
-    "extras/strangers.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"}},
+    "extras/strangers.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
+                            "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},
     "extras/offload.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "extras/plan.py": {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},

@@ -526,7 +526,7 @@ config: {{process: [{{datasets: [{{<<: *base}}]}}]}}""")
     assert "2 samples" in run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out").out
 
 def test_a_picture_that_would_be_computed_too_large_is_one_line(data, tmp_path):
-    """Whoever asks for it: here a flag; a LoRA's header, a line of jobs.jsonl and a model's folder come the same way."""
+    """Whoever asks for it: a flag here; a LoRA, a line of jobs.jsonl and a model's folder come the same way."""
     flags = ["--data", data, "--cache_dir", tmp_path / "cache", "--target_pixels", 5000 * 5000]
     result = run_script("cache.py", *flags)
     assert result.status == 1 and is_one_line(result.errors[0], "over 4096x4096"), result.err

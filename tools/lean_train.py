@@ -165,7 +165,7 @@ if args.resume:
     tensors, state = common.read_tensors(state_file)
     if changed := [name for name in config if state["config"].get(name) != config[name]]:
         raise InputError(f"--resume: {args.out_dir} was begun with other {', '.join(changed)}; give the old ones")
-    step, lines = state["step"], common.read_text(log).splitlines()
+    step, lines = state["step"], common.read_text(log, common.LONG_TEXT).splitlines()
     for name, p in lora.items():
         p.data.copy_(tensors[name])
     optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
