@@ -615,7 +615,8 @@ def read_tensors(path, meta_key="json", key=None, note=None):
     import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
-        assert path.is_file(), "no file" # a FIFO would hang
+        if not path.is_file(): # a FIFO would hang
+            raise FileNotFoundError("no file")
         data = path.read_bytes()
         tensors = safetensors.torch.load(data)
         entries = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]
