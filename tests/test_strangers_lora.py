@@ -523,8 +523,8 @@ def test_a_long_pattern_for_many_layers_is_one_line_at_once(tmp_path):
     lora_files.refuse_slow("x", lora_files.checked("x", config), len(names))
 
 def test_many_small_tensors_are_one_line_at_once(tmp_path):
-    header = {f"t{n}": dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for n in range(600_000)}
-    with within(30), refused("600,000"):
+    header = {f"t{n}": dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for n in range(100_000)}
+    with within(10), refused("100,000"):
         predict.read_lora(put_sparse(tmp_path / "x.safetensors", header, 0))
 
 @pytest.mark.parametrize("scale, b", [(1e6, 1.0), (1e-6, 1e36)], ids=["alpha", "lora_B"])
