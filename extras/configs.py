@@ -10,6 +10,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common import InputError, first_words
 from extras.published import CONFIGS
@@ -177,7 +178,8 @@ def check_weights(cls, folder):
                          "again")
     try:
         if hasattr(model, "lm_head"):
-            model.to_empty(device="meta")(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"))
+            with FakeTensorMode(allow_non_fake_inputs=True): # (transformers 5.2 has no pass on the meta device)
+                model.to_empty(device="cpu")(input_ids=torch.zeros(1, 2, dtype=torch.long))
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder / 'config.json'}: its fields do not fit together ({first_words(e)}); download it "
                          "again")
