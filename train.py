@@ -492,8 +492,6 @@ def step_line(record, left):
                 **record, last=args.max_steps, speed=record["tokens"] / record["seconds"] / 1000)
     if record["step"] > 1: # the first step also warms up
         line += f"  {timedelta(seconds=round(left)) if left < 86400 else f'{left / 3600:.0f} h'} left"
-    if record["loss"] > 10:
-        line += "\nexploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr"
     return line
 
 def step_error(where, what, step, picks, remedy):
@@ -788,7 +786,9 @@ while step < args.max_steps and not stop:
         # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
         if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
             left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
-            say(*step_line(record, left).split("\n"))
+            say(step_line(record, left))
+            if loss > 10:
+                say("exploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr")
         if step == first_step + 1:
             say("the curves, in a browser: "
                 + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
