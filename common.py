@@ -684,7 +684,7 @@ def find_run_folder(args, name):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     if args.resume and not folder.exists():
         raise InputError(f"--resume: no checkpoint in {folder}, which does not exist; give the right --out_dir")
-    load_extra("run_folder").check(folder)
+    load_extra("run_folder").check(folder, args.tracker)
     return folder
 
 def lock_folder(args, folder, name):

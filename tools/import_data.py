@@ -878,9 +878,9 @@ def main():
         # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
         common.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
     if by_flags and args.source:
-        controls = f" --control {common.command(args.control)}" if args.control else ""
-        parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give import_data.py "
-                     f"{args.out} --target {args.target or args.source}{controls}")
+        controls = ["--control", *args.control] if args.control else []
+        meant = common.command(["import_data.py", args.out, "--target", args.target or args.source, *controls])
+        parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give {meant}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
     common.refuse_to_replace(args.out)
