@@ -6,6 +6,7 @@ Only a name without any suffix is looked into. One that we do not know often say
 not whole yet, cat.jpg_original and cat.jpg~ are copies from before an edit. Taken, they would be trained, or edited,
 beside cat; so the line names them as the pictures that they are, and a person may rename them.
 """
+import os
 import re
 import sys
 
@@ -42,13 +43,13 @@ def is_named_picture(path):
 
 
 def unused_line(folder, paths, why=""):
-    """-> a warning that these files, which lie below the folder, are not used; None if there are none. why: they are
-    not."""
+    """-> a warning that these files, named as seen from the folder, are not used; None if there are none. why: they
+    are not."""
     if not paths:
         return None
     pictures = list(filter(begins_like_picture, paths))
     ordered = dict.fromkeys([*pictures, *paths]) # pictures first
-    names = [path.relative_to(folder).as_posix() for path in ordered][:NAMED]
+    names = [os.path.relpath(path, folder) for path in ordered][:NAMED]
     files = "1 file is" if len(ordered) == 1 else f"{len(ordered):,} files are"
     line = f"warning: {folder}: {files} not used: {', '.join(names)}{', ...' if len(ordered) > NAMED else ''}"
     if why:

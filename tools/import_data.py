@@ -226,7 +226,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     return samples, problems
 
 def tell_unused(folder, paths, why=""):
-    """Prints how many of these files below the folder are not used, if it goes well."""
+    """Prints how many of these files are not used, if it goes well. folder: they are named as seen from it."""
     if line := strays.unused_line(folder, paths, why):
         tell(line)
 
@@ -483,7 +483,7 @@ def tell_beside(samples, folder):
     used = {os.path.realpath(path) for sample in samples for path in [*common.pictures_of(sample), sample.mask] if path}
     for place in sorted({Path(path).parent for path in used} - {folder.resolve()}):
         unused = []
-        for path in sorted(place.iterdir()):
+        for path in sorted(place.glob("[!.]*")):
             kind = common.KINDS.get(path.suffix.lower()) or strays.kind_of(path)
             if path.is_file() and kind in ("picture", "other", "unknown") and str(path) not in used:
                 unused.append(path)
