@@ -55,10 +55,10 @@ def show_streams():
 
 def command(words):
     """Words as a command that a person can paste into bash or zsh: a control character, or a byte that is no UTF-8,
-    which always stands in quotes ('), becomes $'...' between them."""
+    which always stands in quotes ('), becomes $'...' between them. ValueError for half a character, which JSON may
+    have, and no name."""
     def escaped(control):
-        is_byte = "\udc80" <= control[0] <= "\udcff" # JSON may have other halves of characters, which no name has
-        return f"'${repr(control[0].encode(errors='surrogateescape' if is_byte else 'surrogatepass'))[1:]}'"
+        return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
     return CONTROLS.sub(escaped, shlex.join(map(str, words)))
 
 

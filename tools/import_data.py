@@ -341,7 +341,7 @@ def read_parquet(table):
     """Yields (where, row). It reads a few rows at a time, as they may contain pictures."""
     try:
         import pyarrow.parquet
-        file = pyarrow.parquet.ParquetFile(table)
+        file = pyarrow.parquet.ParquetFile(open(table, "rb")) # opened here, as it takes no name that is not UTF-8
         if len(file.schema_arrow) > MOST_COLUMNS:
             raise ValueError(f"over {MOST_COLUMNS:,} columns")
         batches = file.iter_batches(batch_size=16)

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from datetime import timedelta
@@ -336,7 +337,7 @@ def figures(runs):
     for name in dict.fromkeys(name for values in of_runs for name in values):
         rows.append([name, *[values.get(name, [""])[0] for values in of_runs]])
     for name in sorted(set().union(*[run.flags for run in runs]) - NOT_COMPARED):
-        values = [common.command(flag_words(run.flags.get(name))) for run in runs]
+        values = [shlex.join(flag_words(run.flags.get(name))) for run in runs]
         if len(set(values)) > 1:
             rows.append([node("code", f"--{name}"), *values])
     return table(rows, ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]])
@@ -549,7 +550,7 @@ def settings(run):
     given = {word.split("=")[0].replace("--no-", "--") for word in command_words(run)}
     rows = {True: [], False: []} # True: the command gave the flag
     for name, value in run.flags.items():
-        rows[f"--{name}" in given].append([node("code", f"--{name}"), common.command(flag_words(value))])
+        rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
     usual = fold("Flags that were not given, and versions", table(rows[False] + versions))
     return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual)
