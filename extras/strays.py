@@ -64,11 +64,14 @@ def unused_line(folder, paths, why=""):
 def sort_out(folder, found):
     """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as common.find_files has it -> error
     lines for links to folders. It tells how many files of the folder are not used, pictures beside those that were
-    found too: once a run, as a script reads a dataset before its libraries are loaded, and once more behind."""
+    found too, and pictures that are called .txt: once a run, as a script reads a dataset before its libraries are
+    loaded, and once more behind."""
     kinds = {kind: [] for kind in ("link", "unknown")}
     for key in list(found):
         if key[-1] in kinds:
             kinds[key[-1]] += found.pop(key)
+        elif key[-1] == "caption" and begins_like_picture(found[key][0]):
+            kinds["unknown"] += found.pop(key)
     read = set(sum(found.values(), []))
     beside = [path for path in sorted(folder.glob("[!.]*")) if is_named_picture(path) and path not in read]
     line = unused_line(folder, beside + kinds["unknown"])

@@ -102,6 +102,17 @@ def test_a_folder_without_pictures_says_what_it_holds(tmp_path):
     assert line == (f"warning: {tmp_path / 'in'}: 3 files are not used: 0.psd, 1.psd, ...; convert what is a picture "
                     "to PNG or JPEG")
 
+def test_a_picture_that_is_called_txt_is_no_caption(tmp_path):
+    """It is named, in a folder to edit as in a dataset."""
+    put_pair(tmp_path / "data", "cat.png", "cat.png", "PNG")
+    put(tmp_path / "data/target/cat.txt")
+    for script, *flags in (["predict.py", "--image", tmp_path / "data/target", "--out_dir", tmp_path / "o", *DRAW],
+                           ["cache.py", "--data", tmp_path / "data"]):
+        result = run_script(script, *flags, "--cache_dir", tmp_path / "c")
+        line, = lines_about_unused(result)
+        assert "1 file is not used: " in line and "cat.txt; pictures by their first bytes, 1" in line
+        assert result.status == (script == "cache.py") and "no caption" in "".join(result.errors or ["no caption"])
+
 def test_a_link_to_a_folder_is_called_that(tmp_path):
     """In --image FOLDER, in a dataset, in import_data; and a GIF is an error line, as ever."""
     put_pair(tmp_path / "data", "cat.png", "cat.png", "PNG")
