@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-import cache
 import common
 from extras import known
 from extras.indexes import read_index
@@ -169,12 +168,13 @@ def test_a_run_of_such_a_name_continues_as_one_of_a_usual_name(work, tmp_path):
 def test_a_plan_lists_names_of_its_own_cache_alone(work, tmp_path, monkeypatch):
     """An index may lie in a cache of any name; tools/prune.py reads the list."""
     index = next(path for path in work.cache.glob("*.json") if "-val" not in path.name)
-    plans, write = [], cache.write_plan
+    plans, write = [], common.write_file
 
-    def note(*args):
-        plans.append(write(*args).read_text())
-        return write(*args)
-    monkeypatch.setattr(cache, "write_plan", note)
+    def note(path, data, *more):
+        if path.name.startswith(".planned-"):
+            plans.append(data.decode())
+        write(path, data, *more)
+    monkeypatch.setattr(common, "write_file", note)
     result = run_script("train.py", "--data", index, "--val_data", work.data, "--cache_dir", tmp_path / "cache",
                         "--out_dir", tmp_path / "run", "--max_steps", 1, "--val_pictures", 0, *FLAGS)
     assert result.status == 0, result.err
