@@ -407,8 +407,9 @@ def data_hash(epoch):
 
 def write_plan(samples, cache_dir):
     """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone
-    until the list is deleted, when an index names them or the pictures are generated."""
-    files = sorted({os.path.relpath(file, cache_dir) for sample in samples for file in files_of(sample)})
+    until the list is deleted, when an index names them or the pictures are generated. (An index of another folder has
+    its files there, and keeps them itself.)"""
+    files = sorted({f"{file.parent.name}/{file.name}" for sample in samples for file in files_of(sample)})
     path = Path(cache_dir, f".planned-{content_key(files=files)}")
     common.write_file(path, "\n".join(files).encode())
     return path

@@ -81,6 +81,8 @@ class InputError(SystemExit):
     def __init__(self, message):
         super().__init__(error_line(message))
 
+told = set() # lines that a run tells once, however often it finds their reason
+
 def tell(*lines, file=None):
     """Prints these lines, each shown(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
     for line in lines:
@@ -231,6 +233,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
         show_streams()
+        told.clear()
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -684,7 +687,7 @@ def find_run_folder(args, name):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
     if args.resume and not folder.exists():
         raise InputError(f"--resume: no checkpoint in {folder}, which does not exist; give the right --out_dir")
-    load_extra("run_folder").check(folder)
+    load_extra("run_folder").check(folder, args.tracker)
     return folder
 
 def lock_folder(args, folder, name):
@@ -732,7 +735,10 @@ def find_lora(path):
 
 # ---- datasets: folders and manifests -> samples ----------------------------------------------------------------------
 
-PICTURES = ".png .jpg .jpeg .webp .bmp .tif .tiff .avif .heic .heif .hif".split()
+# what PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC files are called, by browsers on Windows and by Twitter, too
+PICTURES = """.png .apng .jpg .jpeg .jpe .jfif .jfi .jif .pjpeg .pjp .mpo .webp .bmp .dib .tif .tiff .avif .avifs .heic
+              .heics .heif .heifs .hif .jpg_large .jpeg_large .png_large .jpg-large .png-large .jpg:large .png:large
+              .jpg_orig .jpeg_orig .png_orig .jpg:orig .png:orig""".split()
 NOT_READ = ".gif .jxl .cr2 .cr3 .nef .arw .dng .raf .orf .rw2".split() # reported; most are raw files
 KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
 FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
@@ -773,17 +779,18 @@ def find_folders(data):
     return folders
 
 def find_files(folder):
-    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or "link" for a link
-    to a folder, which is not followed. Stems are NFC, so that names from macOS match."""
+    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, "link" for a link to
+    a folder, which is not followed, or "unknown": see extras/strays.py. Stems are NFC, so that names from macOS match.
+    """
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
-    found = {}
+    found, strays = {}, load_extra("strays", folder)
     for root, dirs, names in os.walk(folder, onerror=unreadable):
         dirs[:] = [name for name in dirs if not name.startswith(".")]
         links = [name for name in dirs if Path(root, name).is_symlink()]
         for name in sorted(names + links):
             path = Path(root, name)
-            kind = "link" if name in links else KINDS.get(path.suffix.lower())
+            kind = "link" if name in links else KINDS.get(path.suffix.lower()) or strays.kind_of(path)
             if kind and not name.startswith("."):
                 stem = path.relative_to(folder).with_suffix("").as_posix()
                 found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
@@ -800,7 +807,7 @@ def read_folder(data, folders):
     # what no sample has taken yet
     left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
     samples = []
-    problems = []
+    problems = load_extra("strays", data).sort_out(data, left)
     for role, name, kind in list(left):
         if (role, kind) == ("target", "picture"):
             with noted(problems):

@@ -509,9 +509,10 @@ def read_samples(args):
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt
-    samples, problems = [], []
-    for (stem, kind), paths in common.find_files(folder).items():
-        if kind not in ("picture", "other"): # other: GIF and the like, each of which becomes an error line
+    samples, found = [], common.find_files(folder)
+    problems = load_extra("strays", "--image").sort_out(folder, found)
+    for (stem, kind), paths in found.items(): # of kind other: GIF and the like, each of which becomes an error line
+        if kind == "caption":
             continue
         for path in paths:
             name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg

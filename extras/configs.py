@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common import InputError, first_words
 from extras.published import CONFIGS
+from extras.strangers import is_utf8
 
 MOST_BYTES = 2**20 # of a JSON file, but for
 WORDS = {"tokenizer.json": 2**26, "vocab.json": 2**26} # the published ones have 11 and 3 MB
@@ -44,6 +45,8 @@ def check_files(folder, part, config, weights, flag):
             if file.name.endswith(".safetensors.index.json"):
                 shards |= {folder / plain_name(name) for name in content["weight_map"].values()}
         for file in shards if weights else []:
+            if not is_utf8(file):
+                raise InputError(f"{flag} {file}: a name that is no UTF-8, which safetensors cannot open; rename it")
             safetensors.safe_open(file, "pt").keys() # reads the header and compares it with the file's length
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{file}: missing or broken ({first_words(e)}); download it again (after a git clone: git lfs "

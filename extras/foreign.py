@@ -4,7 +4,7 @@ What a file of another kind is, in words: for --lora (extras/lora_files.py) and 
 import os
 import re
 
-import safetensors
+from extras.strangers import open_tensors
 
 # how files begin that are no safetensors files
 SIGNS = {b"GGUF": "a gguf", b"PK": "a pickle or another zip archive, which may run code",
@@ -40,7 +40,7 @@ def open_file(path, error_of, of_gguf):
     """-> the file, mapped by safetensors. Raises error_of(what the file is instead, what to do). of_gguf: what to do
     about a gguf, which is a whole model."""
     try:
-        return safetensors.safe_open(path, "pt")
+        return open_tensors(path)
     except Exception as e: # a foreign file can fail in any way
         reason = str(e)
     with open(path, "rb") as f:

@@ -150,7 +150,7 @@ def near_path(path):
     path = Path(path)
     names = [other.name for other in path.parent.glob("[!.]*") if other.suffix == path.suffix]
     near = difflib.get_close_matches(path.name, names, 1)
-    return f"give {path.with_name(near[0])}" if near else "check the name"
+    return f"give {common.command([path.with_name(near[0])])}" if near else "check the name"
 
 
 def no_dataset(root):
@@ -160,7 +160,7 @@ def no_dataset(root):
     what = "is a picture" if common.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
     for folder in (root, *root.parents):
         if folder.name in sum(common.FOLDERS.values(), ()) and is_dataset(folder.parent):
-            return f"{root}: {what}; give {folder.parent}"
+            return f"{root}: {what}; give {common.command([folder.parent])}"
     names = sorted(path.name for path in root.glob("*"))
     holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
     # nearly a folder of a dataset, such as Targets or controls

@@ -17,7 +17,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from common import (LONG_TEXT, MOST_CONTROLS, SAMPLE_FLAGS, InputError, first_words, is_inside, make_sample,
+from common import (LONG_TEXT, MOST_CONTROLS, SAMPLE_FLAGS, InputError, command, first_words, is_inside, make_sample,
                     noise_level, noted, png_name, read_object, read_text, refuse_outside, seed_number)
 
 
@@ -54,7 +54,8 @@ def read(manifest, is_job=False, root=None):
     problems = []
     text = read_text(manifest, LONG_TEXT)
     if not is_job and text.strip() and not re.search('"(target|prompt)"', text):
-        raise InputError(f"{manifest}: another trainer's manifest; python tools/import_data.py {manifest} NEW_FOLDER")
+        convert = command(["python", "tools/import_data.py", manifest])
+        raise InputError(f"{manifest}: another trainer's manifest; {convert} NEW_FOLDER")
     for n, line in enumerate(text.split("\n"), 1): # not splitlines, which takes U+2028 in a prompt for a line's end
         if line.strip():
             with noted(problems):

@@ -9,11 +9,11 @@ import math
 import sys
 
 import numpy as np
-import safetensors
 from PIL import Image, ImageFilter
 
 import common
 from common import InputError, first_words
+from extras.strangers import open_tensors
 
 # A motion is sought in copies of this longest side, in pixels: enough to see a shift of 4 pixels in 1024, in 60 ms.
 SIDE = 256
@@ -264,7 +264,7 @@ def count(samples):
         return ""
     if not all(file.is_file() for file in files): # --plan, --no-use_cache
         return f"masks: {by_hand} of {len(samples)} pairs by hand; --mask auto makes others when it encodes them"
-    made = sum("edit_mask" in safetensors.safe_open(file, "pt").keys() for file in files)
+    made = sum("edit_mask" in open_tensors(file).keys() for file in files)
     line = f"masks: {by_hand + made} of {len(samples)} pairs"
     if made < len(files):
         line += (f" ({len(files) - made} differ nowhere or nearly everywhere, are recoloured, or have two shapes; "
@@ -416,7 +416,7 @@ def edit_mask_of(sample, file, size):
     which has both parts. InputError names a damaged file."""
     if file.is_file():
         try:
-            with safetensors.safe_open(file, "np") as f:
+            with open_tensors(file, "np") as f:
                 return f.get_tensor("edit_mask") if "edit_mask" in f.keys() else None
         except Exception as e: # it is damaged, which can fail in any way
             raise InputError(f"{file}: cannot be read ({first_words(e)}); cache.py --verify encodes it again")

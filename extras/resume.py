@@ -20,12 +20,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors
 import torch
 
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, checkpoints, command, find_extra, first_words, is_index,
                     load_extra, number_of, read_tensors, say, write_tensors)
+from extras.strangers import open_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -72,7 +72,7 @@ def refuse_long_lora(file):
     lora_files = find_extra("lora_files")
     if lora_files and file.is_file():
         try:
-            with safetensors.safe_open(file, "pt") as f:
+            with open_tensors(file) as f:
                 lora_files.refuse_header(f)
         except Exception as e: # a damaged file can fail in any way
             raise InputError(f"{file}: is no LoRA ({first_words(e)}); take another copy")

@@ -3,17 +3,26 @@ A run folder may come from a stranger, like a LoRA. train.py writes, renames and
 thing there (--resume, --plan, a folder of --out_dir that is here already) nothing in it may lead to another place.
 """
 import os
+import sys
 from pathlib import Path
 
 from common import LONG_TEXT, InputError, checkpoints, is_inside
+from extras.strangers import is_utf8
 
 FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
 
 
-def check(folder):
+def check(folder, tracker):
     """InputError names a link that leads out of a run's folder, what is neither file nor folder, a file in the place of
-    one of its folders, or a log that is too long. (wandb's own links stay inside. common.lock_folder looks at the
-    files.)"""
+    one of its folders, a log that is too long, or a name that the tracker cannot take. (wandb's own links stay inside.
+    common.lock_folder looks at the files.)"""
+    words = [folder]
+    if tracker == "wandb": # which also sends the command, and where it was given
+        words += [os.getcwd(), *sys.argv]
+    strange = [word for word in words if not is_utf8(word)]
+    if strange and tracker != "none":
+        raise InputError(f"--tracker {tracker}: takes no name that is no UTF-8, as {strange[0]}; rename it, or leave "
+                         "--tracker out")
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
     if not folder.is_dir(): # a new run's

@@ -1,6 +1,11 @@
 """
 Texts and paths of a stranger: how a name or a prompt is shown in a line on a terminal, how it is written in a command
-that a person pastes, and whether a path stays in its folder.
+that a person pastes, whether a path stays in its folder, and how a file is opened whose name is no UTF-8.
+
+On Linux a name is bytes, and old archives and disks have some that are no UTF-8. Python has such a byte as half a
+character: \\xe9 as \\udce9, in sys.argv and in what it lists of folders. Python opens these names, and JSON (in ASCII)
+holds them. What encodes a text as UTF-8 itself fails at them: such texts come from shown() or command(), and such files
+from open_tensors().
 """
 import os
 import re
@@ -8,14 +13,19 @@ import shlex
 import sys
 from pathlib import Path
 
+import safetensors
+
 # what moves a terminal's cursor, starts a line, rings, or turns the direction of writing
 CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def shown(text):
     """A name, a prompt, or what else comes from a file, as a line on a terminal may have it: a control character
-    becomes \\n, \\x1b, \\u202e."""
-    return CONTROLS.sub(lambda control: control[0].encode("unicode_escape").decode(), str(text))
+    becomes \\n, \\x1b, \\u202e; a byte that is no UTF-8 becomes \\xe9, as command() writes it."""
+    def escaped(control):
+        byte = ord(control[0]) - 0xdc00
+        return rf"\x{byte:02x}" if 0x80 <= byte <= 0xff else control[0].encode("unicode_escape").decode()
+    return CONTROLS.sub(escaped, str(text))
 
 
 class ShownStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
@@ -44,8 +54,9 @@ def show_streams():
 
 
 def command(words):
-    """Words as a command that a person can paste into bash or zsh: a control character, which always stands in quotes
-    ('), becomes $'...' between them."""
+    """Words as a command that a person can paste into bash or zsh: a control character, or a byte that is no UTF-8,
+    which always stands in quotes ('), becomes $'...' between them. ValueError for half a character, which JSON may
+    have, and no name."""
     def escaped(control):
         return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
     return CONTROLS.sub(escaped, shlex.join(map(str, words)))
@@ -60,3 +71,15 @@ def is_inside(path, folder):
         if above.parent.name == "snapshots":
             inside.append(above.parent.parent / "blobs")
     return any(map(path.is_relative_to, inside))
+
+
+def is_utf8(path):
+    return not re.search("[\ud800-\udfff]", str(path))
+
+
+def open_tensors(path, framework="pt"):
+    """safetensors.safe_open, also of a path that is no UTF-8, which that refuses."""
+    if is_utf8(path):
+        return safetensors.safe_open(path, framework)
+    with open(path, "rb") as file: # Linux, which alone has such names, gives an open file a second one
+        return safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework)

@@ -22,7 +22,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors
 import torch
 from diffusers import QwenImageTransformer2DModel
 
@@ -30,6 +29,7 @@ import common
 import extras.configs as configs
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import InputError, first_words, tell
+from extras.strangers import open_tensors
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
@@ -247,7 +247,7 @@ def attach(transformer, path):
     """Prepares a transformer on the meta device. It adds transformer.fill_from_file(module, quantize), which reads the
     weights under one module; the blocks' are left to predict.place_transformer, all others are read now. Until then a
     weight has its dtype and shape (peft looks at them), and the memory of one number."""
-    layout, f = read_layout(path), safetensors.safe_open(path, "pt")
+    layout, f = read_layout(path), open_tensors(path)
     waiting = {} # {parameter: its name}
     for layer_name, layer in transformer.named_modules():
         for name, p in list(layer.named_parameters(recurse=False)):

@@ -17,6 +17,7 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -350,6 +351,11 @@ def run_script(script, *flags):
         texts.append(stream.buffer.getvalue().decode())
     errors = list(dict.fromkeys(re.findall(r"\berror: [^\r\n]*", texts[1]))) # also behind a progress bar
     return SimpleNamespace(status=status, out=texts[0], err=texts[1], errors=errors, globals=names)
+
+def paste(command):
+    """It returns the words that a shell makes of a line."""
+    got = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
+    return os.fsdecode(got).split("\0")[:-1]
 
 def encoder_flags(**changes):
     """The command line gives these flags to the functions that encode."""

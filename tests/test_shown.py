@@ -14,7 +14,7 @@ from PIL import Image
 
 from extras.strangers import CONTROLS, command
 from tests.harness import (EXACT, HERE, NATIVE, add_item, copy_model, is_one_line, log_of, lora_file, lora_tensors,
-                           paint_picture, renamed, run_script, save)
+                           paint_picture, paste, renamed, run_script, save)
 
 PLANTED = "error: PLANTED: broken; paste this"
 # a cleared screen, a bell, line ends of many kinds, a C1 control, text from right to left
@@ -77,11 +77,6 @@ def test_a_training_of_strange_names_shows_them_and_its_commands_can_be_pasted(t
                                                   "--true_cfg_scale", 2), "--resume").out
     words = paste(next(line for line in again.splitlines() if line.startswith("  python predict.py")))
     assert "--negative_prompt=-\x1b[2J" in words and words[-3:] == ["CONTROL.png", "--prompt", "..."]
-
-def paste(command):
-    """-> the words that a shell makes of a line."""
-    got = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
-    return os.fsdecode(got).split("\0")[:-1]
 
 @pytest.mark.parametrize("words", [[TEXT], [NAME, "a b", "it's"], ["\udc80e", "\x85f'\"\\n", "\ud7ff\u2066"],
                                    ["--data=\x1b'$(touch hit)'"], ["$HOME", "!!", "\\x41", "\t", "-n"]])

@@ -77,7 +77,7 @@ def put_link(path, target):
     path.symlink_to(target)
 
 def find_folder(folder, **flags):
-    args = SimpleNamespace(**dict(out_dir=str(folder), resume=True, plan=False) | flags)
+    args = SimpleNamespace(**dict(out_dir=str(folder), resume=True, plan=False, tracker="none") | flags)
     return common.find_run_folder(args, "tiny-data")
 
 @pytest.mark.parametrize("name", LINKS)

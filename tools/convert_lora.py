@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, number, positive, tell
+from extras.strangers import is_utf8
 
 # torch, predict.py and the like take seconds to import; the functions import them, so that -h and typos do not wait
 LARGE = 2**26 # bytes: larger files are linked, not copied
@@ -109,6 +110,8 @@ def main():
     if args.scale and len(args.scale) != len(args.lora):
         parser.error(f"argument --scale: {len(args.scale)} numbers for {len(args.lora)} LoRAs; give one for each")
     common.refuse_to_replace(args.out)
+    if args.to == "model" and not is_utf8(args.out):
+        raise InputError(f"--out {args.out}: a name that is no UTF-8, which safetensors cannot write; give another one")
 
     import predict
     from extras import lora_files
@@ -132,7 +135,8 @@ def main():
     if args.to == "model" and trained: # predict.py reads them from a LoRA; for a merged model it needs the flags
         sizes = [f"--{k} {v}" for k, v in trained[0].items() if k != "upscale"]
         sizes += ["--no-upscale"] * (not trained[0]["upscale"])
-        tell(f"to edit at the sizes of the training: python predict.py --model {args.out} {' '.join(sizes)}")
+        words = ["python", "predict.py", "--model", args.out, *" ".join(sizes).split()]
+        tell(f"to edit at the sizes of the training: {common.command(words)}")
 
 if __name__ == "__main__":
     main()

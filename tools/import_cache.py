@@ -5,20 +5,20 @@ tells what such a cache contains.
 import sys
 from pathlib import Path
 
-import safetensors
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core scripts are
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, Sample
+from extras.strangers import open_tensors
 from rope_patch import get_image_shapes_multi_resolution
 
 def as_safetensors(path):
     """-> a command that converts a pickled dictionary of tensors and numbers without running the pickle's code."""
     code = ("import sys, torch, safetensors.torch as s; "
             "d = {k: torch.as_tensor(v).clone().contiguous() for k, v in torch.load(sys.argv[1], weights_only=True)"
-            ".items()}; s.save_file(d, sys.argv[2])")
+            ".items()}; open(sys.argv[2], 'wb').write(s.save(d))") # (save_file takes no name that is not UTF-8)
     return common.command(["python", "-c", code, path, path.with_suffix(".safetensors")])
 
 def read_old(path):
@@ -30,7 +30,7 @@ def read_old(path):
     if not path.is_file(): # a FIFO would hang
         raise InputError(f"{path}: no file; take it out of the folder")
     try:
-        with safetensors.safe_open(path, "pt") as f:
+        with open_tensors(path) as f:
             versions = {(f.metadata() or {}).get("version", "1.0")}
             tensors = {k: f.get_tensor(k) for k in f.keys()}
         if "version" in tensors: # some dictionaries contain their version, as a number

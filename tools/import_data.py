@@ -54,6 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line, tell
+from extras import strays
 from extras.flight import room_for
 from extras.manifest import as_list, refuse_many
 
@@ -71,6 +72,7 @@ COLUMNS = dict(
     mask="mask mask_image mask_img edit_mask control_mask".split(),
     prompt="prompt caption text instruction edit_prompt edit_instruction".split())
 TABLES, CONFIGS = ".jsonl .json .csv .tsv".split(), ".toml .yaml .yml".split()
+ABOUT = [*TABLES, *CONFIGS, ".parquet", ".md"] # what lies beside pictures, and is about them
 CACHES = ".safetensors .pt .pth .bin .ckpt .pkl".split() # all but the first are pickles: refused
 MOST_COLUMNS = 1000 # of a table
 MOST_TRIGGER = 1000 # letters of a word that a caption may name a hundred thousand times
@@ -88,8 +90,7 @@ ENDINGS = [mark + word for mark in "-_ ." for word in (
     .split())]
 BESIDE = {"_mask": "mask", "-masklabel": "mask", "-condlabel": ("control", 0, 0)} # endings of pictures beside a target
 WHY_NOT = dict(dict.fromkeys(["picture", "caption"], "no target has this name; rename or delete it"),
-               other="this script cannot read such pictures; convert it to PNG or delete it",
-               link="this script does not follow links to folders; put the folder itself there, or delete it")
+               other="this script cannot read such pictures; convert it to PNG or delete it", link=strays.NOT_FOLLOWED)
 
 def find_folders(source):
     """-> {role: folder}, by the names in FOLDERS. InputError if two folders have the same role."""
@@ -192,7 +193,11 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
     beside -= stems_of("target", "caption", files) # only targets have captions
     targets, samples, problems = {name: {} for name in sorted(images - beside)}, [], []
+    unknown, read = [], set()
     for key, paths in files.items():
+        if key[2] == "unknown":
+            unknown += paths
+            continue
         owners = meanings(*key, targets)
         for name, what in owners:
             targets[name].setdefault(what if len(owners) == 1 else "unclear", []).extend(paths)
@@ -209,9 +214,21 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
             check_files(name, own, targets, controls, alone)
             own_controls = [own[what][0] for what in sorted(what for what in own if what[0] == "control")]
             path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings, allowed)
+            read.add(path) # it may have a suffix of its own
             samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, captions,
                                               *own.get("mask", [])))
+    if source: # found by its names; pictures elsewhere in it belong to nothing
+        with contextlib.suppress(InputError): # a folder of other things may be unreadable
+            for path in sum(common.find_files(source).values(), []):
+                if strays.is_named_picture(path) and not any(map(path.is_relative_to, folders.values())):
+                    unknown.append(path)
+    tell_unused(source or target, [path for path in unknown if path not in read])
     return samples, problems
+
+def tell_unused(folder, paths, why=""):
+    """Prints how many of these files are not used, if it goes well. folder: they are named as seen from it."""
+    if line := strays.unused_line(folder, paths, why):
+        tell(line)
 
 def refuse_links(paths, folders):
     """InputError for a link that leads out of all of these folders."""
@@ -324,7 +341,7 @@ def read_parquet(table):
     """Yields (where, row). It reads a few rows at a time, as they may contain pictures."""
     try:
         import pyarrow.parquet
-        file = pyarrow.parquet.ParquetFile(table)
+        file = pyarrow.parquet.ParquetFile(open(table, "rb")) # opened here, as it takes no name that is not UTF-8
         if len(file.schema_arrow) > MOST_COLUMNS:
             raise ValueError(f"over {MOST_COLUMNS:,} columns")
         batches = file.iter_batches(batch_size=16)
@@ -458,7 +475,19 @@ def read_tables(tables, anywhere, folder, columns, alone):
     if others:
         names = ", ".join(f"{name or repr(name):.100} ({count} rows)" for name, count in others.items())
         tell(f"{tables[0]}: columns that are not read: {names:.2000}")
+    tell_beside(samples, folder)
     return samples, problems
+
+def tell_beside(samples, folder):
+    """Prints how many files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
+    used = {os.path.realpath(path) for sample in samples for path in [*common.pictures_of(sample), sample.mask] if path}
+    for place in sorted({Path(path).parent for path in used} - {folder.resolve()}):
+        unused = []
+        for path in sorted(place.glob("[!.]*")):
+            kind = common.KINDS.get(path.suffix.lower()) or strays.kind_of(path)
+            if path.is_file() and kind in ("picture", "other", "unknown") and str(path) not in used:
+                unused.append(path)
+        tell_unused(place, [path for path in unused if path.suffix not in ABOUT], "no row names them")
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
@@ -878,9 +907,9 @@ def main():
         # raises InputError for a bad prompt; only a configuration knows the word of a placeholder
         common.make_sample("--prompt", args.out, "", None, [], [fill(args.prompt, "word")])
     if by_flags and args.source:
-        controls = f" --control {common.command(args.control)}" if args.control else ""
-        parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give import_data.py "
-                     f"{args.out} --target {args.target or args.source}{controls}")
+        controls = ["--control", *args.control] if args.control else []
+        meant = common.command(["import_data.py", args.out, "--target", args.target or args.source, *controls])
+        parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give {meant}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
     common.refuse_to_replace(args.out)

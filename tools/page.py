@@ -594,9 +594,9 @@ def refuse_no_run(folder, watch):
         with contextlib.suppress(InputError): # another program may have a log.jsonl, too
             tell(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
     near = [str(log.parent) for log in folder.parent.glob("*/log.jsonl")]
-    near = difflib.get_close_matches(str(folder), near, 1) or ["a run folder of train.py"]
+    meant = runs[-1:] or difflib.get_close_matches(str(folder), near, 1)
     what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
-    raise InputError(f"{folder}: {what}; give {runs[-1] if runs else near[0]}")
+    raise InputError(f"{folder}: {what}; give {common.command(meant) or 'a run folder of train.py'}")
 
 def main():
     parser = Parser(__doc__)

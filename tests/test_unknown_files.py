@@ -1,0 +1,233 @@
+"""
+What a folder holds is used or counted: pictures are known by a full list of suffixes, and by their content where they
+have none; what is no picture, no caption and no known junk is one line; a link to a folder is called that.
+"""
+import csv
+import io
+import json
+import os
+
+import pytest
+from PIL import Image
+
+import common
+from extras import strays
+from tests.harness import EXACT, is_one_line, paint_picture, run_script, save
+
+CPU = ["--device", "cpu", *EXACT]
+DRAW = ["--prompt", "snow", "--num_inference_steps", 2, *CPU]
+
+def put(path, seed=0, form="JPEG"):
+    """A picture of this format, whatever its name says."""
+    return save(paint_picture(seed=seed), path, format=form)
+
+def put_pair(data, target, control, form="JPEG"):
+    """A pair of these names, with a caption."""
+    put(data / "target" / target, 1, form)
+    put(data / "control" / control, 2, form)
+    (data / "target" / target).with_suffix(".txt").write_text("make it snow")
+
+def put_strays(folder):
+    """Two files that no script knows, one of which is a picture, and what systems leave everywhere."""
+    (folder / "layers.psd").write_bytes(b"8BPS")
+    put(folder / "part.jpg.part")
+    for name in ("Thumbs.db", "desktop.ini", ".DS_Store", "._cat.png", ".hidden"):
+        (folder / name).write_bytes(b"x")
+
+def lines_about_unused(result):
+    return [line for line in (result.out + result.err).splitlines() if "not used" in line]
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+def test_every_suffix_that_pillow_registers_for_our_formats_is_in_the_table():
+    """Those of the formats that open_image reads, and what browsers and Twitter call a JPEG."""
+    Image.init()
+    registered = {suffix for suffix, form in Image.registered_extensions().items()
+                  if form in ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "AVIF", "MPO", "HEIF")}
+    others = set(".heic .heics .heif .heifs .hif .jfif .jfi .jif .jpe .pjpeg .pjp .jpg_large .jpeg_large .jpg_orig "
+                 ".png_large".split())
+    assert registered | others <= set(common.PICTURES)
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF", "HEIF"])
+def test_a_name_without_a_suffix_is_a_picture_if_its_content_is(tmp_path, form):
+    """Of each format that is read; of all others not."""
+    if form == "HEIF":
+        pytest.importorskip("pillow_heif").register_heif_opener()
+    path = save(paint_picture(), tmp_path / "cat", format=form)
+    assert strays.kind_of(path) == "picture" and common.find_files(tmp_path) == {("cat", "picture"): [path]}
+    assert common.image_size(path) == (64, 64)
+
+@pytest.mark.parametrize("content", [b"", b"BM", b"BMW and others", b"RIFF....WAVE", b"GIF89a",
+                                     b"\0\0\0 ftypmp42", b"{}"])
+def test_a_name_without_a_suffix_is_unknown_otherwise(tmp_path, content):
+    """A text that begins like a BMP, a sound, a film."""
+    (tmp_path / "README").write_bytes(content)
+    assert list(common.find_files(tmp_path)) == [("README", "unknown")]
+
+def test_nothing_is_read_through_a_link_or_a_pipe(tmp_path):
+    """A stranger's link without a suffix may lead anywhere; a pipe would hang."""
+    put(tmp_path / "mine/secret.png")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "mine/secret.png")
+    os.mkfifo(folder / "pipe")
+    assert {kind for _, kind in common.find_files(folder)} == {"unknown"}
+    assert "begin" not in strays.unused_line(folder, [folder / "link", folder / "pipe"])
+
+# ---- --image FOLDER --------------------------------------------------------------------------------------------------
+
+def test_a_folder_of_pictures_with_any_suffix_is_edited_whole(tmp_path):
+    """What Windows and Twitter call them, in capitals too; the rest is one line."""
+    names = ["a.jfif", "b.JPE", "c.pjpeg", "d.jpg_large", "e", "f.jpg:orig"]
+    for n, name in enumerate(names):
+        put(tmp_path / "in" / name, n)
+    put_strays(tmp_path / "in")
+    (tmp_path / "in/a.txt").write_text("a caption")
+    result = run_script("predict.py", "--image", tmp_path / "in", "--out_dir", tmp_path / "out", "--cache_dir",
+                        tmp_path / "c", *DRAW)
+    assert result.status == 0, result.err
+    assert len([path for path in (tmp_path / "out").glob("*.png") if path.name != "sheet.png"]) == len(names)
+    line, = lines_about_unused(result)
+    assert line.startswith(f"warning: {tmp_path / 'in'}: 2 files are not used: part.jpg.part, layers.psd; ")
+    assert "1: rename to .jpg those that are whole" in line
+
+def test_a_folder_without_pictures_says_what_it_holds(tmp_path):
+    """In the line before the error."""
+    tmp_path.joinpath("in").mkdir()
+    for n in range(3):
+        (tmp_path / f"in/{n}.psd").write_bytes(b"8BPS")
+    result = run_script("predict.py", "--image", tmp_path / "in", "--out_dir", tmp_path / "out", *DRAW)
+    assert result.status == 1 and is_one_line(result.errors[0], "no picture in it"), result.err
+    line, = lines_about_unused(result)
+    assert line == (f"warning: {tmp_path / 'in'}: 3 files are not used: 0.psd, 1.psd, ...; convert what is a picture "
+                    "to PNG or JPEG")
+
+def test_a_picture_that_is_called_txt_is_no_caption(tmp_path):
+    """It is named, in a folder to edit as in a dataset."""
+    put_pair(tmp_path / "data", "cat.png", "cat.png", "PNG")
+    put(tmp_path / "data/target/cat.txt")
+    for script, *flags in (["predict.py", "--image", tmp_path / "data/target", "--out_dir", tmp_path / "o", *DRAW],
+                           ["cache.py", "--data", tmp_path / "data"]):
+        result = run_script(script, *flags, "--cache_dir", tmp_path / "c")
+        line, = lines_about_unused(result)
+        assert "1 file is not used: " in line and "cat.txt; pictures by their first bytes, 1" in line
+        assert result.status == (script == "cache.py") and "no caption" in "".join(result.errors or ["no caption"])
+
+def test_a_link_to_a_folder_is_called_that(tmp_path):
+    """In --image FOLDER, in a dataset, in import_data; and a GIF is an error line, as ever."""
+    put_pair(tmp_path / "data", "cat.png", "cat.png", "PNG")
+    put(tmp_path / "elsewhere/dog.png")
+    for folder in ("target", "control"):
+        (tmp_path / "data" / folder / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/target/cat.gif").write_bytes(b"GIF89a")
+    told = "more: not used: a link to a folder, which is not followed; "
+    for script, *flags in (["predict.py", "--image", tmp_path / "data/target", "--out_dir", tmp_path / "o", *DRAW],
+                           ["cache.py", "--data", tmp_path / "data"],
+                           ["tools/import_data.py", tmp_path / "data", tmp_path / "imported"]):
+        result = run_script(script, *flags, *(["--cache_dir", tmp_path / "c"] if "import" not in script else []))
+        assert result.status == 1 and any(told in error for error in result.errors), (script, result.err)
+        assert all(is_one_line(error) for error in result.errors)
+        assert any("cat.gif" in error for error in result.errors), script
+
+# ---- datasets --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Pairs whose suffixes differ, with strays in each folder, and a picture beside the folders."""
+    data = tmp_path / "data"
+    put_pair(data, "cat.jfif", "cat.png", "PNG")
+    put_pair(data, "dog", "dog.JPG_LARGE")
+    for folder in ("target", "control", "mask"):
+        (data / folder).mkdir(exist_ok=True)
+        put_strays(data / folder)
+    put(data / "forgotten.jpg")
+    (data / "README.md").write_text("x")
+    return data
+
+SCRIPTS = {
+    "cache.py": ["--data", "@", "--val_data", *CPU], "train.py": ["--data", "@", "--val_data", "--max_steps", 1, *CPU],
+    "tools/lean_train.py": ["--data", "@", "--max_steps", 1, "--batch_size", 1, *CPU], "tools/doctor.py": ["@"],
+    "predict.py": ["--jobs", "@", "--num_inference_steps", 2, *CPU]}
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dataset_pairs_any_suffixes_and_counts_the_rest_once(dataset, script):
+    """Though it is read twice; a second command says it again."""
+    for _ in range(2 if script == "cache.py" else 1):
+        result = run_script(script, *[dataset if word == "@" else word for word in SCRIPTS[script]])
+        assert result.status == 0, result.err
+        assert "2 samples" in result.out or "pictures: 2" in result.out
+        line, = lines_about_unused(result)
+        assert line.startswith(f"warning: {dataset}: 7 files are not used: ") and "forgotten.jpg" in line
+
+def test_two_files_of_one_stem_are_an_error_as_ever(tmp_path):
+    """Of any two suffixes, and of none."""
+    for other in ("cat.jpg", "cat"):
+        put_pair(tmp_path / other, "cat.jfif", "cat.png")
+        put(tmp_path / other / "target" / other)
+        result = run_script("cache.py", "--data", tmp_path / other)
+        assert result.status == 1 and "has the same name; keep one of them" in result.errors[0], result.err
+
+# ---- import_data -----------------------------------------------------------------------------------------------------
+
+def layouts(top):
+    """{layout: (SOURCE, what else the command has, how many files no sample has)}, with pictures called .jfif, ..."""
+    put_pair(top / "folders", "cat.jfif", "cat.pjpeg")
+    put_pair(top / "beside", "cat.jfif", "cat.pjp")
+    for name in ("cat.jfif", "cat-condlabel.jpe"):
+        put(top / "onetrainer" / name)
+    (top / "onetrainer/cat.txt").write_text("snow")
+    for name in "abcd":
+        put(top / f"tables/images/{name}.jpg_large", ord(name))
+    row = dict(target="images/a.jpg_large", control="images/b.jpg_large", prompt="snow")
+    with open(top / "tables/pairs.csv", "w", newline="") as f:
+        writer = csv.DictWriter(f, row)
+        writer.writeheader()
+        writer.writerow(row)
+    (top / "tables/pairs.json").write_text(json.dumps([row]))
+    (top / "tables/metadata.jsonl").write_text(json.dumps(row))
+    put(top / "musubi/after/cat.jfif")
+    put(top / "musubi/before/cat.jpe", 2)
+    (top / "musubi/after/cat.caption").write_text("snow")
+    (top / "musubi/set.toml").write_text('[[datasets]]\nimage_directory = "after"\ncontrol_directory = "before"\n'
+                                         'caption_extension = ".caption"\n')
+    for folder in ("folders/target", "beside/control", "onetrainer", "tables/images", "musubi/after"):
+        put_strays(top / folder)
+    return {"folders": (top / "folders", [], 2), "onetrainer": (top / "onetrainer", [], 2),
+            "named folders": (None, ["--target", top / "beside/target", "--control", top / "beside/control"], 2),
+            "csv": (top / "tables/pairs.csv", [], 4), "json": (top / "tables/pairs.json", [], 4),
+            "a table in a folder": (top / "tables", [], 4), "a configuration": (top / "musubi/set.toml", [], 2)}
+
+@pytest.mark.parametrize("layout", ["folders", "named folders", "onetrainer", "csv", "json", "a table in a folder",
+                                    "a configuration"])
+def test_import_data_takes_any_suffix_and_counts_what_is_left_over(tmp_path, layout):
+    """In one line, and the status stays 0."""
+    source, flags, left = layouts(tmp_path)[layout]
+    result = run_script("tools/import_data.py", *([source] if source else []), tmp_path / "out", *flags)
+    assert result.status == 0, result.err
+    samples, problems = common.read_dataset(tmp_path / "out")
+    assert len(samples) == 1 and not problems and len(samples[0].controls) == 1
+    line, = lines_about_unused(result)
+    assert f": {left} files are not used: " in line and line.startswith("warning: ")
+
+def test_pictures_within_a_parquet_file_leave_nothing_over(tmp_path):
+    """They lie in no folder."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    cells = []
+    for seed in range(2):
+        paint_picture(seed=seed).save(file := io.BytesIO(), "AVIF")
+        cells.append(dict(bytes=file.getvalue(), path=None))
+    pq.write_table(pa.Table.from_pylist([dict(target=cells[0], control=cells[1], prompt="x")]), tmp_path / "a.parquet")
+    result = run_script("tools/import_data.py", tmp_path / "a.parquet", tmp_path / "out")
+    assert result.status == 0 and not lines_about_unused(result), result.err
+    assert len(common.read_dataset(tmp_path / "out")[0]) == 1
+
+def test_the_line_names_two_files_and_pictures_first(tmp_path):
+    """Whatever the number."""
+    for n in range(1200):
+        (tmp_path / f"{n:04}.npz").touch()
+    put(tmp_path / "z.png_old")
+    line = strays.unused_line(tmp_path, sorted(tmp_path.iterdir()))
+    assert line.startswith(f"warning: {tmp_path}: 1,201 files are not used: z.png_old, 0000.npz, ...; pictures by")
+    line = strays.unused_line(tmp_path, [tmp_path / "0001.npz"])
+    assert line.startswith(f"warning: {tmp_path}: 1 file is not used: 0001.npz; convert")
+    assert strays.unused_line(tmp_path, []) is None
