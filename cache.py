@@ -327,10 +327,12 @@ def plan_sizes(pipe, sample, geometry):
 
 def check_sample(pipe, sample, max_sequence_length):
     """InputError for a prompt that is too long, alone or with its pictures."""
-    tokens = max(len(pipe.tokenizer(prompt).input_ids) for prompt, _ in sample.texts)
-    if tokens > max_sequence_length:
-        raise InputError(f"{sample.name}: prompt of {tokens} tokens, over --max_sequence_length {max_sequence_length}; "
-                         "shorten it")
+    for prompt, _ in sample.texts:
+        tokens = len(pipe.tokenizer(prompt).input_ids)
+        if tokens > max_sequence_length:
+            kind = "negative " * (prompt == sample.settings.get("negative_prompt"))
+            raise InputError(f"{sample.name}: {kind}prompt of {tokens} tokens, over --max_sequence_length "
+                             f"{max_sequence_length}; shorten it")
     sides = [sides for encoding in sample.encodings for _, *sides in encoding["img_shapes"]] # in tokens
     if math.prod(max(sides, key=math.prod)) > common.MAX_TOKENS: # it would fill the memory
         raise InputError(f"{sample.name}: would be computed with over 4096x4096 pixels; give smaller --target_pixels "

@@ -148,13 +148,14 @@ def pixels(text):
             return area
     raise argparse.ArgumentTypeError(f"{text!r} is no area; give 1024x1024, 1048576 or native")
 
-def number(kind, low, high=math.inf):
-    """For argparse's type=: an int or a float from low to high. argparse turns the error into a line and status 2."""
+def number(kind, low, high=math.inf, why=""):
+    """For argparse's type=: an int or a float from low to high. argparse turns the error into a line and status 2. why:
+    there is this limit."""
     def parse(text):
         value = kind(str(text)) # a number of jobs.jsonl too: int(0.5) would be 0
         if low <= value <= high: # False for nan too
             return value
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} to {high}")
+        raise argparse.ArgumentTypeError(f"{text} is out of range{why and f' ({why})'}; give {low} to {high}")
     parse.__name__ = kind.__name__ # argparse says "invalid int value"
     return parse
 
@@ -169,8 +170,10 @@ def key_value(text):
     except ValueError:
         return key, value
 
-natural, positive, seed_number = number(int, 0, 10**9), number(int, 1, 10**9), number(int, 0, 2**64 - 1)
-noise_level = number(float, 1e-6, 1)
+natural, positive = number(int, 0, 10**9), number(int, 1, 10**9)
+# torch's generator on a CPU takes 32 bits of a seed
+seed_number = number(int, 0, 2**32 - 1, "torch uses 32 bits of a seed, so that a larger one repeats a smaller one's")
+noise_level = number(float, 1e-6, 1, "a schedule ends at 0 by itself, so leave a last 0 out")
 not_negative, fraction = number(float, 0, 1e30), number(float, 0, 1) # fp32 holds sums of such numbers
 
 def add_model_flags(parser):
@@ -201,12 +204,15 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         explained = action.default in (None, []) or "default" in action.help
         return action.help if explained else super()._get_help_string(action)
 
+NEGATIVE = re.compile(r"(?i)-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\Z|-(inf|nan)\Z")
+
 class Parser(argparse.ArgumentParser): # a class because argparse calls its method `error`
     """-h shows all defaults; an error is one line, with the flag that may be meant, and status 2."""
 
     def __init__(self, description, usage=None): # usage: the flags that a person needs first
         super().__init__(description=description, usage=usage and f"%(prog)s {usage} [other flags: see below]",
                          formatter_class=HelpFormatter, allow_abbrev=False)
+        self._negative_number_matcher = NEGATIVE # argparse takes -1e-1 for a flag
 
     def group(self, title):
         """-> flag(name, default, help, **what else argparse takes), which adds a flag to this new group."""
@@ -547,13 +553,19 @@ def write_file(path, data, mark=b""):
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(tmp, path)
+        if mark:
+            with contextlib.suppress(FileExistsError):
+                move_new(tmp, path)
+        if tmp.exists():
+            refuse_to_replace(path, mark) # it may have come since we looked
+            os.replace(tmp, path)
         sync_folder(path.parent)
     except OSError as e:
-        with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
-            tmp.unlink()
         raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or fix the "
                          "folder's permissions, and run again")
+    finally:
+        with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
+            tmp.unlink(missing_ok=True)
 
 def refuse_to_replace(path, mark=rb"(?!)"):
     """InputError if something is at `path`, unless it is a file whose first 4 KiB match `mark`, a regular expression,
@@ -565,6 +577,16 @@ def refuse_to_replace(path, mark=rb"(?!)"):
                 return
     if os.path.lexists(path): # also a folder, or a link that leads nowhere
         raise InputError(f"{path}: already exists, and may be yours; move it elsewhere, or give another name")
+
+def move_new(source, target):
+    """Renames a file. FileExistsError if something is at `target`, which os.replace would replace."""
+    try:
+        os.link(source, target)
+        os.unlink(source)
+    except OSError:
+        if os.path.lexists(target):
+            raise FileExistsError(target)
+        os.rename(source, target) # a disk without hard links
 
 def sync_folder(path):
     """A rename is safe from power loss only when the folder is on the disk too (Windows cannot do that)."""

@@ -17,8 +17,9 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A picture that already exists with the same settings is not generated again. Files that predict.py has not
-made are never overwritten, and its own only by --out, --jobs and folders. Shape letters as in rope_patch.py.
+encoding. A picture that the folder has already, with the same settings, is not generated again. Files that predict.py
+has not made are never overwritten, and its own only where you name the file, by --out or `out`: a name that we choose
+gets -2, -3, ... if it is taken (extras/names.py). Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -31,7 +32,7 @@ import json
 import math
 import re
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
@@ -40,9 +41,10 @@ from time import monotonic
 from types import SimpleNamespace
 
 import common
-from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, NAME_BYTES, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash,
-                    find_lora, is_one_file, load_extra, make_sample, noise_level, number, pixels, png_name, positive,
-                    seed_number, tell)
+from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
+                    is_one_file, load_extra, noise_level, number, pixels, png_name, positive, seed_number, tell)
+from extras.asked import about, read_samples, refuse_nothing
+from extras.names import OURS, SHEET_ROWS, choose_names, sheet_key
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -107,6 +109,7 @@ def read_flags():
             parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")
         args.out = Path(args.out)
         args.out_dir = args.out.parent
+    refuse_nothing(args)
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -130,7 +133,6 @@ from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_pa
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
                    r"norm_out\.|img_in|txt_in|proj_out)[\w.]{0,99})\.lora_([AB])\.weight")
-OURS = rb"tEXtkey\0" # is in every picture that save_png has written
 
 # ==== the library =====================================================================================================
 
@@ -465,14 +467,17 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def save_png(image, path, key=""):
-    """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it."""
+def save_png(image, path, key="", said=None, mark=OURS):
+    """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it, and `said`: of
+    its own settings. mark: of what it may replace, as for common.write_file."""
     # made in memory, so that write_file can write it whole or not at all
     png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
     meta.add_text("key", key)
     meta.add_text("command", common.command(["python", *sys.argv]))
+    if said:
+        meta.add_text("sample", json.dumps(said))
     image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the mark)
-    common.write_file(path, png.getvalue(), OURS)
+    common.write_file(path, png.getvalue(), mark)
 
 def finished(path, key):
     """Whether an earlier call has saved this picture with the same key. Reads its text chunks only, which precede the
@@ -497,33 +502,6 @@ def find_geometry(args):
 
 # ---- what is to be generated -----------------------------------------------------------------------------------------
 
-def read_samples(args):
-    """What the flags ask for -> (samples, problems)."""
-    if args.jobs:
-        return common.read_dataset(args.jobs, is_job=True)
-    folder = args.image[0]
-    if args.image[1:] and any(map(Path.is_dir, args.image)):
-        raise InputError("--image: a folder stands alone; give one folder, or files")
-    if not folder.is_dir():
-        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
-    if args.out_dir.resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
-    # each picture of a folder is a sample of its own, with the same prompt
-    samples, found = [], common.find_files(folder)
-    problems = load_extra("strays", "--image").sort_out(folder, found)
-    for (stem, kind), paths in found.items(): # of kind other: GIF and the like, each of which becomes an error line
-        if kind == "caption":
-            continue
-        for path in paths:
-            name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
-            with common.noted(problems):
-                common.refuse_outside(path, folder)
-                samples.append(make_sample("--prompt", folder, name, None, [path], [args.prompt],
-                                           settings=dict(out=f"{name}.png"))) # in the same subfolder
-    if not samples and not problems:
-        raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
-    return samples, problems
-
 def complete_settings(sample, args, shift_terminal):
     """Adds the flags to the settings of the sample's own line, which count more -> the text keys that it then needs.
     InputError for settings that make no sense. shift_terminal: the scheduler's; with one a schedule needs two steps."""
@@ -547,42 +525,32 @@ def complete_settings(sample, args, shift_terminal):
         raise InputError(f"{where}: sigmas {sigmas}; give falling numbers")
     if settings["num_inference_steps"] == 1 and shift_terminal and not settings["shift"]:
         raise InputError(f"{where}: num_inference_steps 1; give 2 or more, or a shift")
-    # a line may name its file, in --out_dir
-    if not common.is_inside(args.out_dir / own.get("out", ""), args.out_dir):
-        raise InputError(f"{where}: out {own['out']!r}; give a path below --out_dir")
+    # a line may name its file, in --out_dir; a folder's picture has its subfolder there
+    out = own.get("out", sample.name)
+    if not common.is_inside((args.out_dir / out).parent, args.out_dir):
+        raise InputError(f"{where}: out {out!r}; give a path below --out_dir")
     if "seed" in own and len(args.seed) > 1:
         raise InputError(f"{where}: its own seed, and --seed gives several; leave one out")
     sample.settings = settings
     return text_keys_of(sample)
 
-def picture_stem(sample):
-    """A sample's name may lead through folders of its dataset; its picture's name does not."""
-    return sample.name.replace("/", "-")
-
-def with_end(path, end):
-    """-> the path with this behind its stem. InputError if it is longer than a file's name may be."""
-    path = path.with_stem(path.stem + end)
-    if len(os.fsencode(path.name)) > NAME_BYTES:
-        raise InputError(f"{path}: its name is too long for a file; give a shorter one, with --out or a line of --jobs")
-    return path
-
-def plan_pictures(samples, inputs, args, sheet, models):
-    """-> [SimpleNamespace(sample: with all settings of this picture, strengths: of its LoRAs, row: its sample's number,
-    title: what sets it apart in this row of a sheet, path, key: a hash of all that decides it)], one for each sample,
-    seed and scale. InputError if two would be written to one file, or one to `sheet`, or over a file that is not ours.
-    sheet: None for --image FILES; models: hashes of transformer and scheduler."""
+def plan_pictures(samples, args, models):
+    """-> [SimpleNamespace(sample: with all settings of this picture, line: of --jobs, strengths: of its LoRAs, row: its
+    sample's number, title: what sets it apart in this row of a sheet, end: what its name has behind the sample's, key:
+    a hash of all that decides it)], one for each sample, seed and scale. choose_names adds path, mark and done. models:
+    hashes of transformer and scheduler."""
     loras = [file_hash(path) for path in args.lora] # by content, so one that is trained on is another one
     pictures = []
-    taken = {sheet and sheet.resolve(), *inputs}
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
         sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
+        line = sample.settings.pop("line", None)
         strengths = tuple(lora_scale * scale for lora_scale in args.lora_scale)
         # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
         key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
                                  **settings)
-        # its title, and its file, whose name has an end where there are several of a sample
+        # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
         if len(args.seed) > 1:
@@ -591,19 +559,8 @@ def plan_pictures(samples, inputs, args, sheet, models):
         if len(args.scales) > 1:
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
-        out = args.out or args.out_dir / sample.settings.get("out", f"{picture_stem(sample)}.png")
-        path = with_end(out, end)
-        number = 1
-        while not (sheet or args.out or finished(path, key)) and path.exists(): # another photograph's result
-            number += 1
-            path = with_end(out, f"{end}-{number}")
-        if path.resolve() in taken:
-            raise InputError(f"{args.jobs or '--image'}: {path} would overwrite a picture that is read, or another "
-                             "result; give it another name")
-        common.refuse_to_replace(path, OURS)
-        taken.add(path.resolve())
-        pictures.append(SimpleNamespace(sample=sample, strengths=strengths, row=row, title=", ".join(words) or "result",
-                                        path=path, key=key))
+        pictures.append(SimpleNamespace(sample=sample, line=line, strengths=strengths, row=row,
+                                        title=", ".join(words) or "result", end=end, key=key))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
@@ -630,7 +587,7 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
                                          args.max_tokens, args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
-                save_png(image, picture.path, picture.key)
+                save_png(image, picture.path, picture.key, about(picture, args.jobs), picture.mark)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # a full disk
                 problems.append(str(e))
@@ -641,6 +598,10 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
     return problems
 
 def main(args):
+    with ExitStack() as claims: # of the names that we choose: at its end they are free again
+        edit(args, claims)
+
+def edit(args, claims):
     common.find_devices(args)
     common.start_processes(args)
     first = common.rank() == 0
@@ -664,22 +625,16 @@ def main(args):
         common.print_problems(hints.warnings(args, samples))
 
     # into which files: one for each sample, seed and scale; those that are there already stay
-    sheets, sheet = common.find_extra("sheet"), None
-    if args.jobs or args.image[0].is_dir():
-        sheet = args.out_dir / "sheet.png"
-    pictures = plan_pictures(samples, inputs, args, sheet, models)
-    missing = [p for p in pictures if not finished(p.path, p.key)]
-    if missing:
-        common.prepare_folder(args.out_dir)
-        if sheets and len(pictures) > 1:
-            sheet = sheet or sheets.path_beside(missing[0].path)
-            common.refuse_to_replace(sheet, OURS)
+    pictures = plan_pictures(samples, args, models)
+    places, sheet = common.on_first_process(lambda: choose_names(pictures, inputs, args, finished, claims))
+    for picture, place in zip(pictures, places):
+        picture.path, picture.mark, picture.done = place
+    missing = [p for p in pictures if not p.done]
     if len(missing) < len(pictures):
         common.say(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, "
                    "with the same settings")
 
-    # encode everything, let the encoders go, then generate this process's share of what could be encoded.
-    # encode_samples also waits until every process has looked which pictures are there
+    # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
     if first and missing:
         plan = cache.write_plan(chosen, args.cache_dir)
@@ -697,10 +652,11 @@ def main(args):
     common.gather_objects(None) # wait for all: torchrun would end the others when one returns 1
     if first and missing:
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        shown = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
-        if sheets and len(shown) > 1:
-            save_png(sheets.results_sheet(shown), sheet)
-            common.say(f"{sheet}: {len(shown)} of them side by side")
+        shown = [p for p in pictures if p.row < SHEET_ROWS and finished(p.path, p.key)]
+        if sheet and len(shown) > 1:
+            image = common.find_extra("sheet").results_sheet(shown)
+            save_png(image, sheet.path, sheet_key(shown), mark=sheet.mark)
+            common.say(f"{sheet.path}: {len(shown)} of them side by side")
         plan.unlink(missing_ok=True)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,12 +23,7 @@ def check(flag, device, dtype):
 
 
 def refuse_cpu(args):
-    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used; flag_error for a
-    device that was given as a transformer."""
-    transformer = getattr(args, "transformer", None) or ""
-    if re.fullmatch(r"cuda(:\d+)?|cpu|mps", transformer):
-        flag = "--transformer_device" if hasattr(args, "transformer_device") else "--device"
-        flag_error(f"--transformer: {transformer} is a device; here {flag} {transformer}")
+    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used."""
     weights = [file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")]
     small = args.model == "tiny" or (Path(args.model).exists() and sum(weights) < 4e9)
     small |= not Path(args.model).exists() and not re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) # a slip of the pen

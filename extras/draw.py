@@ -17,6 +17,7 @@ import cache
 import common
 import predict
 from common import InputError, tell
+from extras.names import picture_stem
 
 
 def psnr(image, reference):
@@ -129,7 +130,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
         shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}
         shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
-        file = f"{sample.root}/{predict.picture_stem(sample)}.png"
+        file = f"{sample.root}/{picture_stem(sample)}.png"
         for name, image in shown.items():
             path = self.out_dir / "samples" / name / file
             if path not in self.saved:

@@ -120,6 +120,10 @@ def refuse_slips(parser):
     for flag, value in values_given():
         if not value and re.fullmatch(NAMED, flag):
             parser.error(f"argument {flag}: empty; give a name, or leave it out") # it would mean this folder
+        if flag == "--transformer" and re.fullmatch(r"cuda(:\d+)?|cpu|mps", value):
+            known = parser._option_string_actions
+            meant = "--transformer_device" if "--transformer_device" in known else "--device"
+            parser.error(f"argument --transformer: {value} is a device; here {meant} {value}")
         if flag in ("--model", "--transformer") and (meant := near_model(value)):
             parser.error(f"argument {flag}: {value} is no folder; give {meant}")
 
@@ -157,6 +161,8 @@ def no_dataset(root):
     """-> why there is no dataset at `root`, and what may be meant."""
     if not root.exists():
         return f"{root}: does not exist; {near_path(root)}"
+    if not (root.is_file() or root.is_dir()): # bash's <(...), which names no folder, and can be read only once
+        return f"{root}: is a pipe or a device; save its lines as a file, in the folder where their paths begin"
     what = "is a picture" if common.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
     for folder in (root, *root.parents):
         if folder.name in sum(common.FOLDERS.values(), ()) and is_dataset(folder.parent):

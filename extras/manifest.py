@@ -11,7 +11,9 @@ target, may call its control `image`, and may set the fields of JOB_TYPES.
 A dataset may come from strangers, so its lines, and the links in its folder, reach no file outside. A list of jobs is
 your own, and may name pictures anywhere, unless it is called metadata.jsonl.
 """
+import argparse
 import contextlib
+import json
 import os
 import re
 from functools import partial
@@ -36,13 +38,16 @@ def refuse_many(where, controls):
 
 def noise_levels(values):
     if not isinstance(values, list) or not 1 <= len(values) <= 1000:
-        raise ValueError("is no list of 1 to 1000 numbers")
+        raise ValueError
     return list(map(noise_level, values))
 
 
 # {field: function that makes its value}: flags of predict.py; three of them have another form on the command line
 JOB_TYPES = dict(out=png_name, sigmas=noise_levels, seed=seed_number,
                  **{name: kind for name, (kind, _) in SAMPLE_FLAGS.items()})
+# what a value should be, by the name of such a function; Python's own errors speak of Python's types
+WANTED = dict(int="whole number", float="number", noise_levels="list of 1 to 1000 numbers, such as [1, 0.5]",
+              png_name="name such as cat.png", only_text="text")
 
 
 def read(manifest, is_job=False, root=None):
@@ -87,10 +92,14 @@ def read_row(manifest, n, line, is_job):
     for key, value in row.items():
         if not is_job or key not in JOB_TYPES:
             raise InputError(f"{where}: unknown field {key!r:.100}; correct it, or leave it out")
+        kind = JOB_TYPES[key]
         try:
-            settings[key] = JOB_TYPES[key](value)
+            settings[key] = kind(value)
         except Exception as e: # as a value of JSON
-            raise InputError(f"{where}: {key} {value!r:.100}: {first_words(e)}; correct it, or leave it out")
+            own = isinstance(e, argparse.ArgumentTypeError)
+            why = first_words(e) if own else f"is no {WANTED[kind.__name__]}"
+            said = json.dumps(value, ensure_ascii=False)[:100]
+            raise InputError(f"{where}: {key} {said}: {why}; correct it, or leave it out")
     refuse_many(where, controls)
     find = partial(find_picture, manifest, where, is_job and manifest.name != "metadata.jsonl")
     controls = list(map(find, controls))
@@ -99,6 +108,8 @@ def read_row(manifest, n, line, is_job):
         name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
     else:
         name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
+    if is_job:
+        settings["line"] = n
     return make_sample(where, manifest, name, target, controls, prompts, mask, settings)
 
 

@@ -110,9 +110,8 @@ def validation_sheets(folder, step, records):
     return {name: contact_sheet(lines, titles) for name, lines in by_dataset.items()}
 
 
-def path_beside(picture):
-    """-> where the sheet of this picture's file and others goes: a long name is cut."""
-    end = "-sheet.png"
+def path_beside(picture, end):
+    """-> where the sheet of this picture's file and others goes, with an end such as -sheet.png: a long name is cut."""
     stem = os.fsencode(picture.stem)[:NAME_BYTES - len(end)].decode(errors="ignore") # never half a letter
     return picture.with_name(stem + end)
 

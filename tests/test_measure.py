@@ -78,6 +78,18 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     result = run_script("tools/measure.py", tmp_path / "others", tmp_path / "data", "--model", "none")
     assert is_one_line(result.errors[-1], "none of the pictures")
 
+def test_results_of_another_call_in_the_same_folder_are_a_warning(tmp_path):
+    """predict.py calls them NAME-2.png; a sample may have such a name, too."""
+    for name in ("cat", "dog", "dog-2"):
+        add_item(tmp_path / "data", name)
+        save(paint_picture(), tmp_path / f"out/{name}.png")
+    flags = [tmp_path / "out", tmp_path / "data", "--model", "none"]
+    assert "warning" not in run_script("tools/measure.py", *flags).err
+    for name in ("cat-2", "cat-3", "dog-2-2", "other-2"):
+        save(paint_picture(), tmp_path / f"out/{name}.png")
+    result = run_script("tools/measure.py", *flags)
+    assert result.status == 0 and "out: 3 results of other calls, such as cat-2.png, are not measured" in result.err
+
 @pytest.mark.parametrize("size, model, status", [
     ((65, 64), "tiny", 1), ((65, 64), "none", 0), ((64, 16), "none", 1), ((32, 32), "tiny", 0)])
 def test_a_picture_of_another_program_is_measured_if_its_size_allows_it(tmp_path, size, model, status):

@@ -147,10 +147,19 @@ except SystemExit as e:
 
 @pytest.mark.parametrize("command", [
     "predict.py", "predict.py --input x", "train.py --data photo", "cache.py --model Qwen-Image-Edit",
-    "train.py --target_pixels 512", "tools/doctor.py photo"])
+    "train.py --target_pixels 512", "tools/doctor.py photo",
+    "predict.py --image gone.jpg --prompt x", "predict.py --image empty/text.jpg --prompt x",
+    "predict.py --image photos/target/a.png gone.jpg --prompt x", "predict.py --jobs gone.jsonl",
+    "predict.py --jobs bad.jsonl", "predict.py --jobs empty", "predict.py --image empty --prompt x",
+    "predict.py --image photos --prompt x --out_dir photos/out", "predict.py --image photos empty --prompt x",
+    "predict.py --image photo.jpg --prompt="])
 def test_a_near_miss_imports_nothing_slow(two, command):
-    """Also where a run of tiny is there, whose LoRA predict.py would take."""
+    """Also where a run of tiny is there, whose LoRA predict.py would take. Among what is answered at once is a list
+    with bad lines only, and a folder whose pictures cannot be read."""
     save(paint_picture(), two / "out/tiny-a-001" / common.LORA_FILE, format="PNG")
+    (two / "empty").mkdir()
+    (two / "empty/text.jpg").write_text("x")
+    (two / "bad.jsonl").write_text('{"image": "photo.jpg"}\n{"image": "gone.jpg", "prompt": "x"}\n')
     script, *flags = command.split()
     env = os.environ | dict(PYTHONPATH=str(HERE))
     command = [sys.executable, "-c", SLOW, HERE / script, *flags]

@@ -126,7 +126,8 @@ CASES = { # script and flag: (command line, with {} for a folder of the user's; 
     "predict.py --out_dir": [("--jobs {made}/data --out_dir {} " + QUICK, "a.png"),
                              ("--jobs {made}/data --out_dir {} " + QUICK, "sheet.png"),
                              ("--image {made}/one --prompt x --out_dir {} " + QUICK, "cat.png"),
-                             ("--image {made}/one/cat.png --prompt x --out_dir {} " + QUICK, "cat.png")],
+                             ("--image {made}/one/cat.png --prompt x --out_dir {} " + QUICK, "cat.png"),
+                             ("--jobs {made}/data --out_dir {} " + QUICK, ".names.lock")],
     "tools/page.py --out": [("{made}/run --out {}/x.html", "x.html"), ("{made}/run --out {}/x.md", "x.md"),
                             ("{made}/run --out {}/photo.png", "photo.png")],
     "tools/page.py run": [("{}", "index.html log.jsonl")],
@@ -149,7 +150,7 @@ CASES = { # script and flag: (command line, with {} for a folder of the user's; 
     "tiny/make_data.py --out": [("--out {}", "val/x.png")],
     "tiny/make_tiny.py --out": [("--out {} --random", "vae/x.png")]}
 SILENT = { # these do what was asked, beside the user's file
-    "predict.py --cache_dir", "predict.py --out_dir 3", "tools/prune.py cache_dir"}
+    "predict.py --cache_dir", "tools/prune.py cache_dir", *[f"predict.py --out_dir {n}" for n in range(4)]}
 
 def fill(folder, files):
     """Puts a file of the user's at each of these places: a picture where the name asks for one. link: one that leads
@@ -208,7 +209,8 @@ def test_a_folder_in_the_place_of_a_runs_file_is_one_line(made, tmp_path, name):
 # ---- predict.py's own pictures ---------------------------------------------------------------------------------------
 
 def test_two_photographs_of_one_name_keep_two_results(made, tmp_path, monkeypatch):
-    """Without --out; the same command again draws nothing; several seeds' sheets are two, too."""
+    """Without --out; the same command again draws nothing; several seeds' sheets are two, too. The seed that the folder
+    has already is not drawn again beside another one."""
     common_flags = ["--prompt", "x", "--cache_dir", made.folder / "c", "--out_dir", tmp_path, "--num_inference_steps",
                     2, "--lora="]
     def call(folder, *flags):
@@ -225,10 +227,9 @@ def test_two_photographs_of_one_name_keep_two_results(made, tmp_path, monkeypatc
     for folder in ("one", "two", "one"):
         call(folder, "--seed", 0, 1)
     assert contents(tmp_path).items() >= first.items()
-    names = ["cat-2.png", "cat-s0-2.png", "cat-s0-2-sheet.png", "cat-s0-sheet.png", "cat-s0.png", "cat-s1-2.png",
-             "cat-s1.png", "cat.png"]
-    assert sorted(path.name for path in contents(tmp_path)) == sorted(names)
-    sheets = [Image.open(tmp_path / f"cat-s0{end}-sheet.png").tobytes() for end in ("", "-2")]
+    names = ["cat-2-sheet.png", "cat-2.png", "cat-s1-2.png", "cat-s1.png", "cat-sheet.png", "cat.png"]
+    assert sorted(path.name for path in contents(tmp_path)) == names
+    sheets = [Image.open(tmp_path / f"cat{end}-sheet.png").tobytes() for end in ("", "-2")]
     assert sheets[0] != sheets[1]
 
 def test_out_replaces_only_what_predict_has_drawn(made, tmp_path):
@@ -242,13 +243,6 @@ def test_out_replaces_only_what_predict_has_drawn(made, tmp_path):
     result = run_script("predict.py", *flags[2:], "--image", tmp_path / "x.png") # its own, but now it is read
     assert result.status == 1 and is_one_line(result.errors[0], "x.png", "is read"), result.err
     assert contents(tmp_path) == before
-
-def test_a_sheet_of_the_users_is_seen_before_anything_is_drawn(made, tmp_path):
-    (tmp_path / "sheet.png").write_bytes(b"mine")
-    result = run_script("predict.py", "--jobs", made.folder / "data", "--cache_dir", made.folder / "c", "--out_dir",
-                        tmp_path, "--num_inference_steps", 2, "--lora=", "--seed", 0, 1)
-    assert result.status == 1 and is_one_line(result.errors[-1], "sheet.png", "may be yours"), result.err
-    assert [path.name for path in contents(tmp_path)] == ["sheet.png"]
 
 def test_a_datasets_own_folder_gets_no_results(made, tmp_path):
     before = contents(made.folder / "data")

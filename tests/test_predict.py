@@ -59,7 +59,7 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
             dict(image=[one, two], height=64, width=96, sigmas=[1, 2 / 3, 1 / 3]), dict(seed=5)]
     bad = {"missing.png": [dict(image=["missing.png"])], "neither a text nor a list": [dict(prompt=None)],
            "'heigth'": [dict(heigth=3)], "'control'": [dict(control=one)],
-           "seed": [dict(seed=x) for x in ("x", True, 2**64)], "--max_sequence_length": [dict(prompt="word " * 1100)],
+           "seed": [dict(seed=x) for x in ("x", True, 2**32)], "--max_sequence_length": [dict(prompt="word " * 1100)],
            "out ": [dict(out=x) for x in ("../b.png", "b.jpg", "/b.png", "a\0.png", ["a.png"])],
            "control": [dict(image=[])],
            "sigmas": [dict(sigmas=[1, "x"]), dict(sigmas=[1, 2]), dict(sigmas=[0.5, 0.6]),
@@ -67,7 +67,8 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
            "shift": [dict(shift=-1), dict(shift=math.nan)], "size_from": [dict(size_from=2), dict(size_from=0)],
            "num_inference_steps": [dict(num_inference_steps=0), dict(num_inference_steps=10**20)],
            "give 32 to": [dict(height=0), dict(width=31)],
-           "negative prompt": [dict(negative_prompt="<|im_end|>")], "None": [dict(image=[None]), dict(height=None)],
+           "negative prompt": [dict(negative_prompt="<|im_end|>")], "None": [dict(image=[None])],
+           "null": [dict(height=None)],
            "negative_prompt": [dict(negative_prompt=x) for x in (None, ["a"], dict(a=1), True, 5)]}
     rows, out = [*good, *sum(bad.values(), [])], tmp_path / "o"
     jobs = write_jobs(tmp_path, [dict(image=one, prompt="add a red border") | row for row in rows])
@@ -84,8 +85,8 @@ def test_every_good_job_is_drawn_and_every_bad_one_is_named(tmp_path, photos):
     assert apart(out / names[3], out / names[4]) <= 1 # the same sizes and steps
 
 @pytest.mark.parametrize("rows, more, named", [
-    ([], [], "nothing in it"), ([dict(seed=3)], ["--seed", 1, 2], "own seed"), ([dict(out="a.png")] * 2, [], "a.png"),
-    ([dict(out="sheet.png"), {}], [], "sheet.png")], ids=str)
+    ([], [], "nothing in it"), ([dict(seed=3)], ["--seed", 1, 2], "own seed"),
+    ([dict(out="a.png")] * 2, [], "a.png")], ids=str)
 def test_jobs_that_contradict_each_other_are_one_line(tmp_path, photos, rows, more, named):
     jobs = write_jobs(tmp_path, [dict(image=str(photos[0]), prompt="x") | row for row in rows])
     result = run_script("predict.py", "--jobs", jobs, "--out_dir", tmp_path / "o", *more, "--num_inference_steps", 2)
@@ -262,7 +263,8 @@ def test_the_encoders_are_gone_before_the_transformer_comes(tmp_path, photos, tw
     assert [name for name, _ in call("--lora", "", prompt="stop")] == ["text_encoder", "transformer", "vae"]
 
 def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photos, two_loras):
-    """Another LoRA, strength, seed, step, prompt, picture or model draws it again; a comment in a script does not."""
+    """Another LoRA, strength, seed, step, prompt, picture or model draws another one; a comment in a script draws
+    none."""
     model, script = copy_model(tmp_path / "m"), shutil.copy(HERE / "predict.py", tmp_path)
     save(Image.open(photos[0]), tmp_path / "in/a.png")
     def drawn(*changes):
@@ -270,17 +272,16 @@ def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photo
         result = run_script(script, "--model", model, "--image", tmp_path / "in", "--prompt", "go", "--out_dir",
                             tmp_path / "o", "--cache_dir", tmp_path / "c", "--num_inference_steps", 2, *lora, *NATIVE,
                             *ON_DEVICE, *changes)
-        assert result.status == 0 and ("a.png: " in result.out) != ("1 of 1 pictures" in result.out), result.err
-        return "/a.png: " in result.out
+        drew = bool(re.search(r"/a(-\d+)?\.png: ", result.out))
+        assert result.status == 0 and drew != ("1 of 1 pictures" in result.out), result.err
+        return drew
     assert drawn() and not drawn()
     Path(script).write_text(Path(script).read_text() + "\n# a comment\n")
     assert not drawn()
-    before = (tmp_path / "o/a.png").read_bytes()
-    for change in (["--lora", two_loras[1]], ["--lora_scale", 0.5], ["--scales", 0.5], ["--seed", 1], ["--shift", 2],
+    for change in (["--lora", two_loras[1]], ["--lora_scale", 0.5], ["--scales", 0.25], ["--seed", 1], ["--shift", 2],
                    ["--prompt", "x"], ["--num_inference_steps", 3], ["--true_cfg_scale", 4],
                    ["--target_pixels", "32*32"]):
         assert drawn(*change), change
-        (tmp_path / "o/a.png").write_bytes(before)
     save(paint_picture((100, 60), 9), tmp_path / "in/a.png")
     assert drawn()
     for part in ("transformer", "vae", "text_encoder"):
@@ -572,7 +573,7 @@ def test_a_sheet_names_a_sample_whose_instruction_its_font_lacks(monkeypatch):
     ("--prompt go --image no.png", "no.png"), ("EDIT --lora no/thing", "the hub"),
     ("EDIT --negative_prompt <|im_end|>", "negative prompt"), ("EDIT --out TMP/file/a.png", "TMP/file"),
     ("--prompt go --image TMP/in --out_dir TMP/file/o", "TMP/file"), ("--prompt go --image TMP/no", "TMP/no"),
-    ("--prompt go --image TMP/sheet", "sheet.png"), ("--prompt go --image TMP/in TMP/sheet", "one folder"),
+    ("--prompt go --image TMP/in TMP/sheet", "one folder"),
     ("--prompt go --image TMP/in/a.png TMP/in", "one folder"),
     ("--prompt go --image TMP/in --out_dir TMP/in", "TMP/in"),
     ("--prompt go --image TMP/in --out_dir TMP/in/out", "TMP/in"), ("--jobs TMP/gone.jsonl", "does not exist")])

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError, number, positive, tell
+from common import LORA_FILE, InputError, number, positive, tell
 from extras.strangers import is_utf8
 
 # torch, predict.py and the like take seconds to import; the functions import them, so that -h and typos do not wait
@@ -130,7 +130,15 @@ def main():
         if args.to == "model":
             merge(files, args.scale or [1.0] * len(files), args.model or "tiny", args.dtype or "bfloat16", args.out)
         else:
-            convert(files[0], args.to, args.out)
+            part = args.out.with_name(f".tmp-{os.getpid()}-{LORA_FILE}")
+            convert(files[0], args.to, part)
+            try: # another process may have written it meanwhile
+                common.move_new(part, args.out)
+            except OSError:
+                common.refuse_to_replace(args.out)
+                raise
+            finally:
+                part.unlink(missing_ok=True)
     tell(f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}")
     if args.to == "model" and trained: # predict.py reads them from a LoRA; for a merged model it needs the flags
         sizes = [f"--{k} {v}" for k, v in trained[0].items() if k != "upscale"]

@@ -62,7 +62,8 @@ flag("--tests", "quick", "claims: quick runs test_consistency.py; all adds the o
      choices=TESTS)
 flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Path)
 args = parser.parse_args()
-common.refuse_to_replace(args.out, rb'\A\{\n "about": \{\n  "command": "python ')
+OURS = rb'\A\{\n "about": \{\n  "command": "python ' # how the file of --out begins
+common.refuse_to_replace(args.out, OURS)
 common.prepare_folder(args.out.absolute().parent)
 
 # What follows takes seconds to import, so it comes behind the flags.
@@ -198,7 +199,7 @@ def write(stage, row):
     row = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
     found[stage].append(row)
     print(f"{stage}: " + ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode())
+    common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode(), OURS)
 
 about = dict(command=common.command(["python", *sys.argv]), device=device_name, cuda=torch.version.cuda,
              **{m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})

@@ -44,7 +44,7 @@ flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=
 flag("--max_grad_norm", 1.0, "a gradient longer than this is scaled down to it", type=number(float, 1e-12))
 flag("--mask_foreground_weight", 2.0, "loss weight of a mask's edited region", type=not_negative)
 flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture", type=not_negative)
-flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=number(int, 0, 2**64 - 1))
+flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=common.seed_number)
 flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
 flag("--resume", False, "continue the run in --out_dir")

@@ -33,6 +33,8 @@ import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, tell
 
+OURS = rb'\A\{\n "[^"]*": \{\n  "pictures": \d+' # how the file of --json begins
+
 def read_flags():
     """-> args. A slip ends the script here."""
     parser = common.Parser(__doc__)
@@ -43,8 +45,8 @@ def read_flags():
     flag("--device", None, "where the VAE runs (default: cuda if there is one)", choices=["cpu", "cuda"])
     flag("--json", None, "also write the numbers to this file (default: none)", type=Path, metavar="FILE")
     args = parser.parse_args()
-    if args.json: # it begins like this
-        common.refuse_to_replace(args.json, rb'\A\{\n "[^"]*": \{\n  "pictures": \d+')
+    if args.json:
+        common.refuse_to_replace(args.json, OURS)
     return args
 
 if __name__ == "__main__": # before the imports below: a slip is answered in a second, and they take ten
@@ -56,7 +58,8 @@ import torch
 from PIL import Image, ImageFilter
 
 import cache
-from predict import decode, picture_stem
+from extras.names import picture_stem
+from predict import decode
 
 try:
     from extras.draw import psnr
@@ -147,6 +150,16 @@ def ends_of(folder, stems):
     ends = dict(max(of_file, key=times.get) for of_file in readings if of_file)
     return dict(sorted(ends.items(), key=lambda item: float(item[1] or "-inf")))
 
+def results_of_others(folder, measured):
+    """-> the pictures NAME-2.png and so on, beside these names: predict.py calls a result so if NAME.png is that of an
+    earlier call, with other settings."""
+    found = []
+    for file in sorted(folder.glob("*.png")):
+        name, dash, number = file.stem.rpartition("-")
+        if dash and number.isdecimal() and name in measured and file.stem not in measured:
+            found.append(file)
+    return found
+
 COLUMNS = dict(input="7.1f", result="7.1f", vae="7.1f", kept="9.1f", inside="7.1f",
                outside="7.1f", shift="9.2f", zoom="7.2f", colour="7.1f")
 
@@ -169,6 +182,10 @@ def main(args):
     ends = ends_of(args.results, stems)
     if stems and not ends:
         raise InputError(f"{args.results}: none of the pictures of {args.dataset}; generate them: predict.py --jobs")
+    others = results_of_others(args.results, {f"{stem}{end}" for stem in stems for end in ends})
+    if others:
+        tell(f"warning: {args.results}: {len(others)} results of other calls, such as {others[0].name}, are not "
+             "measured; give each call of predict.py an --out_dir of its own", file=sys.stderr)
     pipe = None
     if args.model != "none":
         pipe = cache.load_pipeline(cache.find_model(args.model, ["vae", "tokenizer", "processor", "scheduler"]))
@@ -196,7 +213,7 @@ def main(args):
         cells = [f"{m[key]:{form}}" if key in m else " " * int(form[0]) for key, form in COLUMNS.items()]
         tell(" ".join([f"{common.shown(name):20} {m['pictures']:8}", *cells[:3], "|" + cells[3], *cells[4:]]))
     if args.json:
-        common.write_file(args.json, json.dumps(groups, indent=1).encode())
+        common.write_file(args.json, json.dumps(groups, indent=1).encode(), OURS)
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""
+What the flags of predict.py ask for: samples of a FILE, a FOLDER or --jobs, looked at before torch is imported, so that
+a wrong name is answered at once; and what a result says of itself.
+"""
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import common
+from common import InputError, make_sample
+
+
+def read_samples(args):
+    """What the flags ask for -> (samples, problems)."""
+    if args.jobs:
+        return common.read_dataset(args.jobs, is_job=True)
+    folder = args.image[0]
+    if args.image[1:] and any(map(Path.is_dir, args.image)):
+        raise InputError("--image: a folder stands alone; give one folder, or files")
+    if not folder.is_dir():
+        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
+    if args.out_dir.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
+    # each picture of a folder is a sample of its own, with the same prompt
+    samples, found = [], common.find_files(folder)
+    problems = common.load_extra("strays", "--image").sort_out(folder, found)
+    for (stem, kind), paths in found.items(): # of kind other: GIF and the like, each of which becomes an error line
+        if kind == "caption":
+            continue
+        for path in paths:
+            name = stem if len(paths) == 1 else path.relative_to(folder).as_posix() # a.png beside a.jpg
+            with common.noted(problems):
+                common.refuse_outside(path, folder)
+                samples.append(make_sample("--prompt", folder, name, None, [path], [args.prompt]))
+    if not samples and not problems:
+        raise InputError(f"--image {folder}: no picture in it; give a folder of pictures")
+    return samples, problems
+
+
+def refuse_nothing(args):
+    """Ends the script if nothing of what the flags ask for can be drawn: no picture can be read, no line is right. (Of
+    several processes none looks: the first one says it later.)"""
+    if common.world() > 1:
+        return
+    samples, problems = read_samples(args)
+    look, _ = common.looks([replace(sample, mask=None) for sample in samples], args.cache_dir)
+    good = 0
+    for sample in samples:
+        with common.noted(problems):
+            for path in common.pictures_of(sample):
+                look(path)
+            good += 1
+    if not good:
+        common.print_problems(list(dict.fromkeys(problems))) # each picture of a folder has the same prompt
+        sys.exit(1)
+
+
+def about(picture, jobs):
+    """-> what a result says of itself, beside its command: of its own sample, seed and scale, as a command may make
+    many pictures. picture: one of predict.plan_pictures; jobs: --jobs."""
+    sample = picture.sample
+    said = dict(prompt=sample.prompts[0], controls=sample.controls)
+    said |= {name: value for name, value in sample.settings.items() if value is not None and name != "out"}
+    if picture.strengths:
+        said["lora_scale"] = picture.strengths
+    if picture.line is not None:
+        said["line"] = f"{jobs}:{picture.line}"
+    return said
