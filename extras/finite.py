@@ -48,8 +48,8 @@ def of_validation(lost, sample_lora):
 
 
 def refuse(path, tensors, remedy):
-    """InputError if one of the tensors {name: tensor} that are to be saved in this file holds NaN or Inf."""
-    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    """InputError if one of a file's tensors {name: tensor} holds NaN or Inf."""
+    broken = [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()] # (it knows no fp8)
     if broken:
-        raise InputError(f"{path}: not written, as {len(broken)} of its {len(tensors)} tensors hold NaN or Inf, for "
-                         f"instance {broken[0]}; {remedy}")
+        raise InputError(f"{path}: NaN or Inf in {len(broken)} of {len(tensors)} tensors, for instance {broken[0]}; "
+                         f"{remedy}")

@@ -19,6 +19,7 @@ from pathlib import Path
 import common
 from common import (LONG_TEXT, MAX_PIXELS, MAX_TOKENS, MOST_CONTROLS, NAME_BYTES, VERSION, InputError, Sample,
                     tell)
+from extras import finite
 
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):
@@ -219,6 +220,7 @@ def check_tensors(tensors, sample, encoded):
     """InputError unless what was read of a file is what the index, or the plan, says of it. encoded: one of
     sample.encodings, or of the values of sample.texts."""
     file = encoded["file"]
+    finite.refuse(file, tensors, "cache.py --verify encodes it again") # its digest is right, but it may be foreign
     if "tokens" in encoded:
         prefix = "" if "prompt_embed" in tensors else "empty_"
         return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
@@ -231,8 +233,6 @@ def check_tensors(tensors, sample, encoded):
     if mask is not None and (mask.shape != (target,) or not mask.is_floating_point()):
         raise InputError(f"{file}: edit_mask is {list(mask.shape)}, and its pictures want [{target}]; delete this "
                          "file, and run cache.py again")
-    if mask is not None:
-        refuse_nan(mask, file, "edit_mask")
 
 
 def check_rows(tensors, file, rows, width=None):
@@ -244,14 +244,6 @@ def check_rows(tensors, file, rows, width=None):
         if len(shape) != 2 or shape != [count, *columns] or not found.is_floating_point():
             raise InputError(f"{file}: {name} is {shape or 'missing'}, and {count} rows of floats are wanted; delete "
                              "this file, and run cache.py again")
-        refuse_nan(found, file, name)
-
-
-def refuse_nan(tensor, file, name):
-    """cache.py encodes none, but a cache may come from anywhere, and its digest with it."""
-    if not tensor.float().isfinite().all(): # float: isfinite does not know fp8
-        raise InputError(f"{file}: {name} holds NaN or Inf; delete this file, and run cache.py again, with --dtype "
-                         "float32 if it was encoded in float16")
 
 
 def open_index(path, fingerprints, texts_of, args):

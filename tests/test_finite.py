@@ -4,6 +4,7 @@ picture, no rank, no checkpoint and no LoRA.
 """
 import json
 import math
+import shutil
 import warnings
 
 import numpy as np
@@ -90,17 +91,32 @@ def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
     assert "cfg" not in finite.cause_of("transformer", True, "bfloat16", 4.0)
 
 @pytest.mark.parametrize("name", ["control_latent", "prompt_embed"])
-def test_nan_in_a_foreign_cache_is_one_line(tmp_path, photos, name):
+def test_nan_in_an_encoded_file_is_encoded_again(tmp_path, photos, name):
     """Its digest is right, as whoever has made it has computed that, too."""
     flags = ["--image", photos[0], "--prompt", "go", "--lora", "", "--cache_dir", tmp_path / "c"]
     assert draw(*flags, "--out", tmp_path / "a.png").status == 0
-    file, = tmp_path.glob(f"c/{'latents' if 'latent' in name else 'text'}/*.safetensors")
+    spoil(tmp_path / "c", name)
+    result = draw(*flags, "--out", tmp_path / "b.png")
+    assert result.status == 0 and "encoding it again" in result.err, result.err
+    assert np.array_equal(*[np.asarray(Image.open(tmp_path / name)) for name in ("a.png", "b.png")])
+
+def spoil(cache_dir, name):
+    """It writes NaN into the first file with this tensor, and returns the file."""
+    file = sorted(cache_dir.glob(f"{'latents' if 'latent' in name else 'text'}/*.safetensors"))[0]
     tensors, meta = common.read_tensors(file, key=file.stem)
     tensors[name][1, 2] = math.nan
     common.write_tensors(file, tensors, meta)
-    result = draw(*flags, "--out", tmp_path / "b.png")
-    assert result.status == 1 and is_one_line(result.errors[-1], file, name, "NaN"), result.err
-    assert not (tmp_path / "b.png").exists()
+    return file
+
+@pytest.mark.parametrize("name", ["pixel_latent", "prompt_embed"])
+def test_a_training_on_a_foreign_index_names_the_file_with_nan(small, tmp_path, name):
+    """And not the samples of a step whose loss it would spoil."""
+    shutil.copytree(small.cache, tmp_path / "cache")
+    file = spoil(tmp_path / "cache", name)
+    flags = [tmp_path / "cache/tiny-data.json" if word == small.cache / "tiny-data.json" else word
+             for word in small.flags]
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
+    assert result.status == 1 and is_one_line(result.errors[-1], file, name, "cache.py --verify"), result.err
 
 # ---- validations -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +126,7 @@ def train(small, tmp_path, *flags):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         return run_script("train.py", *more, "--val_pictures", 2, "--num_inference_steps", 2, "--sample_every", 1,
-                          "--cache_dir", small.cache, "--out_dir", tmp_path / "run", *flags)
+                          "--cache_dir", tmp_path / "c", "--out_dir", tmp_path / "run", *flags)
 
 def spoil_validation(monkeypatch, number, lora=True):
     """Of the pictures of this validation one is NaN: the LoRA's, or the base's, which is drawn in the first one."""
