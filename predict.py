@@ -433,7 +433,7 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 def decode(vae, latents, img_shapes):
     """Packed latents (I, 64) -> PIL image; or the name of the model that has computed NaN or Inf, of which the picture
     would be black. If a whole picture does not fit into the memory, it and all later ones are decoded in tiles."""
-    if not latents.isfinite().all():
+    if not finite.is_finite(latents):
         return "transformer"
     # (1, 16, 1, 2h, 2w): one frame, as the VAE knows videos
     _, h, w = img_shapes[0]
@@ -449,7 +449,7 @@ def decode(vae, latents, img_shapes):
         torch.cuda.empty_cache()
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
         pixels = vae.decode(z).sample
-    if not pixels.isfinite().all():
+    if not finite.is_finite(pixels):
         return "VAE"
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 

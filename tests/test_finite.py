@@ -85,6 +85,17 @@ def test_the_line_names_the_model_that_computed_it_and_no_lora_where_there_is_no
     assert is_one_line(result.errors[0], tmp_path / "o" / lost, f"what the {model} computed")
     assert "LoRA" not in result.errors[0] and "lora" not in result.errors[0]
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
+def test_one_number_that_is_not_finite_is_found_wherever_it_stands(dtype):
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, 7, 5 * 6 - 1):
+            numbers = torch.linspace(-1, 1, 30).to(dtype)
+            assert finite.is_finite(numbers.view(5, 6))
+            numbers = numbers.float()
+            numbers[place] = bad
+            assert not finite.is_finite(numbers.to(dtype).view(5, 6))
+    assert finite.is_finite(torch.zeros(0, 64, dtype=dtype)) and finite.is_finite(torch.ones(3, dtype=torch.bool))
+
 def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
     assert "bfloat16 or float32" in finite.cause_of("VAE", False, "float16", 4.0)
     assert "--true_cfg_scale 1e+06" in finite.cause_of("transformer", False, "float32", 1e6)

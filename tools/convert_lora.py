@@ -148,6 +148,7 @@ def add_loras(transformer, folder, loras, scales, dtype):
     """Adds the LoRAs, each at its scale, to the weights of a transformer, whose files are in this folder: in fp32,
     layer by layer, so that each weight is rounded once to `dtype` -> a line that says what rounding costs."""
     import predict
+    from extras import finite
     stored, parts = stored_weights(folder), {} # {layer: [(factor, lora_A, lora_B)] of all LoRAs}
     for (path, state, meta), strength in zip(loras, scales):
         predict.check_fit(transformer, state, path)
@@ -164,7 +165,7 @@ def add_loras(transformer, folder, loras, scales, dtype):
         sizes[layer] = norm(change) ** 2
         weights += norm(weight) ** 2
     for name, p in transformer.named_parameters():
-        if not p.isfinite().all():
+        if not finite.is_finite(p):
             remedy = "lower --scale" if dtype != "float16" else "give --dtype bfloat16 or float32"
             raise InputError(f"--dtype {dtype}: NaN or Inf in the merged {name}; {remedy}, or take another copy of "
                              "--model")
