@@ -647,7 +647,7 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
                 tell(str(e), file=sys.stderr)
     bar.close()
     gib = common.memory_of(args.transformer_device)
-    common.say(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
+    common.say(f"pictures: {len(pictures) - len(problems)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
 
 def main(args):
