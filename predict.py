@@ -433,8 +433,6 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 def decode(vae, latents, img_shapes):
     """Packed latents (I, 64) -> PIL image; or the name of the model that has computed NaN or Inf, of which the picture
     would be black. If a whole picture does not fit into the memory, it and all later ones are decoded in tiles."""
-    if not finite.is_finite(latents):
-        return "transformer"
     # (1, 16, 1, 2h, 2w): one frame, as the VAE knows videos
     _, h, w = img_shapes[0]
     z = QwenImageEditPlusPipeline._unpack_latents(latents[None], 16 * h, 16 * w, 8).to(vae.device, vae.dtype)
@@ -449,8 +447,8 @@ def decode(vae, latents, img_shapes):
         torch.cuda.empty_cache()
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
         pixels = vae.decode(z).sample
-    if not finite.is_finite(pixels):
-        return "VAE"
+    if not finite.is_finite(pixels): # the VAE makes NaN of latents that are not finite
+        return "VAE" if finite.is_finite(latents) else "transformer"
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 
 def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),

@@ -13,6 +13,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 
+import cache
 import common
 import predict
 import rope_patch
@@ -95,6 +96,20 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_stands(dtype):
             numbers[place] = bad
             assert not finite.is_finite(numbers.to(dtype).view(5, 6))
     assert finite.is_finite(torch.zeros(0, 64, dtype=dtype)) and finite.is_finite(torch.ones(3, dtype=torch.bool))
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiles"])
+def test_one_latent_that_is_not_finite_is_the_transformer_s(dtype, tiled):
+    """The VAE makes no finite picture of it, so that the pixels alone need a look."""
+    vae = cache.load_part(AutoencoderKLQwenImage, TINY / "vae", dtype)
+    if tiled:
+        vae.decode = vae.tiled_decode
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in ((0, 0), (77, 31)):
+            latents = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(vae.dtype)
+            assert not isinstance(predict.decode(vae, latents, [(1, 8, 12)]), str)
+            latents[place] = bad
+            assert predict.decode(vae, latents, [(1, 8, 12)]) == "transformer"
 
 def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
     assert "bfloat16 or float32" in finite.cause_of("VAE", False, "float16", 4.0)
