@@ -68,7 +68,7 @@ try: # the one that works without torchvision; from transformers 5.4 on it has a
 except ModuleNotFoundError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
-from extras import flight
+from extras import finite, flight
 from rope_patch import ROPE_TABLE
 
 PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or prompts changes
@@ -449,7 +449,8 @@ def remove_damaged(files, pipe):
     for file in common.progress("verifying", list(files), unit="file"):
         # reading compares the digest that the file carries with its content
         try:
-            read_tensors(file, key=file.stem)
+            tensors, _ = read_tensors(file, key=file.stem)
+            finite.refuse(file, tensors, "encode it again")
         except InputError:
             if pipe is None:
                 raise InputError(f"{file}: damaged, and an index alone cannot encode it again; give the dataset as "

@@ -613,16 +613,16 @@ def remove_unused(folder):
 NO_DIGEST = "0" * 64
 SIGNED = re.compile(r'\{".{6}": ".{64}"') # how the JSON begins that write_tensors adds, with a damaged digest too
 
-def write_tensors(path, tensors, meta, meta_key="json"):
+def write_tensors(path, tensors, meta, meta_key="json", mark=b""):
     """A safetensors file that carries content_digest: it is made with zeros where the digest will stand, the first in
     the file; the digest takes their place. Metadata is one JSON string, because safetensors orders several metadata
-    keys at random. Tensors go to the CPU."""
+    keys at random. Tensors go to the CPU. mark: as for write_file."""
     import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
     about = {"sha256": NO_DIGEST, "dtypes": {str(v.dtype) for v in tensors.values()}, **meta}
     text = json.dumps(about, default=sorted) # sets become lists
     data = safetensors.torch.save(tensors, {meta_key: text})
-    write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1))
+    write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1), mark)
 
 def content_digest(data, text):
     """sha256 of what a safetensors file says: of `text`, our JSON with NO_DIGEST in it, and of each tensor's name,

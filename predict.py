@@ -128,6 +128,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from PIL import Image, PngImagePlugin
 
 import cache
+from extras import finite
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
@@ -335,6 +336,7 @@ def save_lora(path, transformer, train, fold=False):
         if {*scales.values()} != {1.0}:
             train = train | dict(folded=scales)
         config.update(use_rslora=False, lora_alpha=config["r"], alpha_pattern=config["rank_pattern"])
+    finite.refuse(path, state, "start a new run with a lower --lr (--pretrained_lora takes an earlier checkpoint)")
     meta = with_prefix("transformer", config) | with_prefix("train", train)
     common.write_tensors(path, with_prefix("transformer", state), meta, "lora_adapter_metadata")
 
@@ -431,8 +433,8 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 
 @torch.no_grad()
 def decode(vae, latents, img_shapes):
-    """Packed latents (I, 64) -> PIL image. If a whole picture does not fit into the memory, it and all later ones are
-    decoded in tiles."""
+    """Packed latents (I, 64) -> PIL image; or the name of the model that has computed NaN or Inf, of which the picture
+    would be black. If a whole picture does not fit into the memory, it and all later ones are decoded in tiles."""
     # (1, 16, 1, 2h, 2w): one frame, as the VAE knows videos
     _, h, w = img_shapes[0]
     z = QwenImageEditPlusPipeline._unpack_latents(latents[None], 16 * h, 16 * w, 8).to(vae.device, vae.dtype)
@@ -447,12 +449,14 @@ def decode(vae, latents, img_shapes):
         torch.cuda.empty_cache()
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
         pixels = vae.decode(z).sample
+    if not finite.is_finite(pixels): # the VAE makes NaN of latents that are not finite
+        return "VAE" if finite.is_finite(latents) else "transformer"
     return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
 
 def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),
                      bar=None):
-    """Yields (place in this list of samples, PIL image), many at once. samples, encoders: as for load_job. share: which
-    of the packs this process generates. Without a VAE nothing is decoded, nor yielded."""
+    """Yields (place in this list of samples, what `decode` returns), many at once. samples, encoders: as for load_job.
+    share: which of the packs this process generates. Without a VAE nothing is decoded, nor yielded."""
     lengths = []
     for sample in samples:
         images = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
@@ -582,19 +586,24 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
     for strengths in dict.fromkeys(p.strengths for p in pictures): # two of a LoRA cannot share a forward pass
         chosen = [p for p in pictures if p.strengths == strengths]
         if names:
-            transformer.set_adapters(names, list(strengths))
+            active = {name: strength for name, strength in zip(names, strengths) if strength} # 0 * Inf would be NaN
+            transformer.set_adapters(list(active), list(active.values()))
         for i, image in generate_samples(transformer, vae, pipe.scheduler.config, [p.sample for p in chosen],
                                          args.max_tokens, args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
+                if isinstance(image, str): # other pictures may be good
+                    cause = finite.cause_of(image, any(strengths), args.dtype,
+                                            picture.sample.settings["true_cfg_scale"])
+                    raise InputError(f"{picture.path}: {cause}")
                 save_png(image, picture.path, picture.key, about(picture, args.jobs), picture.mark)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
-            except InputError as e: # a full disk
+            except InputError as e: # NaN, or a full disk
                 problems.append(str(e))
                 tell(str(e), file=sys.stderr)
     bar.close()
     gib = common.memory_of(args.transformer_device)
-    common.say(f"pictures: {len(pictures)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
+    common.say(f"pictures: {len(pictures) - len(problems)}, {monotonic() - t0:.1f} s, {gib:.1f} GiB")
     return problems
 
 def main(args):

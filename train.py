@@ -140,7 +140,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree
+from extras import agree, finite
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -531,7 +531,7 @@ def validate(step, track):
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
             val_loss = validation_loss()
-            say(f"step {step}: validation loss {val_loss:.4f}")
+            say(finite.loss_line(step, val_loss))
             drawn = drawer and drawer.draw(step)
     except torch.OutOfMemoryError:
         if world_size > 1: # the others are waiting for this process's share

@@ -86,6 +86,9 @@ def check_validation(record):
         psnrs += [means[kind] for kind in ("input", "base", "lora", "vae")]
     if not all(is_number(psnr, 1e6) for psnr in psnrs) or not is_number(record["val_loss"]):
         raise ValueError("no numbers")
+    lost = record.get("not_finite", [])
+    if not isinstance(lost, list) or not all(isinstance(name, str) for name in lost):
+        raise ValueError("no names of pictures that are not finite")
     if not isinstance(pictures, list) or not is_count(record["step"], 10**12) or not is_shallow(record):
         raise ValueError("no list of pictures, or no step")
     if not all(isinstance(record.get(name, {}), dict) for name in ("loss_of", "psnr_of", "flags")):
@@ -114,6 +117,14 @@ def read_validations(out_dir):
                 check_validation(record)
                 found.append(record)
     return found
+
+
+def lost_steps(records, measure):
+    """-> the steps of those validations that have NaN or Inf instead of a loss, or of a picture: they are not ranked by
+    this measure."""
+    if measure == "mean PSNR":
+        return [record["step"] for record in records if record.get("not_finite")]
+    return [record["step"] for record in records if not math.isfinite(record["val_loss"])]
 
 
 def values_of(record):

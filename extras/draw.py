@@ -17,6 +17,7 @@ import cache
 import common
 import predict
 from common import InputError, tell
+from extras import finite
 from extras.names import picture_stem
 
 
@@ -77,8 +78,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         return [common.file_hash(common.find_lora(path)) for path in self.args.sample_lora]
 
     def generate(self, trained):
-        """{place in samples: PIL image} of at most --val_pictures, with --sample_lora's LoRAs, and with the trained one
-        or without. All processes together generate them; this one returns its share."""
+        """{place in samples: what predict.decode returns} of at most --val_pictures, with --sample_lora's LoRAs, and
+        with the trained one or without. All processes together generate them; this one returns its share."""
         # share: which of the packs of generate_samples are this process's
         share, decoder = slice(common.rank(), None, common.world()), self.vae
         # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes
@@ -103,7 +104,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         """Compares one sample's pictures, without and with the LoRA, with its target, and saves all in samples/ -> (its
         place, a record for the log with the PSNRs to the target in dB: of the input, the base, the LoRA, and the VAE
         alone, which is the upper bound). If an original is not on this machine, or was edited since it was encoded, the
-        VAE decodes its latents instead."""
+        VAE decodes its latents instead. `lost` in the record: {one of these: the model that computed NaN or Inf for
+        it}; then it has no PSNRs, and the other pictures are saved."""
         sample = self.samples[place]
         shapes = sample.encodings[0]["img_shapes"]
         tensors = cache.load_latents(sample, sample.encodings[0], self.encoders)
@@ -122,28 +124,40 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                     tell(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
                 from_latents.append(path)
                 return by_vae(n)
-        target, *controls = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
+        target, control, *more = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
+        made = dict(control=control, base=base, lora=picture, vae=by_vae(0), target=target)
+        lost = {name: model for name, model in made.items() if isinstance(model, str)}
         # compared at the size that was generated
-        target, control = [image.resize(picture.size, Image.LANCZOS) for image in (target, controls[0])]
-        psnrs = [psnr(image, target) for image in (control, base, picture, by_vae(0))]
+        size = 16 * shapes[0][2], 16 * shapes[0][1]
+        shown = {name: image.resize(size, Image.LANCZOS) for name, image in made.items() if name not in lost}
+        psnrs = []
+        if not lost:
+            psnrs = [psnr(shown[name], shown["target"]) for name in ("control", "base", "lora", "vae")]
+        for n, image in enumerate(more, 1):
+            if not isinstance(image, str):
+                shown[f"control_{n}"] = ImageOps.contain(image, size)
         # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
-        shown = {f"step_{step:06d}": picture, "base": base, "target": target, "control": control}
-        shown |= {f"control_{n}": ImageOps.contain(image, picture.size) for n, image in enumerate(controls[1:], 1)}
         file = f"{sample.root}/{picture_stem(sample)}.png"
         for name, image in shown.items():
-            path = self.out_dir / "samples" / name / file
-            if path not in self.saved:
+            path = self.out_dir / "samples" / (f"step_{step:06d}" if name == "lora" else name) / file
+            if name != "vae" and path not in self.saved:
                 self.refuse_outside(path)
                 predict.save_png(image, path)
                 self.saved.add(path)
         return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs,
-                           from_latents=sample.target in from_latents)
+                           from_latents=sample.target in from_latents, lost=lost)
 
     def report(self, step, rows):
         """Prints each folder's mean PSNRs, and writes a contact sheet of each dataset into samples/ -> what draw
-        returns. rows: what compare returns, in the order of samples."""
-        folder, groups, means = self.out_dir / "samples", {}, {}
+        returns. rows: what compare returns, in the order of samples. If one picture is lost, the validation has no
+        PSNRs at all: a mean of the others' would be compared with means of all."""
+        folder, groups, means, lost = self.out_dir / "samples", {}, {}, []
+        for _, record in rows:
+            lost += [(name, model, record["file"]) for name, model in record.pop("lost").items()]
+        if lost:
+            tell(finite.of_validation(lost, self.args.sample_lora))
+            rows = []
         for place, record in rows:
             sample = self.samples[place]
             groups.setdefault("/".join([sample.root, *Path(sample.name).parent.parts]), []).append(record["psnr"])
@@ -167,6 +181,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             predict.save_png(image, folder / f"step_{step:06d}_{name}.png")
         # with the flags of sampling, which --resume may have changed
         said = dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora))
+        if lost:
+            said["not_finite"] = [f"{name} of {file}" for name, _, file in lost]
         if best := common.find_extra("best"):
             said["psnr_of"] = best.psnr_of([self.samples[place] for place, _ in rows], self.settings, self.sample_loras,
                                            self.args.seed, sum(record["from_latents"] for record in records))

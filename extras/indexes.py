@@ -19,6 +19,7 @@ from pathlib import Path
 import common
 from common import (LONG_TEXT, MAX_PIXELS, MAX_TOKENS, MOST_CONTROLS, NAME_BYTES, VERSION, InputError, Sample,
                     tell)
+from extras import finite
 
 
 def write_indexes(args, samples, val_samples, geometry, fingerprints):
@@ -219,6 +220,7 @@ def check_tensors(tensors, sample, encoded):
     """InputError unless what was read of a file is what the index, or the plan, says of it. encoded: one of
     sample.encodings, or of the values of sample.texts."""
     file = encoded["file"]
+    finite.refuse(file, tensors, "cache.py --verify encodes it again") # its digest is right, but it may be foreign
     if "tokens" in encoded:
         prefix = "" if "prompt_embed" in tensors else "empty_"
         return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})

@@ -105,6 +105,7 @@ DAMAGES = ['{"val_loss": 0.1', '"val_loss"', '["val_loss"]', '{"val_loss": null,
            '"psnr": [1, 2, 3, 4]}]}', '{"val_loss": 0.1, "step": 2, "psnr": {"a": [1]}}',
            '{"val_loss": 0.1, "step": 2, "pictures": [{"file": "a/b", "prompt": "", "controls": 1000000000, '
            '"psnr": [1, 2, 3, 4]}]}', '{"val_loss": 0.1, "step": ' + 5000 * "1" + '}',
+           '{"val_loss": 0.1, "step": 2, "not_finite": {"a": 1}}', '{"val_loss": 0.1, "step": 2, "not_finite": [3]}',
            '{"val_loss": 0.1, "step": 2, "loss_of": 3}', '{"val_loss": 0.1, "step": 2, "x": ' + 90_000 * "[",
            '{"val_loss": 0.1, "step": 2, "x": ' + 300 * "[" + 300 * "]" + "}"]
 

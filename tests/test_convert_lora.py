@@ -1,18 +1,23 @@
 """tools/convert_lora.py: a LoRA in another form is the same LoRA, and a merged model is base + LoRAs."""
 import json
 import math
+import os
 import re
+import shutil
 
+import numpy as np
 import peft
 import pytest
 import torch
 from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from peft.tuners.lora.conversion import convert_to_lora
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import common
 import predict
-from tests.harness import (TINY, assert_effect, copy_model, is_one_line, layers_of, lora_file, lora_tensors,
-                           rel, renamed, run_script, show, stock_pipeline)
+from tests.harness import (EXACT, TINY, assert_effect, copy_model, is_one_line, layers_of, lora_file,
+                           lora_tensors, rel, renamed, run_script, show, stock_pipeline)
 
 def convert(*flags):
     result = run_script("tools/convert_lora.py", *flags)
@@ -206,3 +211,193 @@ def test_a_rank_for_what_is_a_lora_is_refused(tmp_path):
     flags = ["--rank", 3, "--to", "diffusers", "--out", tmp_path / "b.safetensors"]
     result = run_script("tools/convert_lora.py", lora, *flags)
     assert result.status == 1 and is_one_line(result.errors[-1], "--rank") and [*tmp_path.iterdir()] == [lora]
+
+# ---- a merge is as near to base + LoRAs as its dtype allows, and says how near ---------------------------------------
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+@pytest.fixture(scope="module")
+def three_loras(tmp_path_factory, two_loras):
+    """The two, and a foreign one with an alpha of its own, on layers outside of the blocks too -> ([path], the changes
+    of the weights that stock's peft makes of each, at scale 1)."""
+    folder, names = tmp_path_factory.mktemp("foreign"), [
+        "proj_out", "img_in", "time_text_embed.timestep_embedder.linear_1", "norm_out.linear",
+        "transformer_blocks.1.attn.to_q"]
+    weights, tensors, rng = load_file(TINY / WEIGHTS), {}, torch.Generator().manual_seed(7)
+    for name in names:
+        out_len, in_len = weights[f"{name}.weight"].shape
+        tensors[f"diffusion_model.{name}.lora_A.weight"] = torch.randn(3, in_len, generator=rng)
+        tensors[f"diffusion_model.{name}.lora_B.weight"] = 0.05 * torch.randn(out_len, 3, generator=rng)
+        tensors[f"diffusion_model.{name}.alpha"] = torch.tensor(1.5)
+    save_file(tensors, folder / "foreign.safetensors")
+    paths = [*two_loras, folder / "foreign.safetensors"]
+    return paths, [changes_of(path) for path in paths]
+
+def merged(tmp_path, paths, scales, dtype, model=TINY):
+    """-> the merged weights, what was said, the folder."""
+    out = tmp_path / f"merged-{len(os.listdir(tmp_path))}"
+    result = convert(*paths, "--scale", *scales, "--to", "model", "--model", model, "--dtype", dtype, "--out", out)
+    return load_file(out / WEIGHTS), result.out, out
+
+def in_words(said):
+    """The shares in the line of a merge: of the weights, off, at worst."""
+    return [float(share) / 100 for share in re.findall(r"([\d.]+)%", said)][:3]
+
+def sum_of(changes, scales):
+    total = {}
+    for change, scale in zip(changes, scales):
+        for name, matrix in change.items():
+            total[name] = total.get(name, 0) + scale * matrix
+    return total
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_the_sum_of_all_loras_is_rounded_once_and_the_line_is_how_far_it_is_off(tmp_path, three_loras, stored):
+    """Also where the base's file is of another dtype than what is written; each LoRA would be one rounding more."""
+    paths, changes = three_loras
+    model, scales = copy_model(tmp_path / "base"), [1, -0.7, 0.9]
+    base = {name: w.float() for name, w in load_file(TINY / WEIGHTS).items()}
+    if stored != torch.bfloat16:
+        base = {name: (w * (1 + 1e-3 * torch.randn(w.shape, generator=torch.Generator().manual_seed(1)))).to(stored)
+                for name, w in base.items()}
+        save_file(base, model / WEIGHTS, metadata={"format": "pt"})
+    got, said, _ = merged(tmp_path, paths, scales, "bfloat16", model)
+    wanted = sum_of(changes, scales)
+    assert len(wanted) == 10
+    for name, w in base.items():
+        change = wanted.get(name.removesuffix(".weight"), 0)
+        if name.endswith(".weight"):
+            assert torch.allclose(got[name].float(), (w.float() + change).bfloat16().float(), atol=0, rtol=2**-8)
+            assert (got[name] != (w.float() + change).bfloat16()).float().mean() < 1e-3, name # ties of another sum
+    errors = {name: got[f"{name}.weight"].float() - base[f"{name}.weight"].float() for name in wanted}
+    assert in_words(said)[1:] == pytest.approx(off(errors, wanted), abs=2e-4), said
+
+def test_a_merge_in_fp32_is_peft_s(tmp_path, three_loras):
+    """Scales of 0 and below, too. It loses nothing, and the line says so."""
+    paths, scales = three_loras[0], [0.7, 0.0, -1.3]
+    got, said, _ = merged(tmp_path, paths, scales, "float32")
+    predict.load_loras(transformer := predict.load_transformer(TINY, "float32"), paths, scales)
+    transformer.fuse_lora()
+    transformer.unload_lora()
+    want = transformer.state_dict()
+    assert got.keys() == want.keys() and max(rel(got[name], want[name]) for name in want) < 1e-6
+    assert in_words(said)[1:] == [0, 0] and "warning" not in said
+    said = merged(tmp_path, paths, [0, 0, 0], "bfloat16")[1]
+    assert "the LoRAs change nothing" in said
+
+@pytest.mark.parametrize("share, worst, strength", [(0.0075, 0.24, 0.97), (0.0019, 0.6, 0.97), (0.0004, 1.3, 0.95)])
+def test_a_small_change_keeps_its_strength_in_bf16_and_a_line_says_what_it_lost(tmp_path, three_loras, share, worst,
+                                                                                strength):
+    """Rounding to the nearest keeps 0.85 of one by 0.19 % of the weights, and 0.35 of one by 0.04 %."""
+    paths, changes = three_loras
+    base = load_file(TINY / WEIGHTS)
+    norm = torch.cat([base[f"{name}.weight"].float().flatten() for name in changes[0]]).norm()
+    scale = float(share * norm / torch.cat([change.flatten() for change in changes[0].values()]).norm())
+    got, said, _ = merged(tmp_path, paths[:1], [scale], "bfloat16")
+    wanted = {name: scale * change for name, change in changes[0].items()}
+    made = {name: got[f"{name}.weight"].float() - base[f"{name}.weight"].float() for name in wanted}
+    mean, _ = off(made, wanted)
+    kept = sum((made[name] * wanted[name]).sum() for name in wanted) / sum(w.square().sum() for w in wanted.values())
+    show("off, of the change", mean, worst)
+    assert in_words(said)[:2] == pytest.approx([share, mean], rel=0.02), said
+    assert 0.05 < mean < worst and strength < kept < 1.05
+    assert "warning" in said and "--dtype float32" in said and "predict.py --lora" in said
+
+def test_a_merged_weight_that_overflows_is_one_line_that_names_it(tmp_path, three_loras):
+    paths, _ = three_loras
+    for flags, named in ((["--dtype", "float16", "--scale", 10], "--dtype bfloat16"), (["--scale", 10], "--scale")):
+        tensors = load_file(paths[0])
+        for half, factor in dict(A=1e3, B=1e3 if "float16" in flags else 1e38).items():
+            tensors[f"transformer.transformer_blocks.1.attn.to_q.lora_{half}.weight"] *= factor
+        file = lora_file(tmp_path, tensors)
+        result = run_script("tools/convert_lora.py", file, "--to", "model", *flags, "--out", tmp_path / "m")
+        assert result.status == 1, result.out
+        assert is_one_line(result.errors[-1], "transformer_blocks.1.attn.to_q.weight", named), result.err
+        assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+def test_a_merged_tiny_draws_what_tiny_with_the_lora_draws(tmp_path, three_loras, photos):
+    """With the flags that tiny's folder sets, such as its CFG scale, as the merged folder sets them, too."""
+    paths, _ = three_loras
+    out = merged(tmp_path, paths, [1, 1, 1], "float32")[2]
+    assert json.loads((out / "defaults.json").read_text()) == json.loads((TINY / "defaults.json").read_text())
+    flags = ["--image", photos[0], "--prompt", "go", "--cache_dir", tmp_path / "c", *EXACT, "--device", "cpu"]
+    for name, more in (("a", ["--model", out]), ("b", ["--lora", *paths, "--lora_scale", 1]),
+                       ("c", ["--lora", ""])):
+        result = run_script("predict.py", *flags, *more, "--out", tmp_path / f"{name}.png")
+        assert result.status == 0, result.err
+    a, b, c = [np.asarray(Image.open(tmp_path / f"{name}.png"), int) for name in "abc"]
+    assert abs(a - b).max() <= 1 < 15 < abs(a - c).max()
+
+def test_defaults_that_a_model_may_not_set_or_that_lie_elsewhere_are_not_taken_along(tmp_path, two_loras):
+    model = copy_model(tmp_path / "base")
+    flags = [two_loras[0], "--to", "model", "--model", model, "--out", tmp_path / "m"]
+    (model / "defaults.json").write_text(json.dumps({"predict.py": dict(out_dir="/")}))
+    result = run_script("tools/convert_lora.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[-1], "defaults.json", "out_dir"), result.err
+    (model / "defaults.json").unlink()
+    (model / "defaults.json").symlink_to(TINY / "defaults.json")
+    result = run_script("tools/convert_lora.py", *flags)
+    assert result.status == 1 and is_one_line(result.errors[-1], "defaults.json") and not (tmp_path / "m").exists()
+
+# ---- looked at once, and used later ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("to", ["model", "comfyui", "diffusers"])
+def test_a_lora_is_read_once(tmp_path, two_loras, monkeypatch, to):
+    """A file that is replaced behind that changes nothing."""
+    shutil.copy(two_loras[0], file := tmp_path / "a.safetensors")
+    real = predict.read_lora
+
+    def read_lora(path):
+        read = real(path)
+        save_file(lora_tensors(rank=1, names=["attn.to_k"]), file)
+        return read
+    with monkeypatch.context() as patch:
+        patch.setattr(predict, "read_lora", read_lora)
+        convert(file, "--to", to, "--out", tmp_path / "out.safetensors")
+    convert(two_loras[0], "--to", to, "--out", tmp_path / "want.safetensors")
+    got, want = [load_file(path / WEIGHTS if to == "model" else path)
+                 for path in (tmp_path / "out.safetensors", tmp_path / "want.safetensors")]
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+@pytest.mark.parametrize("what", ["file", "empty folder", "folder"])
+@pytest.mark.parametrize("to", ["model", "comfyui"])
+def test_what_has_come_to_out_meanwhile_stays(tmp_path, two_loras, monkeypatch, to, what):
+    """Two commands may have been given one name; the second one to finish says so."""
+    out, real = tmp_path / "o/a.safetensors", predict.read_lora
+
+    def read_lora(path):
+        out.parent.mkdir()
+        if what == "file":
+            out.write_text("mine")
+        else:
+            (out / ("mine" if what == "folder" else "")).mkdir(parents=True)
+        return real(path)
+    monkeypatch.setattr(predict, "read_lora", read_lora)
+    result = run_script("tools/convert_lora.py", two_loras[0], "--to", to, "--out", out)
+    assert result.status == 1 and is_one_line(result.errors[-1], out, "already exists"), result.err
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    assert out.read_text() == "mine" if what == "file" else len(list(out.iterdir())) == (what == "folder")
+
+@pytest.mark.parametrize("place", [WEIGHTS, "vae/config.json"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["replaced", "written over"])
+def test_a_model_that_changes_while_it_is_merged_becomes_none(tmp_path, two_loras, monkeypatch, place, in_place):
+    model, real = copy_model(tmp_path / "base"), predict.load_transformer
+
+    def load_transformer(*args, **kwargs):
+        transformer, data = real(*args, **kwargs), (model / place).read_bytes()
+        if not in_place:
+            (model / place).unlink()
+        (model / place).write_bytes(data)
+        os.utime(model / place, ns=(1, 1))
+        return transformer
+    monkeypatch.setattr(predict, "load_transformer", load_transformer)
+    result = run_script("tools/convert_lora.py", two_loras[0], "--to", "model", "--model", model, "--dtype", "float32",
+                        "--out", tmp_path / "m")
+    assert result.status == 1 and is_one_line(result.errors[-1], model / place, "changed"), result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+def test_a_file_that_cannot_be_written_leaves_no_empty_one(tmp_path, two_loras, monkeypatch):
+    def fails(*_):
+        raise common.InputError("disk: full; free some space")
+    monkeypatch.setattr(common, "write_file", fails)
+    result = run_script("tools/convert_lora.py", two_loras[0], "--to", "diffusers", "--out", tmp_path / "a.safetensors")
+    assert result.status == 1 and "disk" in result.errors[-1] and not list(tmp_path.iterdir())

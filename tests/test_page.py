@@ -101,6 +101,21 @@ def test_the_hardest_sample_is_found_whatever_its_timesteps(tmp_path):
     assert sum(times for *_, times in rows) == 200 # the second half
     assert np.median([ratio for _, ratio, _ in rows]) == 1
 
+def test_a_validation_of_nan_is_in_words_and_no_number(tmp_path):
+    """Whatever the names of its pictures; the curves have the other steps."""
+    odd = ["lora of " + ATTACKS[0], "base of a/\ud800.png", "vae of \u732b"]
+    run = make_run(tmp_path / "run")
+    lines = (run / "log.jsonl").read_text().splitlines()
+    lines.append(json.dumps(dict(step=225, val_loss=float("nan"), psnr={}, pictures=[], not_finite=odd)))
+    (run / "log.jsonl").write_text("\n".join(lines) + "\n")
+    draw_page(run)
+    text = (run / "index.html").read_text()
+    for name in ("validation loss", "mean PSNR"):
+        value, remark = page.measures(page.read_log(run))[f"Best by {name}"]
+        assert value == "step 200" and "NaN or Inf at the last validation" in remark and "step 225" in remark
+    assert "Step 225 is not shown" in text and ATTACKS[0] not in text and ">nan" not in text and "NaN dB" not in text
+    assert ends_of(run / "index.html")["Validation loss", "held-out pairs"] == 1 / 200
+
 def log_of_losses(folder, factors, seen=20):
     """Every pair's loss is a few percent around its factor, at one noise level; each is seen so often in each half."""
     rng, records = np.random.default_rng(0), []

@@ -306,12 +306,20 @@ def measures(run):
     for name, key, arg_best, form in (("validation loss", "val_loss", np.argmin, "{:.3g}"),
                                       ("mean PSNR", "mean_psnr", np.argmax, "{:.1f} dB")):
         steps, numbers = column(best.comparable(run.validations, name), key)
+        lost, value, remarks = best.lost_steps(run.validations, name), "none", []
         if len(steps):
             n, last = arg_best(numbers), f"at the last validation {form.format(numbers[-1])}"
-            if n == len(steps) - 1:
+            if lost and lost[-1] > steps[-1]:
+                last = "NaN or Inf at the last validation"
+            elif n == len(steps) - 1:
                 last = "the last validation" if n else "the only validation; more with --sample_every N"
+            value = f"step {steps[n]:,.0f}"
             remarks = [form.format(numbers[n]), last, *best.not_compared(run.validations, name)]
-            values[f"Best by {name}"] = f"step {steps[n]:,.0f}", "; ".join(remarks)
+        if lost:
+            more = f" and {len(lost) - 3} others" if len(lost) > 3 else ""
+            remarks.append(f"not ranked, as NaN or Inf was computed: step {', '.join(map(short, lost[:3]))}{more}")
+        if remarks:
+            values[f"Best by {name}"] = value, "; ".join(remarks)
     if means := run.dataset and mean_psnr(run.validations[-1], run.dataset):
         remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**means)
         values[f"PSNR (dB), {run.dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark
@@ -366,6 +374,9 @@ def pictures(runs, page):
         records = best.comparable(run.validations, "mean PSNR")
         for line in best.not_compared(run.validations, "mean PSNR"):
             left_out += f" {line}{run.title}, and not shown."
+        for record in [r for r in run.validations if r.get("not_finite")][-1:]:
+            left_out += (f" Step {record['step']:,}{run.title} is not shown, as NaN or Inf was computed instead of "
+                         f"pictures: {', '.join(record['not_finite'][:3])}.")
         for record, picture in [(r, picture) for r in records for picture in r.get("pictures", [])]:
             step, file, (of_input, of_base, of_lora, of_vae) = record["step"], picture["file"], picture["psnr"]
             tiles = shown.setdefault((picture["prompt"], file), {})
@@ -400,6 +411,8 @@ def pictures(runs, page):
                   "what the LoRA makes of them. predict.py --image draws any picture with it.")
         if any(run.flags.get("val_data") for run in runs):
             remark = "There are none yet: validations draw them, each --sample_every steps and at the end."
+        if left_out:
+            remark = f"There are none.{left_out}"
     rest = fold(f"{len(cards) - SHOWN} more pictures", *cards[SHOWN:]) if cards[SHOWN:] else None
     return section("Validation pictures", detail(remark), slider, *cards[:SHOWN], rest)
 
