@@ -80,6 +80,16 @@ def merge(files, scales, model, dtype, out):
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 
+def compare_bases(files, model):
+    """A line for each LoRA that was trained on another model than this one."""
+    import cache
+    from extras import bases
+    folder, weights = cache.find_model(model, [*cache.ENCODERS, "transformer"]), None
+    if any("model_hash" in bases.notes_of(file) for file in files): # else 41 GB need not be read
+        with tempfile.TemporaryDirectory() as tmp:
+            weights = cache.hash_part(folder / "transformer", tmp)
+    bases.compare(files, bases.base_of(model, None, folder, folder, weights))
+
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +108,7 @@ def main():
     flag("--scale", None, "with --to model: one number for each LoRA (default: 1)", type=number(float, -10, 10),
          nargs="+")
     flag("--rank", None, "of the LoRA that is made of a LoKr or LoHa (default: 64)", type=positive)
+    flag("--unchecked", False, "use a LoRA of train.py although its digest is not right, as you have changed it")
     flag("--dtype", None, "with --to model: dtype of the merged weights (default: bfloat16)",
          choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
@@ -113,18 +124,18 @@ def main():
     import predict
     from extras import lora_files
     with tempfile.TemporaryDirectory() as tmp:
-        files = args.lora
-        if args.rank: # otherwise predict.py makes its LoRA of a LoKr or LoHa
-            sources = [predict.find_lora(path) for path in args.lora]
-            if not any(map(lora_files.has_factors, sources)):
-                raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
+        files = sources = [predict.find_lora(path) for path in args.lora]
+        if args.rank and not any(map(lora_files.has_factors, sources)):
+            raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
+        if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa
             files = []
             for n, source in enumerate(sources):
-                state, meta = lora_files.read(source, args.rank)
+                state, meta = lora_files.read(source, args.rank or 64) # which does not look at a digest
                 files.append(Path(tmp, f"{n}.safetensors"))
                 common.write_tensors(files[-1], state, meta, "lora_adapter_metadata")
         trained = [g for g in (predict.read_lora(file)[1].get("train.geometry") for file in files) if g]
         if args.to == "model":
+            compare_bases(sources, args.model or "tiny")
             merge(files, args.scale or [1.0] * len(files), args.model or "tiny", args.dtype or "bfloat16", args.out)
         else:
             convert(files[0], args.to, args.out)
