@@ -239,8 +239,7 @@ def read_lora(path):
         if ours: # this project wrote the file, so it can be checked to the bit
             state, meta = common.read_tensors(file, ours[0], data=data, note=bases.warn)
         else:
-            state = dict(sorted(safetensors.torch.load(data).items())) # which have any order
-            meta = json.loads(header.get("lora_adapter_metadata", "{}"))
+            state, meta = safetensors.torch.load(data), json.loads(header.get("lora_adapter_metadata", "{}"))
         config_of(state, meta)
         # patterns are regexes, which could search for years, and an alpha may stand in another place. isfinite does not
         # know fp8, which is not plain either
@@ -262,7 +261,7 @@ def config_of(state, meta):
     metadata's, or else the rank. Raises anything unless these are just the two matrices, of the metadata's rank, of
     each of some layers of Qwen-Image, and alpha is a number."""
     ranks = {}
-    for key, matrix in state.items():
+    for key, matrix in sorted(state.items()): # safetensors gives them in any order
         layer, half = PLAIN.fullmatch(key).groups()
         rank, _ = matrix.shape if half == "A" else matrix.T.shape
         if not 0 < rank == meta.get("transformer.r", rank) == ranks.setdefault(layer, rank) <= MOST_RANK:

@@ -12,7 +12,6 @@ import sys
 import common
 from common import read_object, tell
 
-MOST_HEADER = 2**25 # bytes of a LoRA's header: all names take a tenth of it
 PIPELINES = dict(QwenImageEditPipeline="v1", QwenImageEditPlusPipeline="Plus")
 # modelspec.architecture of musubi-tuner: the pipeline, and whether it is a 2511
 ARCHITECTURES = {"Qwen-Image-Edit": ("QwenImageEditPipeline", False),
@@ -62,7 +61,7 @@ def notes_of(path):
     the right kind. predict.read_lora has checked the file."""
     with contextlib.suppress(Exception): # a foreign header may hold anything
         with open(path, "rb") as f:
-            header = common.read_header(f, MOST_HEADER)["__metadata__"]
+            header = common.read_header(f)["__metadata__"]
         if architecture := ARCHITECTURES.get(header.get("modelspec.architecture", "").removesuffix("/lora")):
             return dict(zip(("pipeline", "zero_cond_t"), architecture))
         notes = read_object(header.get("lora_adapter_metadata", "{}")) | read_object(header.get("train", "{}"))

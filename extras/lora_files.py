@@ -30,7 +30,7 @@ import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
                     read_text, tell)
-from extras.bases import MOST_HEADER, warn
+from extras.bases import warn
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -416,7 +416,7 @@ def has_factors(file):
     """Whether a file is a LoKr or LoHa. False for one that cannot be read, which gets its error line later."""
     try:
         with open(file, "rb") as f:
-            return bool(re.search("lokr_|hada_", " ".join(common.read_header(f, MOST_HEADER))))
+            return bool(re.search("lokr_|hada_", " ".join(common.read_header(f))))
     except Exception: # a foreign file can fail in any way
         return False
 
@@ -431,7 +431,7 @@ def read_file(file):
     header, before the rest is read."""
     with open(file, "rb") as f:
         try:
-            header = common.read_header(f, MOST_HEADER)
+            header = common.read_header(f)
             tensors = {key: tensor for key, tensor in header.items() if key != "__metadata__"}
             end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         except Exception as e: # a foreign file can fail in any way

@@ -49,7 +49,8 @@ class Checkpoint:
 
 def read_checkpoint(path, optimizer=""):
     """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries; or
-    if a file is longer than it can be; OtherVersion for one of another version. optimizer: --optimizer, if it is known."""
+    if a file is longer than it can be. OtherVersion for one of another version. optimizer: --optimizer, if it is
+    known."""
     refuse_long_lora(path / LORA_FILE)
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     refuse_long_state(path / OPTIMIZER_FILE, lora, optimizer)
@@ -74,7 +75,7 @@ def refuse_long_lora(file):
     if lora_files and file.is_file():
         try:
             with open(file, "rb") as f:
-                lora_files.refuse_header(read_header(f, lora_files.MOST_HEADER))
+                lora_files.refuse_header(read_header(f))
         except Exception as e: # a damaged file can fail in any way
             raise InputError(f"{file}: is no LoRA ({first_words(e)}); take another copy")
 
@@ -99,10 +100,10 @@ def find_checkpoint(out_dir, args):
         try:
             return read_checkpoint(path, args.optimizer)
         except OtherVersion as e: # the other checkpoints are of that version, too
-            line, remedy = str(e).removeprefix("error: ").split("; ")[0], "continue with that version"
+            line, also = str(e).removeprefix("error: ").split("; ")[0], ""
             if "an older version" in line: # whose LoRA can be read
-                remedy += f", or start a new run from its LoRA: {from_its_lora(path)}"
-            raise InputError(f"--resume: {line}; {remedy}")
+                also = f", or start a new run from its LoRA: {from_its_lora(path)}"
+            raise InputError(f"--resume: {line}; continue with that version{also}")
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     # a run that was killed before its first checkpoint begins again

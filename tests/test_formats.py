@@ -14,6 +14,7 @@ another number, a folder of the last commit before it belongs here.
 """
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -60,10 +61,9 @@ def test_a_lora_of_the_first_format_is_converted_and_trained_on(tmp_path, small)
     result = run_script("tools/convert_lora.py", file, "--to", "diffusers", "--out", tmp_path / "x.safetensors")
     assert result.status == 0 and is_old(result.err), result.err
     assert_bitwise(predict.read_lora(tmp_path / "x.safetensors")[0], predict.read_lora(file)[0])
-    flags = [flag for flag in small.flags if flag not in ("--lora_rank", 2, "--lora_targets", "to_q", "to_v")]
-    result = run_script("train.py", *flags, "--max_steps", 1, "--warmup_steps", 0, "--lr", 1e-30, "--weight_decay", 0,
-                        "--optimizer", "torch.optim.SGD", "--out_dir", tmp_path / "run",
-                        "--pretrained_lora", file.parent)
+    result = run_script("train.py", *small.flags[:7], "--max_steps", 1, "--batch_size", 1, "--lr", 1e-30, "--optimizer",
+                        "torch.optim.SGD", "--weight_decay", 0, "--out_dir", tmp_path / "run", "--pretrained_lora",
+                        file.parent)
     assert result.status == 0, result.err
     assert_bitwise(predict.read_lora(tmp_path / "run/checkpoint-000001")[0], predict.read_lora(file)[0])
 
@@ -87,13 +87,16 @@ def test_no_flipped_bit_of_an_older_lora_is_silent(tmp_path):
 
 @pytest.mark.parametrize("commit", ["a0de35c", "2113f1a", "8323e9b"])
 def test_a_checkpoint_of_an_older_format_is_refused_as_older(tmp_path, small, commit):
-    """--resume names the way on: a new run from its LoRA."""
+    """--resume names the way on, a new run from its LoRA, and that command works."""
     run = tmp_path / "run"
     shutil.copytree(FORMATS / commit / "checkpoint-000002", run / "checkpoint-000002")
     (run / "log.jsonl").write_text('{"command": []}\n')
     result = run_script("train.py", *small.flags, "--out_dir", run, "--resume")
     assert result.status == 1 and is_old(result.err), result.err
-    assert is_one_line(result.errors[-1], run / "checkpoint-000002", "--pretrained_lora"), result.err
+    assert is_one_line(result.errors[-1], run / "checkpoint-000002", "continue with that version, or"), result.err
+    python, script, *flags = shlex.split(result.errors[-1].split("its LoRA: ")[1])
+    result = run_script(script, *flags, "--max_steps", 1, "--out_dir", tmp_path / "new")
+    assert python == "python" and result.status == 0 and "trained for 1 steps" in result.out, result.err
 
 def test_a_checkpoint_of_the_last_format_is_read():
     checkpoint = resume.read_checkpoint(FORMATS / "17016b9/checkpoint-000002", "torch.optim.Muon")
