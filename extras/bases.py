@@ -86,5 +86,5 @@ def other_sizes(there, geometry):
     here = geometry | dict(target_pixels=geometry["target_pixels"][0])
     if here["target_pixels"] in there.get("areas", []): # of which the geometry tells the first
         trained = trained | dict(target_pixels=here["target_pixels"])
-    return "; at ".join(f"{name} {trained[name]}, and here it is {value}" for name, value in here.items()
-                        if trained[name] != value)
+    other = {name: value for name, value in here.items() if trained.get(name, value) != value}
+    return "; at ".join(f"{name} {trained[name]}, and here it is {value}" for name, value in other.items())
