@@ -451,11 +451,12 @@ def remove_damaged(files, pipe):
         try:
             tensors, _ = read_tensors(file, key=file.stem)
             finite.refuse(file, tensors, "encode it again")
-        except InputError:
+        except InputError as e:
+            what = "of another version of this project" if isinstance(e, common.OtherVersion) else "damaged"
             if pipe is None:
-                raise InputError(f"{file}: damaged, and an index alone cannot encode it again; give the dataset as "
+                raise InputError(f"{file}: {what}, and an index alone cannot encode it again; give the dataset as "
                                  "--data, or copy the cache once more")
-            tell(f"{file}: damaged; encoding it again", file=sys.stderr)
+            tell(f"{file}: {what}; encoding it again", file=sys.stderr)
             file.unlink()
 
 def encode_files(pipe, jobs, args):

@@ -610,8 +610,13 @@ def remove_unused(folder):
             os.unlink(folder / ".lock")
             os.rmdir(folder)
 
+FORMAT = 3 # of the files of write_tensors: add 1 when they change. extras/formats.py knows the others
 NO_DIGEST = "0" * 64
-SIGNED = re.compile(r'\{".{6}": ".{64}"') # how the JSON begins that write_tensors adds, with a damaged digest too
+# how the JSON begins that write_tensors adds, in all formats, with a damaged number, name or digest too
+SIGNED = re.compile(r'\{".{6}": (.{1,3}, ".{6}": )?".{64}"')
+
+class OtherVersion(InputError):
+    """A file that an older or newer version of this project has written, and this one cannot use."""
 
 def write_tensors(path, tensors, meta, meta_key="json", mark=b""):
     """A safetensors file that carries content_digest: it is made with zeros where the digest will stand, the first in
@@ -619,10 +624,14 @@ def write_tensors(path, tensors, meta, meta_key="json", mark=b""):
     keys at random. Tensors go to the CPU. mark: as for write_file."""
     import safetensors.torch
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()} # some share memory
-    about = {"sha256": NO_DIGEST, "dtypes": {str(v.dtype) for v in tensors.values()}, **meta}
+    about = {"format": FORMAT, "sha256": NO_DIGEST, "tensors": rows_of(tensors), **meta}
     text = json.dumps(about, default=sorted) # sets become lists
     data = safetensors.torch.save(tensors, {meta_key: text})
     write_file(path, data.replace(NO_DIGEST.encode(), content_digest(data, text).encode(), 1), mark)
+
+def rows_of(tensors):
+    """-> a text for each tensor. By these extras/formats.py tells a change of another program from damage."""
+    return [f"{name} {v.dtype} {list(v.shape)}" for name, v in sorted(tensors.items())]
 
 def content_digest(data, text):
     """sha256 of what a safetensors file says: of `text`, our JSON with NO_DIGEST in it, and of each tensor's name,
@@ -633,31 +642,34 @@ def content_digest(data, text):
         digest.update(tensor["data"])
     return digest.hexdigest()
 
-def read_tensors(path, meta_key="json", key=None, note=None):
+def read_header(f):
+    """-> the header of a safetensors file that is open: {name: dict(dtype=, shape=, data_offsets=), "__metadata__":
+    {key: text}}. The tensors are not read. Raises anything for another file."""
+    size = int.from_bytes(f.read(8), "little")
+    return json.loads(f.read(min(size, 2**26))) # in a file with holes it could have any length
+
+def read_tensors(path, meta_key="json", key=None, data=None, note=None):
     """-> (tensors, metadata). InputError if the file is no safetensors file, if a bit of its tensors or of our metadata
-    has changed since write_tensors, or if it holds other content than `key`. Never unpickles. note: is called with a
-    line where another program has added to the header, or cast all tensors (without a note this is an error)."""
+    has changed since write_tensors, or if it holds other content than `key`; OtherVersion if it has another format.
+    Never unpickles. data: the file's bytes, if they have been read. note: is called with a line where another program
+    has added to the header, and where extras/formats.py finds that a LoRA can be used although it has changed (without
+    a note these are errors)."""
     import safetensors.torch
     fix = "cache.py --verify encodes it again" if key else "it is damaged; take another copy"
     try:
         if not path.is_file(): # a FIFO would hang
             raise FileNotFoundError("no file")
-        data = path.read_bytes()
+        data = data or path.read_bytes()
         tensors = safetensors.torch.load(data)
-        entries = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        entries = read_header(io.BytesIO(data))["__metadata__"]
         meta = json.loads(entries[meta_key])
-        digest, dtypes = meta.pop("sha256"), set(meta.pop("dtypes"))
-        intact = content_digest(data, entries[meta_key].replace(digest, NO_DIGEST, 1)) == digest
+        number, digest, _ = [meta.pop(name, "") for name in ("format", "sha256", "tensors")]
+        unsigned = entries[meta_key].replace(digest, NO_DIGEST, 1)
+        intact = number in ("", FORMAT) and content_digest(data, unsigned) == digest # format 2 has no number yet
     except Exception as e: # it is missing, or a foreign file, which can fail in any way
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {first_words(e)}); {fix}")
-    # a flipped bit cannot look like a cast: the dtype that was written is still a known one, and no tensor has it
-    now = {str(v.dtype) for v in tensors.values()}
-    cast = now and now.isdisjoint(dtypes) and dtypes < {"torch.float32", "torch.float16", "torch.bfloat16"}
-    if not intact and not (note and cast):
-        raise InputError(f"{path}: content does not match its digest; {fix}")
-    if not intact:
-        note(f"warning: {path}: was cast from {', '.join(dtypes)} to {', '.join(now)} since it was written, so its "
-             "tensors cannot be checked")
+    if not intact: # of another version, changed by another program, or damaged
+        load_extra("formats", path).judge(path, data, tensors, entries[meta_key], fix, note)
     elif note and len(entries) > 1:
         note(f"warning: {path}: its header was edited since it was written; its tensors are intact")
     if key and (meta.get("key"), meta.get("version")) != (key, VERSION):
@@ -749,8 +761,9 @@ def find_lora(path):
         repo, name = hub[1], hub[2] or LORA_FILE
         return from_hub(f"{path}: {name}", lambda: hf_hub_download(repo, name))
     if not file.is_file():
-        raise InputError(f"{file}: no LoRA; give a .safetensors file, a folder with {LORA_FILE} or checkpoints, or "
-                         "user/repo of the hub")
+        found = min(folder.glob("*.safetensors"), default=f"a .safetensors file, a folder with {LORA_FILE} or "
+                    "checkpoints, or user/repo of the hub")
+        raise InputError(f"{file}: no LoRA; give {found}")
     if folder.is_dir() and not is_inside(file, folder): # a stranger's, to what is yours
         raise InputError(f"{file}: a link that leads out of {path}; give the file itself")
     return file

@@ -128,7 +128,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from PIL import Image, PngImagePlugin
 
 import cache
-from extras import finite
+from extras import bases, finite
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
@@ -233,16 +233,15 @@ def read_lora(path):
     as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
     form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
     file, plain, others = find_lora(path), False, common.find_extra("lora_files")
+    # read once: what is checked is what is used, and nothing of it stays mapped
+    data = others.read_file(file) if others else file.read_bytes()
     with suppress(Exception): # a foreign file can fail in any way
-        with safetensors.safe_open(file, "pt") as f:
-            header = f.metadata() or {}
-            if others:
-                others.refuse_header(f)
+        header = common.read_header(io.BytesIO(data)).get("__metadata__", {})
         ours = [key for key, text in header.items() if common.SIGNED.match(text)]
         if ours: # this project wrote the file, so it can be checked to the bit
-            state, meta = common.read_tensors(file, ours[0], note=others.warn if others else print)
+            state, meta = common.read_tensors(file, ours[0], data=data, note=bases.warn)
         else:
-            state, meta = safetensors.torch.load_file(file), json.loads(header.get("lora_adapter_metadata", "{}"))
+            state, meta = safetensors.torch.load(data), json.loads(header.get("lora_adapter_metadata", "{}"))
         config_of(state, meta)
         # patterns are regexes, which could search for years, and an alpha may stand in another place. isfinite does not
         # know fp8, which is not plain either
@@ -250,7 +249,7 @@ def read_lora(path):
         plain = (not patterns and "alpha" not in " ".join(header) and file.name != PEFT_FILE
                  and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
     if not plain:
-        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file)
+        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file, data=data)
     if others:
         others.check_notes(file, state, meta)
     return state, meta
@@ -264,7 +263,7 @@ def config_of(state, meta):
     metadata's, or else the rank. Raises anything unless these are just the two matrices, of the metadata's rank, of
     each of some layers of Qwen-Image, and alpha is a number."""
     ranks = {}
-    for key, matrix in state.items():
+    for key, matrix in sorted(state.items()): # safetensors gives them in any order
         layer, half = PLAIN.fullmatch(key).groups()
         rank, _ = matrix.shape if half == "A" else matrix.T.shape
         if not 0 < rank == meta.get("transformer.r", rank) == ranks.setdefault(layer, rank) <= MOST_RANK:
@@ -626,6 +625,8 @@ def edit(args, claims):
     models = {}
     for part, place in parts.items():
         models[part] = common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
+    here = bases.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
+    bases.compare(args.lora, here, geometry)
     pipe = cache.load_pipeline(folder)
     shift_terminal = pipe.scheduler.config.shift_terminal
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),

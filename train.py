@@ -140,7 +140,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, finite
+from extras import agree, bases, finite
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -646,16 +646,17 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
-geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
+areas = geometry["target_pixels"]
+geometry = geometry | dict(target_pixels=areas[0])
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
 for place in models.values(): # 58 GB take a minute: the first process reads them, and the others find its answers
     common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
 hashes = {f"{part}_hash": cache.hash_part(place, args.cache_dir) for part, place in models.items()}
 config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
-if args.transformer:
-    meta["transformer"] = args.transformer
+base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model_hash"])
+meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
+bases.compare([*sample_lora_files, pretrained_file], base)
 
 # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
 common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))

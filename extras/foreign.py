@@ -42,7 +42,10 @@ def open_file(path, error_of, of_gguf):
     try:
         return open_tensors(path)
     except Exception as e: # a foreign file can fail in any way
-        reason = str(e)
+        refuse(path, str(e), error_of, of_gguf)
+
+def refuse(path, reason, error_of, of_gguf):
+    """For a file that safetensors cannot read, for this reason: raises what open_file does."""
     with open(path, "rb") as f:
         start, size = f.read(200), f.seek(0, 2)
     for sign, what in SIGNS.items():

@@ -76,8 +76,8 @@ def read_index(path):
         if (uses := sum(sample.repeats for sample in samples)) > 10**7: # train.py lists them
             raise ValueError(f"{uses:,} uses of samples in an epoch")
     except Exception as e: # a foreign file can fail in any way
-        raise InputError(f"{path}: no index of version {VERSION} ({type(e).__name__}: {common.first_words(e)}); run "
-                         "cache.py again")
+        raise InputError(f"{path}: no index that this version can read ({type(e).__name__}: {common.first_words(e)}); "
+                         "run cache.py again")
     # back to what write_index had: pairs as keys, and paths
     for s in samples:
         s.texts = {(prompt, with_pictures): text for prompt, with_pictures, text in s.texts}

@@ -13,6 +13,8 @@ training: musubi-tuner's converter keeps it although it multiplies the alpha int
 files with kohya's names that have lost their alpha tensors.
 """
 import functools
+import hashlib
+import io
 import math
 import re
 import sys
@@ -28,6 +30,7 @@ import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
                     read_text, tell)
+from extras.bases import warn
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -54,15 +57,9 @@ VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 # No layer of it has more inputs or outputs than MOST_WIDTH, which a Kronecker product of two small matrices could have.
 MOST_TENSORS, MOST_LETTERS, MOST_WIDTH = 20_000, 500, 20_000
 MOST_BYTES = 2**35 # of all matrices: rank 512 of all layers in fp32 has half of that
+LARGE = 2**30 # bytes: a larger file is not read before all names of its tensors are known
 MOST_MATCHED = 10**8 # letters of patterns x layers, which take a second. Ours for all layers have 3e7
 LOHA_RANK = 64 # its work grows with the fourth power of it
-
-
-@functools.cache
-def warn(line):
-    """Once, although a file is read several times; in the first process."""
-    if common.rank() == 0:
-        tell(line, file=sys.stderr)
 
 
 def check_notes(file, state, meta):
@@ -132,15 +129,16 @@ def refuse_names(names):
                          f"({longest[:60]} ...)")
 
 
-def refuse_header(f):
+def refuse_header(header):
     """refuse_names, and ValueError for matrices larger than a LoRA's, before one is read: a file with holes takes no
-    place on the disk. f: the file, as safetensors has opened it."""
-    refuse_names(f.keys())
+    place on the disk. header: common.read_header's. Raises anything for one that is none."""
+    names = header.keys() - {"__metadata__"}
+    refuse_names(names)
     total = 0
-    for key in f.keys():
+    for key in names:
         if PARTS.fullmatch(key): # a whole model, which may be larger, gets a better line
-            shape = f.get_slice(key).get_shape()
-            total += 4 * math.prod(shape)
+            shape, (begin, end) = header[key]["shape"], header[key]["data_offsets"]
+            total += max(4 * math.prod(shape), end - begin)
             if max(shape, default=0) > MOST_WIDTH or total > MOST_BYTES:
                 raise ValueError(f"its matrices are larger than a LoRA's ({key} is {shape})")
 
@@ -236,11 +234,25 @@ def of_config(where, config, layer, rank):
     alpha = config.get("lora_alpha", config.get("alpha"))
     alpha = number(of_layer(config["alpha_pattern"], layer, alpha), "lora_alpha")
     said = number(of_layer(config["rank_pattern"], layer, config.get("r", rank)), "r")
-    if rank and said != rank:
+    if rank and said != rank and not config.get("ours"): # see note_ranks
         raise ValueError(f"{where} says rank {said:g} for {layer}, and its tensors have {rank}")
     if said < 1:
         raise ValueError(f"{where} says rank {said:g} for {layer}")
     return alpha / (math.sqrt(said) if config["use_rslora"] else said)
+
+
+def note_ranks(file, configs, state):
+    """A line if another program has changed the ranks of a file of ours. The header then tells the old ones, and the
+    scale alpha / old rank is kept: who resizes a LoRA (sd-scripts, ComfyUI's nodes) keeps the product of its matrices,
+    and writes alpha tensors if it knows of another scale. (Stock diffusers cannot load such a file, and in ComfyUI,
+    which does not read the header, the scale is 1, as it is by the header of a finished run.)"""
+    for where, config in configs:
+        for layer in state if config.get("ours") else ():
+            rank, said = len(state[layer]), of_layer(config["rank_pattern"], layer, config.get("r"))
+            if said and said != rank:
+                scale = of_config(where, config, layer, rank)
+                return warn(f"warning: {file}: {layer} has rank {rank} now, and {said:g} by its header; the scale of "
+                            f"the header is kept, {scale:g}; if that is too much or too little, --lora_scale")
 
 
 def refuse_slow(where, config, layers):
@@ -296,7 +308,8 @@ def find_configs(file, header, tensors):
                 continue
             raise error_of(file, f"{where} cannot be read ({first_words(e)})")
         train |= {k: v for k, v in meta.items() if k.startswith("train.")}
-        sources.append((where, {k.removeprefix("transformer."): v for k, v in meta.items()}))
+        config = {k.removeprefix("transformer."): v for k, v in meta.items()}
+        sources.append((where, config | dict(ours=bool(common.SIGNED.match(text)))))
     sources.append(("alpha in its header", flat_config(header, FLAT)))
     with_alpha = any(key.endswith("alpha") for key in tensors)
     noted = {} if with_alpha else flat_config(header, NOTES)
@@ -402,42 +415,69 @@ def share(lost, size):
 def has_factors(file):
     """Whether a file is a LoKr or LoHa. False for one that cannot be read, which gets its error line later."""
     try:
-        with safetensors.safe_open(file, "pt") as f:
-            return bool(re.search("lokr_|hada_", " ".join(f.keys())))
+        with open(file, "rb") as f:
+            return bool(re.search("lokr_|hada_", " ".join(common.read_header(f))))
     except Exception: # a foreign file can fail in any way
         return False
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-def read(file, rank=64):
+decomposed = {} # what convert has made of a LoKr or LoHa, by file, hash and rank: it takes a minute
+
+
+def read_file(file):
+    """-> the bytes of a LoRA's file. InputError says what it is instead, or that it is larger than a LoRA, by its
+    header, before the rest is read."""
+    with open(file, "rb") as f:
+        try:
+            header = common.read_header(f)
+            tensors = {key: tensor for key, tensor in header.items() if key != "__metadata__"}
+            end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        except Exception as e: # a foreign file can fail in any way
+            refuse_file(file, first_words(e))
+        try:
+            refuse_header(header)
+        except ValueError as e:
+            raise error_of(file, first_words(e))
+        except Exception as e:
+            refuse_file(file, first_words(e))
+        size = f.tell() + end
+        if size != f.seek(0, 2):
+            refuse_file(file, f"its header is for {size:,} bytes")
+        if size > LARGE: # no LoRA, or one that takes a while
+            sort_tensors(file, tensors)
+        f.seek(0)
+        return f.read()
+
+
+def refuse_file(file, reason):
+    foreign.refuse(file, reason, functools.partial(error_of, file), "give a LoRA in .safetensors")
+
+
+def read(file, rank=64, data=None):
     """A LoRA's file -> (state dict {transformer.LAYER.lora_A.weight: (r, inputs), ....lora_B.weight: (outputs, r)},
     metadata: transformer.lora_alpha, transformer.alpha_pattern, and our train. entries). rank: of what is made of a
-    LoKr or LoHa. InputError says what the file is instead."""
+    LoKr or LoHa. data: the file's bytes, if read_file has been called. InputError says what the file is instead."""
     file = Path(file)
-    if has_factors(file): # which take a minute, and are asked for several times
-        status = file.stat()
-        state, meta = decomposed(file, rank, status.st_mtime_ns, status.st_size)
-        return dict(state), dict(meta)
-    return convert(file, rank)
+    data = data or read_file(file)
+    if not has_factors(file):
+        return convert(file, data, rank)
+    key = file, hashlib.sha256(data).hexdigest(), rank
+    if key not in decomposed:
+        decomposed[key] = convert(file, data, rank)
+    state, meta = decomposed[key]
+    return dict(state), dict(meta)
 
 
-@functools.lru_cache(2)
-def decomposed(file, rank, *_):
-    return convert(file, rank)
-
-
-def convert(file, rank):
-    f = foreign.open_file(file, functools.partial(error_of, file), "give a LoRA in .safetensors")
-    header = f.metadata() or {}
+def convert(file, data, rank):
     try:
-        refuse_header(f)
-    except ValueError as e:
-        raise error_of(file, first_words(e))
-    try:
-        tensors = {key: f.get_tensor(key) for key in f.keys()}
+        tensors = dict(sorted(safetensors.torch.load(data).items())) # which have any order
+    except safetensors.SafetensorError as e:
+        refuse_file(file, first_words(e))
     except Exception as e: # a dtype that torch lacks
         raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
+    header = common.read_header(io.BytesIO(data)).get("__metadata__") or {}
     layers = sort_tensors(file, tensors)
     configs, train = find_configs(file, header, tensors)
     state, alphas, off = {}, {}, {}
@@ -459,6 +499,7 @@ def convert(file, rank):
         tell(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
              f"{share(*map(sum, zip(*off.values()))):.2%} off, at worst {worst:.2%} ({layer}); a larger --rank of "
              "tools/convert_lora.py is nearer")
+    note_ranks(file, configs, {layer: state[f"transformer.{layer}.lora_A.weight"] for layer in layers})
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:
         warn(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "

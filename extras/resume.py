@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 
 import predict
-from common import (LORA_FILE, SAMPLING, InputError, checkpoints, command, find_extra, first_words, is_index,
-                    load_extra, number_of, read_tensors, say, write_tensors)
-from extras.strangers import open_tensors
+from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, find_extra, first_words,
+                    is_index, load_extra, number_of, read_header, read_tensors, say, write_tensors)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -50,14 +49,17 @@ class Checkpoint:
 
 def read_checkpoint(path, optimizer=""):
     """-> Checkpoint. InputError if a bit of it has changed: read_tensors compares the digest that each file carries; or
-    if a file is longer than it can be. optimizer: --optimizer, if it is known."""
+    if a file is longer than it can be. OtherVersion for one of another version. optimizer: --optimizer, if it is
+    known."""
     refuse_long_lora(path / LORA_FILE)
     lora, meta = read_tensors(path / LORA_FILE, "lora_adapter_metadata")
     refuse_long_state(path / OPTIMIZER_FILE, lora, optimizer)
     tensors, info = read_tensors(path / OPTIMIZER_FILE)
+    if "optimizer" not in info: # until 25 November 2026 it had other entries
+        raise OtherVersion(f"{path / OPTIMIZER_FILE}: was written by an older version of this project; use that one")
     # both files must be of the step in the folder's name
-    if not meta.get("train.step") == info.get("step") == number_of(path) or "optimizer" not in info:
-        raise InputError(f"{path}: its files do not belong together; it is damaged, or of an older train.py")
+    if not meta.get("train.step") == info.get("step") == number_of(path):
+        raise InputError(f"{path}: its files do not belong together; it is damaged")
     for name, kind in dict(step=int, config=dict, optimizer=list).items():
         if type(info.get(name)) is not kind:
             raise InputError(f"{path / OPTIMIZER_FILE}: its {name} is no {kind.__name__}; take another copy")
@@ -72,8 +74,8 @@ def refuse_long_lora(file):
     lora_files = find_extra("lora_files")
     if lora_files and file.is_file():
         try:
-            with open_tensors(file) as f:
-                lora_files.refuse_header(f)
+            with open(file, "rb") as f:
+                lora_files.refuse_header(read_header(f))
         except Exception as e: # a damaged file can fail in any way
             raise InputError(f"{file}: is no LoRA ({first_words(e)}); take another copy")
 
@@ -97,6 +99,11 @@ def find_checkpoint(out_dir, args):
     for path in reversed(saved):
         try:
             return read_checkpoint(path, args.optimizer)
+        except OtherVersion as e: # the other checkpoints are of that version, too
+            line, also = str(e).removeprefix("error: ").split("; ")[0], ""
+            if "an older version" in line: # whose LoRA can be read
+                also = f", or start a new run from its LoRA: {from_its_lora(path)}"
+            raise InputError(f"--resume: {line}; continue with that version{also}")
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     # a run that was killed before its first checkpoint begins again

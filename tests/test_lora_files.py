@@ -4,9 +4,12 @@ LoRA to start from, and one to train on top of.
 """
 import json
 import math
+import os
 import random
 import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -413,20 +416,96 @@ def test_our_lora_with_an_edited_header_or_cast_loads_with_one_line(own, capfd):
         error = capfd.readouterr().err
         assert "was cast from torch.float32" in error and len(error.splitlines()) == 1, error
 
-def test_a_changed_weight_entry_or_part_of_our_lora_is_refused(own):
+def test_a_changed_weight_or_entry_of_our_lora_is_refused_with_the_way_to_use_it(own, tmp_path):
+    """The same names, shapes and dtypes: it may be damage. The command of the error line makes a file of it that is
+    used, at the scale of its own header."""
     with safetensors.safe_open(own, "pt") as f:
         text = f.metadata()["lora_adapter_metadata"]
     def one_weight(tensors):
         min(tensors.values(), key=len).view(-1)[5] += 1
         return tensors
-    half_cast = lambda t: {k: v.half() if "lora_A" in k else v for k, v in t.items()}
-    for change in (one_weight, half_cast, lambda t: dict([*t.items()][:1])):
-        with refused("rewritten", "digest"):
-            predict.read_lora(rewritten(own, change))
     for entry in (text.replace('"train.step": 3', '"train.step": 4'), text.replace('lora_alpha": 3', 'lora_alpha": 2')):
         assert entry != text
         with refused("rewritten", "digest"):
             predict.read_lora(rewritten(own, lora_adapter_metadata=entry))
+    changed = rewritten(own, one_weight)
+    with pytest.raises(common.InputError) as e:
+        predict.read_lora(changed)
+    assert is_one_line(str(e.value), "digest", "on purpose", changed)
+    words = shlex.split(str(e.value).split("what this makes: ")[1])
+    assert words[:2] == ["python", "tools/convert_lora.py"] and words[-1] == "NEW.safetensors"
+    result = run_script(*words[1:-1], tmp_path / "new.safetensors")
+    assert result.status == 0, result.err
+    want = changes_of(tiny_in_fp32([rewritten(own, one_weight, lora_adapter_metadata=json.dumps(
+        {key: value for key, value in json.loads(text).items() if key.startswith("transformer.")}))]))
+    assert_same_changes(changes_of(tiny_in_fp32([tmp_path / "new.safetensors"])), want)
+
+def resized(tensors, rank):
+    """As a program does it that keeps the product of the two matrices as far as it can: sd-scripts' resize_lora.py."""
+    out = {}
+    for layer in layers_of(tensors):
+        a, b = [f"transformer.{layer}.lora_{half}.weight" for half in "AB"]
+        u, s, v = torch.linalg.svd(tensors[b] @ tensors[a], full_matrices=False)
+        out |= {a: v[:rank].contiguous(), b: (u * s)[:, :rank].contiguous()}
+    return out
+
+def half(tensors):
+    return {k: v.half() if "lora_A" in k else v for k, v in tensors.items()}
+
+def without_a_layer(tensors):
+    return {k: v for k, v in tensors.items() if "blocks.0." not in k}
+
+def twice(tensors):
+    """As merging tools join two LoRAs, at the strengths 1 and 1."""
+    return {k: torch.cat([v, v], dim=0 if "lora_A" in k else 1) for k, v in tensors.items()}
+
+# how another program changes a file whose header it keeps, and by which factor that changes what the LoRA does
+CHANGES = dict(
+    resized=(lambda t: resized(t, 1), None), lengthened=(lambda t: resized(t, 5), 1), joined=(twice, 2),
+    half_cast=(half, 1), without_a_layer=(without_a_layer, 1), renamed=(renamed("transformer.", "diffusion_model."), 1))
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_our_lora_changed_by_another_program_is_used_at_the_scale_of_its_header(tmp_path, kind, capfd):
+    """A checkpoint's, whose alpha is not its rank: a change that no flipped bit makes is used, with a line that says
+    so, and one more if the ranks of its header are not those of its tensors."""
+    transformer = predict.load_transformer(TINY, "float32")
+    torch.manual_seed(0)
+    predict.add_lora(transformer, r=2, lora_alpha=3, target_modules=["0.attn.to_q", "1.attn.to_q"],
+                     init_lora_weights=False)
+    own = tmp_path / "own.safetensors"
+    predict.save_lora(own, transformer, dict(step=3))
+    change, factor = CHANGES[kind]
+    file = rewritten(own, change)
+    got = changes_of(tiny_in_fp32([file]))
+    lines = capfd.readouterr().err.splitlines()
+    assert "was changed by another program" in lines[0] and all(str(file) in line for line in lines), lines
+    other_rank = kind in ("resized", "lengthened", "joined")
+    assert ["the scale of the header is kept, 1.5" in line for line in lines] == [False, True][:1 + other_rank], lines
+    tensors = safetensors.torch.load_file(own)
+    if kind == "resized":
+        tensors, factor = resized(tensors, 1), 1
+    want = {}
+    for layer in layers_of(tensors):
+        if kind != "without_a_layer" or "blocks.1." in layer:
+            a, b = [tensors[f"transformer.{layer}.lora_{half}.weight"].double() for half in "AB"]
+            a = a.half().double() if kind == "half_cast" else a
+            want[layer] = factor * 1.5 * b @ a
+    assert_same_changes(got, want)
+
+def test_a_resized_run_s_file_goes_on_as_the_same_change(tmp_path, own):
+    """--pretrained_lora takes it: each layer has the alpha that keeps its scale at its new rank."""
+    transformer = predict.load_transformer(TINY, "float32")
+    predict.add_lora(transformer, r=2, lora_alpha=4, target_modules=["1.attn.to_q"], init_lora_weights=False)
+    predict.save_lora(own, transformer, dict(step=3), fold=True)
+    file = rewritten(own, lambda t: resized(t, 1))
+    state, meta = lora_files.unfold(file, *predict.read_lora(file))
+    config = predict.config_of(state, meta)
+    assert config["r"] == 1 and config["lora_alpha"] == 2 # alpha / rank is 2, as it was trained
+    a, b = [state[f"transformer.transformer_blocks.1.attn.to_q.lora_{half}.weight"] for half in "AB"]
+    raw = safetensors.torch.load_file(file)
+    a0, b0 = [raw[f"transformer.transformer_blocks.1.attn.to_q.lora_{half}.weight"] for half in "AB"]
+    assert_bitwise(a, a0)
+    assert_bitwise(2 * b, b0)
 
 def test_no_flipped_bit_of_our_lora_is_silent(own, tmp_path):
     """In its header, with --fuzz each of them, and in its tensors: refused, or read as before."""
@@ -500,6 +579,32 @@ def test_an_entry_of_another_program_that_is_called_as_ours_is_not_read(tmp_path
     safetensors.torch.save_file(as_comfyui(lora_tensors()), tmp_path / "x.safetensors", metadata=dict(train="3 steps"))
     _, meta = predict.read_lora(tmp_path / "x.safetensors")
     assert not [key for key in meta if key.startswith("train.")]
+
+def test_a_path_of_any_bytes_is_read(tmp_path):
+    """As old zips and network drives have them: no UTF-8. A plain file, one of another program, one of ours."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.safetensors"))
+    meta = {"transformer.r": 2, "transformer.lora_alpha": 2}
+    for write in (lambda path: safetensors.torch.save_file(lora_tensors(), path),
+                  lambda path: safetensors.torch.save_file(as_comfyui(lora_tensors()), path),
+                  lambda path: common.write_tensors(path, lora_tensors(), meta, "lora_adapter_metadata")):
+        write(tmp_path / "x.safetensors")
+        os.replace(tmp_path / "x.safetensors", path)
+        assert_bitwise(predict.read_lora(path)[0], lora_tensors())
+
+def test_a_lora_s_file_can_be_replaced_while_its_tensors_are_in_use(tmp_path):
+    """They are read once, and not mapped."""
+    path = lora_file(tmp_path, lora_tensors())
+    for write in (lambda t: t, as_comfyui):
+        safetensors.torch.save_file(write(lora_tensors()), path)
+        state, _ = predict.read_lora(path)
+        path.write_bytes(bytes(path.stat().st_size))
+        assert_bitwise(state, lora_tensors())
+
+def test_a_folder_without_a_lora_of_its_name_names_the_file_that_is_there(tmp_path):
+    safetensors.torch.save_file(lora_tensors(), tmp_path / "snow.safetensors")
+    with refused(tmp_path, f"; give {tmp_path / 'snow.safetensors'}"):
+        predict.find_lora(tmp_path)
+    assert_bitwise(predict.read_lora(tmp_path / "snow.safetensors")[0], lora_tensors())
 
 @pytest.mark.parametrize("meta", ["{", "[]", "5", "null", '{"transformer.r": 2}', '{"transformer.rank_pattern": 3}'])
 def test_a_lora_with_strange_metadata_is_no_traceback(tmp_path, meta):

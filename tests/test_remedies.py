@@ -211,6 +211,7 @@ ELSEWHERE = { # lines of the two files: where their remedies are tried, or why n
     "lower the first (for one sample": "test_less_tokens_a_pass_help_after_memory_ran_out",
     ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_extras.py",
     "cannot be written": "test_faults.py", "lower --max_tokens, then": "docstring",
+    "continue with that version": "test_formats.py: test_a_checkpoint_of_an_older_format_is_refused_as_older",
     "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that extras/probe.py does not catch",
     "its prompt_embed has": "test_strangers_data.py: a forged cache, for which there is no other remedy",
     "is not what": "test_the_command_for_a_state_of_another_optimizer_goes_on_from_its_lora",

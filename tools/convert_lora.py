@@ -21,6 +21,7 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -81,6 +82,7 @@ def merge(loras, scales, model, dtype, out):
     read = [*copied, *(folder / "transformer").iterdir()]
     before = [identity(file) for file in read]
     sections = defaults.read_sections(folder)
+    compare_bases(loras, model, folder)
     transformer = predict.load_transformer(folder, dtype)
     line = add_loras(transformer, folder / "transformer", loras, scales, dtype)
     tmp = out.with_name(f".tmp-{secrets.token_hex(8)}")
@@ -200,6 +202,16 @@ def describe(errors, sizes, weights, dtype):
         return f"warning: {line}; --dtype float32 keeps it, and predict.py --lora, without merging, does too"
     return line
 
+def compare_bases(loras, model, folder):
+    """A line for each LoRA that was trained on another model than this one, which is in this folder."""
+    import cache
+    from extras import bases
+    weights = None
+    if any("model_hash" in bases.notes_of(path) for path, *_ in loras): # else 41 GB need not be read
+        with tempfile.TemporaryDirectory() as tmp:
+            weights = cache.hash_part(folder / "transformer", tmp)
+    bases.compare([path for path, *_ in loras], bases.base_of(model, None, folder, folder, weights))
+
 def copy_file(source, target):
     """Hard-links a large file, where the disk allows it. Copies other files, so that a user can edit the copies."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -218,6 +230,7 @@ def main():
     flag("--scale", None, "with --to model: one number for each LoRA (default: 1)", type=number(float, -10, 10),
          nargs="+")
     flag("--rank", None, "of the LoRA that is made of a LoKr or LoHa (default: 64)", type=positive)
+    flag("--unchecked", False, "use a LoRA of train.py although its digest is not right, as you have changed it")
     flag("--dtype", None, "with --to model: dtype of the merged weights (default: bfloat16)",
          choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
@@ -234,16 +247,16 @@ def main():
 
     import predict
     from extras import lora_files
-    if args.rank: # otherwise predict.py makes its LoRA of a LoKr or LoHa
-        sources = [predict.find_lora(path) for path in args.lora]
-        if not any(map(lora_files.has_factors, sources)):
-            raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
-        read = [lora_files.read(source, args.rank) for source in sources]
+    sources = [predict.find_lora(path) for path in args.lora]
+    if args.rank and not any(map(lora_files.has_factors, sources)):
+        raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
+    if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa
+        read = [lora_files.read(source, args.rank or 64) for source in sources] # which does not look at a digest
         for source, (state, meta) in zip(sources, read):
             lora_files.check_notes(source, state, meta)
     else:
-        read = [predict.read_lora(path) for path in args.lora]
-    loras = [(path, state, meta) for path, (state, meta) in zip(args.lora, read)] # no file is read a second time
+        read = [predict.read_lora(source) for source in sources]
+    loras = [(source, state, meta) for source, (state, meta) in zip(sources, read)] # no file is read a second time
     if args.to == "model":
         line = merge(loras, args.scale or [1.0] * len(loras), args.model or "tiny", args.dtype or "bfloat16", args.out)
     else:
