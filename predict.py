@@ -43,6 +43,9 @@ import common
 from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, NAME_BYTES, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash,
                     find_lora, is_one_file, load_extra, make_sample, noise_level, number, pixels, png_name, positive,
                     seed_number, tell)
+from extras import sources, unchanged
+from extras.drawn import finished, key_of, pictures_to_draw
+from extras.planned import planned
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -465,22 +468,17 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def save_png(image, path, key=""):
-    """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it."""
+def save_png(image, path, key="", code=None):
+    """key: a hash of its settings, code: what has drawn it (sources.drawing), for extras/drawn.py. The PNG also tells a
+    person the command that made it."""
     # made in memory, so that write_file can write it whole or not at all
     png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
     meta.add_text("key", key)
+    if code:
+        meta.add_text("code", json.dumps(code))
     meta.add_text("command", common.command(["python", *sys.argv]))
     image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the mark)
     common.write_file(path, png.getvalue(), OURS)
-
-def finished(path, key):
-    """Whether an earlier call has saved this picture with the same key. Reads its text chunks only, which precede the
-    pixels."""
-    with suppress(Exception), Image.open(path) as image:
-        image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
-        return image.info.get("key") == key and image.fp.read(4) == b"IEND"
-    return False # there is none, or a broken one: it will be generated again
 
 # ==== the command line ================================================================================================
 
@@ -565,12 +563,12 @@ def with_end(path, end):
         raise InputError(f"{path}: its name is too long for a file; give a shorter one, with --out or a line of --jobs")
     return path
 
-def plan_pictures(samples, inputs, args, sheet, models):
+def plan_pictures(samples, inputs, args, sheet, models, loras):
     """-> [SimpleNamespace(sample: with all settings of this picture, strengths: of its LoRAs, row: its sample's number,
     title: what sets it apart in this row of a sheet, path, key: a hash of all that decides it)], one for each sample,
     seed and scale. InputError if two would be written to one file, or one to `sheet`, or over a file that is not ours.
-    sheet: None for --image FILES; models: hashes of transformer and scheduler."""
-    loras = [file_hash(path) for path in args.lora] # by content, so one that is trained on is another one
+    sheet: None for --image FILES; models: hashes of transformer and scheduler; loras: of LoRAs, by path."""
+    hashes = [loras[path] for path in args.lora] # by content, so one that is trained on is another one
     pictures = []
     taken = {sheet and sheet.resolve(), *inputs}
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
@@ -579,8 +577,8 @@ def plan_pictures(samples, inputs, args, sheet, models):
         # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
-        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
-                                 **settings)
+        key = common.content_key(files=encoded, **models, quantize=args.quantize,
+                                 loras=[*zip(hashes, strengths)], **settings)
         # its title, and its file, whose name has an end where there are several of a sample
         words = []
         end = ""
@@ -593,7 +591,7 @@ def plan_pictures(samples, inputs, args, sheet, models):
         out = args.out or args.out_dir / sample.settings.get("out", f"{picture_stem(sample)}.png")
         path = with_end(out, end)
         number = 1
-        while not (sheet or args.out or finished(path, key)) and path.exists(): # another photograph's result
+        while not (sheet or args.out or key_of(path) == key) and path.exists(): # another photograph's result
             number += 1
             path = with_end(out, f"{end}-{number}")
         if path.resolve() in taken:
@@ -607,14 +605,18 @@ def plan_pictures(samples, inputs, args, sheet, models):
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures):
+def generate(args, pipe, transformer_folder, transformer_file, pictures, seen, loras, code):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
-    others."""
+    others. InputError if the LoRAs or the transformer are not what the pictures' keys say. seen, loras: hashes of the
+    transformer and of LoRAs, by path; code: sources.drawing."""
+    unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # so that it is this line if it fits no longer
     transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
     names = load_loras(transformer, args.lora)
+    unchanged.refuse_changes(loras, file_hash)
     common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
+    unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # as it was mapped until now
     cache.load_encoder(pipe, "vae", args)
     vae = pipe.vae.to(args.vae_device) # with its decoder
     t0 = monotonic()
@@ -629,7 +631,7 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
                                          args.max_tokens, args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
-                save_png(image, picture.path, picture.key)
+                save_png(image, picture.path, picture.key, code)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # a full disk
                 problems.append(str(e))
@@ -644,7 +646,9 @@ def main(args):
     common.start_processes(args)
     first = common.rank() == 0
 
-    # what to generate, at which sizes, with which models
+    # what to generate, at which sizes, with which models. LoRAs and models are hashed before anything is read of them
+    code = sources.drawing(args)
+    loras = common.on_first_process(lambda: unchanged.look_at(args.lora, file_hash))
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
     inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
@@ -652,10 +656,12 @@ def main(args):
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
                  scheduler=folder / "scheduler")
-    models = {}
-    for part, place in parts.items():
-        models[part] = common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
-    pipe = cache.load_pipeline(folder)
+    if transformer_file:
+        parts["config"] = transformer_folder / "transformer/config.json"
+    seen = common.on_first_process(lambda: unchanged.look_at(parts.values(), cache.hash_part, args.cache_dir))
+    models = {part: seen[place] for part, place in parts.items()}
+    pipe = cache.load_pipeline(folder, args.cache_dir)
+    unchanged.refuse_changes({parts["scheduler"]: seen.pop(parts["scheduler"])}, cache.hash_part, args.cache_dir)
     shift_terminal = pipe.scheduler.config.shift_terminal
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
                                         geometry, args)
@@ -666,41 +672,36 @@ def main(args):
     sheets, sheet = common.find_extra("sheet"), None
     if args.jobs or args.image[0].is_dir():
         sheet = args.out_dir / "sheet.png"
-    pictures = plan_pictures(samples, inputs, args, sheet, models)
-    missing = [p for p in pictures if not finished(p.path, p.key)]
+    pictures = plan_pictures(samples, inputs, args, sheet, models, loras)
+    missing = pictures_to_draw(args.out_dir, pictures, code)
     if missing:
         common.prepare_folder(args.out_dir)
         if sheets and len(pictures) > 1:
             sheet = sheet or sheets.path_beside(missing[0].path)
             common.refuse_to_replace(sheet, OURS)
-    if len(missing) < len(pictures):
-        common.say(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, "
-                   "with the same settings")
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded.
     # encode_samples also waits until every process has looked which pictures are there
     chosen = [p.sample for p in missing]
-    if first and missing:
-        plan = cache.write_plan(chosen, args.cache_dir)
-    failed = cache.encode_samples(pipe, chosen, args, verify=True)
-    problems += [*wrong, *dict.fromkeys(failed.values())]
-    if first:
-        common.print_problems(problems)
-    encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
-    try:
-        if my_pictures := encoded[common.rank()::common.world()]:
-            problems += generate(args, pipe, transformer_folder, transformer_file, my_pictures)
-    except torch.OutOfMemoryError:
-        raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
-                         "where it decodes, --vae_device cpu. the same command continues with what is missing")
-    common.gather_objects(None) # wait for all: torchrun would end the others when one returns 1
+    with planned(chosen, args.cache_dir, cache.files_of):
+        failed = cache.encode_samples(pipe, chosen, args, verify=True)
+        problems += [*wrong, *dict.fromkeys(failed.values())]
+        if first:
+            common.print_problems(problems)
+        encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
+        try:
+            if my_pictures := encoded[common.rank()::common.world()]:
+                problems += generate(args, pipe, transformer_folder, transformer_file, my_pictures, seen, loras, code)
+        except torch.OutOfMemoryError:
+            raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
+                             "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
+        common.gather_objects(None) # wait for all: torchrun would end the others when one returns 1
     if first and missing:
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
         shown = [p for p in pictures if p.row < 24 and finished(p.path, p.key)]
         if sheets and len(shown) > 1:
             save_png(sheets.results_sheet(shown), sheet)
             common.say(f"{sheet}: {len(shown)} of them side by side")
-        plan.unlink(missing_ok=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)

@@ -140,7 +140,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree
+from extras import agree, unchanged
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -152,11 +152,15 @@ if hasattr(optimizer_class, "eval"): # schedule-free
     load_extra("schedule_free", f"--optimizer {args.optimizer}")
 if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
+# LoRAs and models are hashed before they are read, and compared when they are in memory.
+sample_loras = unchanged.look_at(sample_lora_files, common.file_hash)
 for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
 if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
+    seen = unchanged.look_at([pretrained_file], common.file_hash)
     unfold = load_extra("lora_files", "--pretrained_lora").unfold
     pretrained = unfold(pretrained_file, *predict.read_lora(pretrained_file))
+    unchanged.refuse_changes(seen, common.file_hash)
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -411,7 +415,8 @@ def make_model(folder, file):
         load_extra("lora_args").refuse_added(transformer, load, lora_args)
     if pretrained_file and not args.plan:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
-    predict.load_loras(transformer, args.sample_lora)
+    predict.load_loras(transformer, sample_lora_files)
+    unchanged.refuse_changes(sample_loras, common.file_hash)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
@@ -569,7 +574,7 @@ out_dir = common.gather_objects(out_dir)[0]
 resume = find_extra("resume") # the module; None if it was deleted
 checkpoint, step = None, 0
 config = resume.compared(args) if resume else {} # what --resume compares, more below
-config["pretrained_hash"] = pretrained_file and common.file_hash(pretrained_file)
+config["pretrained_hash"] = pretrained_file and seen[pretrained_file]
 best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
@@ -594,7 +599,12 @@ if args.plan:
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
-    predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), args.sample_lora)
+    predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), sample_lora_files)
+models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
+              vae=model_folder / "vae")
+look = partial(unchanged.look_at, [] if args.plan else models.values(), cache.hash_part, args.cache_dir)
+common.on_first_process(look) # 58 GB take a minute: the first process reads them, and the others find its answers
+seen = look()
 samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
@@ -647,11 +657,8 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
 geometry = geometry | dict(target_pixels=geometry["target_pixels"][0])
-models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
-for place in models.values(): # 58 GB take a minute: the first process reads them, and the others find its answers
-    common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
-hashes = {f"{part}_hash": cache.hash_part(place, args.cache_dir) for part, place in models.items()}
-config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
+config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=seen[models["model"]],
+               scheduler_hash=seen[models["scheduler"]])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 meta = dict(geometry=geometry, model=args.model, config=config, versions=versions)
 if args.transformer:
@@ -681,9 +688,11 @@ if rank == 0:
 # Validations also draw pictures.
 drawer = None
 if val_samples and (extra := find_extra("draw")):
-    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, args)
+    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
+                          args)
 elif val_samples:
     say("extras/draw.py is missing: validations draw no pictures")
+unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # all of them are in memory now
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from common import NAME_BYTES, read_image, shown
+from common import NAME_BYTES, InputError, read_image, shown
 
 CELL = 192 # pixels
 MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
@@ -117,13 +117,23 @@ def path_beside(picture):
     return picture.with_name(stem + end)
 
 
+def saved_picture(path):
+    """A cell of the picture in this file, or what is wrong with it: a sheet is no reason to end a command whose pictures
+    are drawn."""
+    try:
+        return thumbnail(read_image(path))
+    except InputError:
+        return f"{Path(path).name}: cannot be read"
+
+
 def results_sheet(pictures):
     """What predict.plan_pictures returns, or a part of it -> a sheet with a row for each sample and a column for each
     title."""
     titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
     for p in pictures:
         if p.row not in rows:
-            controls = [read_image(path) for path in p.sample.controls]
-            rows[p.row] = [thumbnail(controls), shown_prompt(p.sample.prompts[0], p.sample.name)] + [None] * len(titles)
-        rows[p.row][2 + titles.index(p.title)] = thumbnail(read_image(p.path))
+            cells = [saved_picture(path) for path in p.sample.controls]
+            controls = thumbnail([cell for cell in cells if isinstance(cell, Image.Image)]) or cells[0]
+            rows[p.row] = [controls, shown_prompt(p.sample.prompts[0], p.sample.name)] + [None] * len(titles)
+        rows[p.row][2 + titles.index(p.title)] = saved_picture(p.path)
     return contact_sheet(list(rows.values()), ["control", "instruction", *titles])

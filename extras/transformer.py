@@ -29,6 +29,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 import extras.configs as configs
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
+import extras.unchanged as unchanged
 from common import InputError, first_words, tell
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
@@ -56,6 +57,7 @@ class Layout:
     shapes: dict # {the name of a weight in the model: [rows, ...]}
     marked: bool # as a 2511
     form: str # in words
+    file: safetensors.safe_open # mapped: if another file takes its place later, this is still the one
 
 
 def error_of(path, what, remedy):
@@ -98,7 +100,7 @@ def read_layout(path):
     names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
     refuse_format(path, f, names)
 
-    layout = Layout({}, {}, {}, MARK_2511 in {*names, *keys}, "")
+    layout = Layout({}, {}, {}, MARK_2511 in {*names, *keys}, "", f)
     dtypes = Counter()
     for name, key in names.items():
         layer, _, kind = name.rpartition(".")
@@ -247,7 +249,9 @@ def attach(transformer, path):
     """Prepares a transformer on the meta device. It adds transformer.fill_from_file(module, quantize), which reads the
     weights under one module; the blocks' are left to predict.place_transformer, all others are read now. Until then a
     weight has its dtype and shape (peft looks at them), and the memory of one number."""
-    layout, f = read_layout(path), safetensors.safe_open(path, "pt")
+    layout, small = read_layout(path), Path(path).stat().st_size < unchanged.SMALL
+    if layout.shapes != {name: list(p.shape) for name, p in transformer.named_parameters()}: # check_fit has compared
+        raise error_of(path, "has changed since it was looked at", "run the same command again")
     waiting = {} # {parameter: its name}
     for layer_name, layer in transformer.named_modules():
         for name, p in list(layer.named_parameters(recurse=False)):
@@ -261,8 +265,10 @@ def attach(transformer, path):
                 if p not in waiting: # a LoRA's
                     continue
                 name = waiting.pop(p)
-                weight = f.get_tensor(layout.keys[name])
-                scale = f.get_tensor(layout.scales[name]).float() if name in layout.scales else torch.ones(1)
+                weight = layout.file.get_tensor(layout.keys[name])
+                if small: # as unchanged.unmap
+                    weight = weight.clone()
+                scale = layout.file.get_tensor(layout.scales[name]).float() if name in layout.scales else torch.ones(1)
                 scale = scale.view(-1, *[1] * (weight.dim() - 1)) # of a row, or of all rows
                 linear = type(layer) is torch.nn.Linear and kind == "weight"
                 if quantize == "fp8" and linear and weight.dtype == torch.float8_e4m3fn:
