@@ -674,6 +674,17 @@ if checkpoint:
     resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
+# Validations also draw pictures.
+drawer = None
+if val_samples and (extra := find_extra("draw")):
+    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
+                          args)
+elif val_samples:
+    say("extras/draw.py is missing: validations draw no pictures")
+# All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
+# again. A file that changes from here on does not matter.)
+unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir)
+
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 track = None
 if rank == 0:
@@ -685,14 +696,6 @@ if rank == 0:
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
-# Validations also draw pictures.
-drawer = None
-if val_samples and (extra := find_extra("draw")):
-    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
-                          args)
-elif val_samples:
-    say("extras/draw.py is missing: validations draw no pictures")
-unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # all of them are in memory now
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 

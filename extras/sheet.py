@@ -117,11 +117,11 @@ def path_beside(picture):
     return picture.with_name(stem + end)
 
 
-def saved_picture(path):
-    """A cell of the picture in this file, or what is wrong with it: a sheet is no reason to end a command whose pictures
+def read_or_say(path):
+    """The picture in this file, or a text that it cannot be read: a sheet is no reason to end a command whose pictures
     are drawn."""
     try:
-        return thumbnail(read_image(path))
+        return read_image(path)
     except InputError:
         return f"{Path(path).name}: cannot be read"
 
@@ -132,8 +132,9 @@ def results_sheet(pictures):
     titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
     for p in pictures:
         if p.row not in rows:
-            cells = [saved_picture(path) for path in p.sample.controls]
-            controls = thumbnail([cell for cell in cells if isinstance(cell, Image.Image)]) or cells[0]
-            rows[p.row] = [controls, shown_prompt(p.sample.prompts[0], p.sample.name)] + [None] * len(titles)
-        rows[p.row][2 + titles.index(p.title)] = saved_picture(p.path)
+            found = list(map(read_or_say, p.sample.controls))
+            controls = [one for one in found if isinstance(one, Image.Image)] or found[0]
+            prompt = shown_prompt(p.sample.prompts[0], p.sample.name)
+            rows[p.row] = [thumbnail(controls), prompt] + [None] * len(titles)
+        rows[p.row][2 + titles.index(p.title)] = thumbnail(read_or_say(p.path))
     return contact_sheet(list(rows.values()), ["control", "instruction", *titles])
