@@ -55,7 +55,8 @@ def pictures_to_draw(where, pictures, code):
     others = Counter()
     for then in drawn:
         if is_current(then, code):
-            others.update((name, then[name]) for name in changes(then, code, packages=True))
-    for (name, version), count in others.items():
-        common.say(f"{where}: {count} pictures that are there were drawn with {name} {version} (here {code[name]})")
+            names = changes(then, code, packages=True)
+            others.update(f"{name} {then[name]!s:.30} (here {code[name]})" for name in names)
+    for package, count in others.items():
+        common.say(f"{where}: {count} pictures that are there were drawn with {package}")
     return missing

@@ -9,6 +9,7 @@ oldest packages with the newest.
 """
 import ast
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -26,12 +27,12 @@ from extras import ROOT
 PACKAGES = "torch diffusers transformers peft".split()
 WHOLE = "predict.py rope_patch.py".split() # decide a picture from the first line to the last
 # and of cache.py what predict.py draws with
-DRAWING = "load_part load_encoder load_latents load_text read_encoded".split()
+DRAWING = ("load_part", "load_encoder", "load_latents", "load_text", "read_encoded")
 # what decides an encoded file, beside the model; photos and mask whole, as most of them is at work
 ENCODING = {
-    "cache.py": "Processor load_part load_encoder add_token_types is_plus encode_image encode_prompt read_pictures "
-                "encode_latents encode_text".split(),
-    "common.py": "open_image orientation decode read_image read_mask mask_is_empty fit_size".split(),
+    "cache.py": ("Processor", "load_part", "load_encoder", "add_token_types", "is_plus", "encode_image", "encode_prompt",
+                 "read_pictures", "encode_latents", "encode_text"),
+    "common.py": ("open_image", "orientation", "decode", "read_image", "read_mask", "mask_is_empty", "fit_size"),
     "extras/photos.py": None,
     "extras/mask.py": None}
 
@@ -49,7 +50,7 @@ TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING]}
 def code_only(text):
     """Source without comments, docstrings and blank lines. By the places of its tokens, so that every version of Python
     gives the same text."""
-    lines = text.splitlines()
+    lines = text.split("\n") # as Python counts lines
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type != tokenize.NL]
     for token in tokens:
         if token.type == tokenize.COMMENT:
@@ -67,7 +68,7 @@ def code_only(text):
 
 def functions_of(text, names):
     """Of a module's source only these functions and classes, in the order of the source."""
-    lines, found = text.splitlines(), []
+    lines, found = text.split("\n"), []
     for node in ast.parse(text).body:
         if getattr(node, "name", None) in names:
             first = min([node.lineno, *[mark.lineno for mark in node.decorator_list]])
@@ -75,6 +76,7 @@ def functions_of(text, names):
     return "\n".join(found) + "\n"
 
 
+@functools.lru_cache
 def digest(text, names=None):
     """A short hash of what a source computes, or these functions of it."""
     text = functions_of(text, names) if names else text
