@@ -173,6 +173,7 @@ def load_encoder(pipe, encoder, args):
     CPU: encoding does not need it. args: dtype, device and quantisation flags of common.add_model_flags. InputError if
     its files are no longer what load_pipeline has seen: what it encodes would lie under the wrong key for ever."""
     folder = Path(pipe.name_or_path)
+    check_encoder(pipe, encoder, args) # before and behind it: what does not fit any more is named as such
     if encoder == "vae": # its encoder is what encode_image uses
         pipe.vae = load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype)
         pipe.vae.encoder.to(args.vae_device)
@@ -189,6 +190,9 @@ def load_encoder(pipe, encoder, args):
         except torch.OutOfMemoryError:
             raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text "
                              "encoder, 16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
+    check_encoder(pipe, encoder, args)
+
+def check_encoder(pipe, encoder, args):
     if pipe.seen:
         unchanged.refuse_changes(pipe.seen[encoder], hash_part, args.cache_dir)
 
@@ -391,7 +395,8 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
     good = []
     problems = []
-    pipe.fingerprints = encoder_fingerprints(Path(pipe.name_or_path), args.cache_dir)
+    folder = Path(pipe.name_or_path)
+    pipe.fingerprints = unchanged.look_at([folder], encoder_fingerprints, args.cache_dir)[folder]
     looks = common.looks(samples, args.cache_dir)
     for sample in common.progress("planning", samples, unit="sample"):
         with common.noted(problems):

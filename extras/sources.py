@@ -22,7 +22,7 @@ import safetensors
 
 import common
 from common import is_one_file, load_extra, tell
-from extras import ROOT
+from extras import ROOT, unchanged
 
 PACKAGES = "torch diffusers transformers peft".split()
 WHOLE = "predict.py rope_patch.py".split() # decide a picture from the first line to the last
@@ -86,7 +86,9 @@ def digest(text, names=None):
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def drawing(args):
-    """{file: hash of its source, package: its version} of all that draws with these flags of predict.py."""
+    """{file: hash of its source, package: its version} of all that draws with these flags of predict.py. InputError if
+    someone has saved one of the files in the ten seconds in which the libraries were loaded: which one runs?"""
+    unchanged.refuse_changes(TEXTS, read)
     extras = dict(quantize=args.quantize != "none", offload=args.offload, transformer=is_one_file(args.transformer),
                   lora_files=args.lora)
     files = {file: digest(TEXTS[file]) for file in WHOLE} | {"cache.py": digest(TEXTS["cache.py"], DRAWING)}

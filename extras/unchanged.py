@@ -16,7 +16,7 @@ def look_at(places, look, *more):
         try:
             seen[place] = look(place, *more)
         except OSError as e:
-            raise InputError(f"{place}: cannot be read ({e.strerror}); run the same command again")
+            raise InputError(f"{e.filename or place}: cannot be read ({e.strerror}); run the same command again")
     return seen
 
 

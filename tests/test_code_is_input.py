@@ -15,7 +15,7 @@ import cache
 import common
 import predict
 from extras import drawn, sheet, sources
-from tests.harness import HERE, ON_DEVICE, cached_files, flip, make_cache, paint_picture, run_script, save
+from tests.harness import HERE, ON_DEVICE, cached_files, flip, is_one_line, make_cache, paint_picture, run_script, save
 
 # ---- what counts as an edit ------------------------------------------------------------------------------------------
 
@@ -82,10 +82,18 @@ def test_all_that_draws_of_cache_py_is_listed():
     here = dict(functions((HERE / "cache.py").read_text()))
     for name in list(used & here.keys() & {*sources.DRAWING}):
         used |= {n.id for n in ast.walk(here[name]) if isinstance(n, ast.Name) and n.id in here}
-    assert used - {"find_model", "hash_part"} - {*sources.ENCODING["cache.py"]} <= {*sources.DRAWING}
+    assert used - {"find_model", "hash_part", "check_encoder"} - {*sources.ENCODING["cache.py"]} <= {*sources.DRAWING}
     assert {*sources.DRAWING} <= used
 
 # ---- the command -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def edit(monkeypatch):
+    """-> edit(file, source), after which scripts that are started run this source."""
+    edited = dict(sources.TEXTS)
+    monkeypatch.setattr(sources, "TEXTS", edited)
+    monkeypatch.setattr(sources, "read", lambda file: edited[file])
+    return edited.__setitem__
 
 @pytest.fixture
 def photo(tmp_path):
@@ -102,22 +110,30 @@ def photo(tmp_path):
         return result.out
     return draw
 
-def test_pictures_of_other_code_are_drawn_again_at_their_places_and_a_line_says_why(photo, tmp_path, monkeypatch):
+def test_pictures_of_other_code_are_drawn_again_at_their_places_and_a_line_says_why(photo, tmp_path, edit):
     out = tmp_path / "out"
     photo()
     assert "2 of 2 pictures are there already" in photo() and "drawn again" not in photo()
     text = sources.TEXTS["predict.py"]
-    monkeypatch.setitem(sources.TEXTS, "predict.py", text + "\n# a note\n")
+    edit("predict.py", text + "\n# a note\n")
     assert "2 of 2 pictures are there already" in photo()
-    monkeypatch.setitem(sources.TEXTS, "predict.py", text + "\nx = 1\n")
+    edit("predict.py", text + "\nx = 1\n")
     lines = photo().splitlines()
     assert f"{out}: 2 pictures are drawn again: predict.py has changed since they were drawn" in lines
     assert sorted(path.name for path in out.iterdir()) == ["a.png", "b.png", "sheet.png"]
     assert "2 of 2 pictures are there already" in photo()
     for file in ("rope_patch.py", "cache.py"):
         more = "\ndef load_part():\n    pass\n" if file == "cache.py" else "\nx = 1\n"
-        monkeypatch.setitem(sources.TEXTS, file, sources.TEXTS[file] + more)
+        edit(file, sources.TEXTS[file] + more)
     assert "drawn again: rope_patch.py, cache.py have changed since they were drawn" in photo()
+
+def test_a_file_that_is_saved_while_the_libraries_load_is_one_line(tmp_path, monkeypatch):
+    """It was read by us, and perhaps not by Python yet."""
+    real = sources.read
+    monkeypatch.setattr(sources, "read", lambda file: real(file) + "# edited")
+    picture = save(paint_picture(), tmp_path / "a.png")
+    result = run_script("predict.py", "--image", picture, "--prompt", "x", "--out_dir", tmp_path / "out")
+    assert result.status == 1 and is_one_line(result.errors[-1], "predict.py", "changed") and len(result.errors) == 1
 
 def test_a_picture_from_before_code_was_noted_is_of_an_older_version(photo, tmp_path):
     photo()
@@ -168,15 +184,15 @@ def test_a_strangers_note_of_the_code_is_no_reason_to_fail(tmp_path):
 
 # ---- encoded files ---------------------------------------------------------------------------------------------------
 
-def test_files_that_other_functions_have_encoded_are_told_of_once(data, tmp_path, monkeypatch):
+def test_files_that_other_functions_have_encoded_are_told_of_once(data, tmp_path, edit):
     """Nothing is encoded again, and their names stay; a comment is no other function."""
     assert "warning" not in make_cache(data, tmp_path / "c").err + make_cache(data, tmp_path / "c").err
     files = cached_files(tmp_path / "c")
     text = sources.TEXTS["cache.py"]
     old = "    embeds, _ = pipe.encode_prompt("
     assert text.count(old) == 1
-    for edit, told in (("    # a note\n" + old, 0), (old.replace("embeds, _", "embeds, mask"), 1)):
-        monkeypatch.setitem(sources.TEXTS, "cache.py", text.replace(old, edit))
+    for new, told in (("    # a note\n" + old, 0), (old.replace("embeds, _", "embeds, mask"), 1)):
+        edit("cache.py", text.replace(old, new))
         warnings = [line for line in make_cache(data, tmp_path / "c").err.splitlines() if "another cache.py" in line]
         assert len(warnings) == told and all("PREPROCESSING (3)" in line for line in warnings)
         assert cached_files(tmp_path / "c") == files

@@ -77,10 +77,11 @@ REPLACED = {
     "transformer's config": (lambda f: edit_json(f / "model/transformer/config.json", patch_size=1), "transformer"),
     "transformer, gone": (lambda f: (f / "model/transformer" / WEIGHTS).unlink(), "transformer"),
     "VAE": (lambda f: change_weight(f / "model/vae"), "vae"),
+    "VAE, gone": (lambda f: shutil.rmtree(f / "model/vae"), "vae"),
     "text encoder": (lambda f: change_weight(f / "model/text_encoder"), "text_encoder"),
     "tokenizer": (other_words, "tokenizer"),
     "pipeline": (lambda f: edit_json(f / "model/model_index.json", x=["a", "b"]), "model_index.json")}
-DECODED = {"LoRA", "LoRA, gone", "transformer", "transformer's config", "transformer, gone", "VAE"}
+DECODED = {"LoRA", "LoRA, gone", "transformer", "transformer's config", "transformer, gone", "VAE", "VAE, gone"}
 
 def before(monkeypatch, module, name, act, times=1):
     """The function runs as before, but act() comes first, at its first calls."""
@@ -100,7 +101,7 @@ def test_what_changes_while_pictures_are_encoded_is_one_line_and_no_picture(plac
     shutil.rmtree(here / "cache")
     before(monkeypatch, cache, "encode_files", functools.partial(change, here))
     result = draw_in(here)
-    assert result.status == 1 and is_one_line(result.errors[-1], named), result.err
+    assert result.status == 1 and is_one_line(result.errors[-1], named, "" if "gone" in what else "changed"), result.err
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
     assert not list((here / "cache").glob(".planned-*"))
     for file in cached_files(here / "cache"):
@@ -114,8 +115,18 @@ def test_what_changes_before_it_is_loaded_is_one_line_and_no_picture(here, monke
     change, named = REPLACED[what]
     before(monkeypatch, cache, moment, functools.partial(change, here))
     result = draw_in(here)
-    assert result.status == 1 and is_one_line(result.errors[-1], named), result.err
+    assert result.status == 1 and is_one_line(result.errors[-1], named, "" if "gone" in what else "changed"), result.err
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
+
+@pytest.mark.parametrize("module, moment", [(common, "start_processes"), (cache, "load_pipeline"),
+                                            (cache, "plan_samples")])
+@pytest.mark.parametrize("what", ["lora1/" + predict.LORA_FILE, "model/model_index.json", "model/vae"])
+def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatch, module, moment, what):
+    """At any moment, though the line says it in other words where the file was never seen."""
+    before(monkeypatch, module, moment, lambda: (here / what).rename(here / "elsewhere"))
+    result = draw_in(here)
+    assert result.status == 1 and is_one_line(result.errors[-1], (here / what).name), result.err
+    assert not list((here / "out").glob("*.png"))
 
 def test_a_lora_that_was_replaced_and_put_back_has_left_no_wrong_picture(here, monkeypatch):
     """The report: the old file put back, and the same command, said that the other LoRA's pictures were its own."""
