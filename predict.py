@@ -190,7 +190,7 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
             return load_extra("offload").place(transformer, device, offloaded_blocks, quantize_block)
         for block in blocks:
             quantize_block(block).to(device)
-        return transformer.to(device)
+        return unchanged.unmap(transformer.to(device)) # on a CPU one file's weights are mapped still
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
                          "in train.py --fsdp too (train.py --plan says how much)")
@@ -708,4 +708,5 @@ def main(args):
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":
+    sources.refuse_edits()
     main(args)

@@ -596,8 +596,8 @@ if args.plan:
 
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
 # memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
-model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
+model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
     predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), sample_lora_files)
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
@@ -677,8 +677,8 @@ if checkpoint:
 # Validations also draw pictures.
 drawer = None
 if val_samples and (extra := find_extra("draw")):
-    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
-                          args)
+    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
+                          [sample_loras[file] for file in sample_lora_files], args)
 elif val_samples:
     say("extras/draw.py is missing: validations draw no pictures")
 # All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run

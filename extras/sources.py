@@ -30,8 +30,8 @@ WHOLE = "predict.py rope_patch.py".split() # decide a picture from the first lin
 DRAWING = ("load_part", "load_encoder", "load_latents", "load_text", "read_encoded")
 # what decides an encoded file, beside the model; photos and mask whole, as most of them is at work
 ENCODING = {
-    "cache.py": ("Processor", "load_part", "load_encoder", "add_token_types", "is_plus", "encode_image", "encode_prompt",
-                 "read_pictures", "encode_latents", "encode_text"),
+    "cache.py": ("Processor", "load_part", "load_encoder", "add_token_types", "is_plus", "encode_image",
+                 "encode_prompt", "read_pictures", "encode_latents", "encode_text"),
     "common.py": ("open_image", "orientation", "decode", "read_image", "read_mask", "mask_is_empty", "fit_size"),
     "extras/photos.py": None,
     "extras/mask.py": None}
@@ -43,8 +43,14 @@ def read(file):
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-# read when a script begins, together with Python: an edit that comes later is not what runs
+# read when a script begins, as Python does: an edit that comes later is not what runs
 TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING]}
+
+
+def refuse_edits():
+    """InputError if someone has saved one of the files in the ten seconds in which the libraries are loaded, and some of
+    our modules with them: which one runs?"""
+    unchanged.refuse_changes(TEXTS, read)
 
 
 def code_only(text):
@@ -86,9 +92,7 @@ def digest(text, names=None):
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def drawing(args):
-    """{file: hash of its source, package: its version} of all that draws with these flags of predict.py. InputError if
-    someone has saved one of the files in the ten seconds in which the libraries were loaded: which one runs?"""
-    unchanged.refuse_changes(TEXTS, read)
+    """{file: hash of its source, package: its version} of all that draws with these flags of predict.py."""
     extras = dict(quantize=args.quantize != "none", offload=args.offload, transformer=is_one_file(args.transformer),
                   lora_files=args.lora)
     files = {file: digest(TEXTS[file]) for file in WHOLE} | {"cache.py": digest(TEXTS["cache.py"], DRAWING)}

@@ -29,7 +29,6 @@ from diffusers import QwenImageTransformer2DModel
 import common
 import extras.configs as configs
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
-import extras.unchanged as unchanged
 from common import InputError, first_words, tell
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
@@ -249,7 +248,7 @@ def attach(transformer, path):
     """Prepares a transformer on the meta device. It adds transformer.fill_from_file(module, quantize), which reads the
     weights under one module; the blocks' are left to predict.place_transformer, all others are read now. Until then a
     weight has its dtype and shape (peft looks at them), and the memory of one number."""
-    layout, small = read_layout(path), Path(path).stat().st_size < unchanged.SMALL
+    layout = read_layout(path)
     if layout.shapes != {name: list(p.shape) for name, p in transformer.named_parameters()}: # check_fit has compared
         raise error_of(path, "has changed since it was looked at", "run the same command again")
     waiting = {} # {parameter: its name}
@@ -266,8 +265,6 @@ def attach(transformer, path):
                     continue
                 name = waiting.pop(p)
                 weight = layout.file.get_tensor(layout.keys[name])
-                if small: # as unchanged.unmap
-                    weight = weight.clone()
                 scale = layout.file.get_tensor(layout.scales[name]).float() if name in layout.scales else torch.ones(1)
                 scale = scale.view(-1, *[1] * (weight.dim() - 1)) # of a row, or of all rows
                 linear = type(layer) is torch.nn.Linear and kind == "weight"

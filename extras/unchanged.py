@@ -45,7 +45,7 @@ def unmap(model):
     file that is written over later, in place, would change the weights of a process at work, or end it by SIGBUS. What
     remains: the text encoder and the transformer of the real model, 16 and 41 GB, are mapped until they are copied to
     their device, and as long as the process lives if that is the CPU (and --dtype is the files')."""
-    weights = [*model.parameters(), *model.buffers()]
+    weights = [weight for weight in [*model.parameters(), *model.buffers()] if weight.device.type == "cpu"]
     if sum(weight.nbytes for weight in weights) < SMALL:
         for weight in weights:
             weight.data = weight.data.clone()

@@ -185,8 +185,8 @@ def test_a_training_on_what_changes_before_its_first_step_is_one_line_and_no_ste
     assert not list((here / "cache").glob(".planned-*"))
 
 def test_what_is_replaced_when_it_has_been_read_stops_nothing_and_changes_nothing(here, monkeypatch):
-    """Overwritten in place and shorter, as cp does it, when the first step is loaded. In the files' own dtype nothing of
-    a small model is mapped any more, on a CPU either: the process would die by SIGBUS."""
+    """Overwritten in place and shorter, as cp does it, when the first step is loaded. In the files' own dtype nothing
+    of a small model is mapped any more, on a CPU either: the process would die by SIGBUS."""
     def spoil():
         for file in [*(here / "lora1").iterdir(), *here.glob("model/*/*.*")]:
             file.write_bytes(b"x" * 999)
