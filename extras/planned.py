@@ -17,9 +17,9 @@ def planned(samples, cache_dir, files_of):
     for sample in samples if common.rank() == 0 else []:
         files.update(os.path.relpath(file, cache_dir) for file in files_of(sample))
     path = Path(cache_dir, f".planned-{common.content_key(files=sorted(files))}")
+    if files:
+        common.write_file(path, "\n".join(sorted(files)).encode())
     try:
-        if files:
-            common.write_file(path, "\n".join(sorted(files)).encode())
         yield
     finally:
         if files:

@@ -48,8 +48,8 @@ TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING]}
 
 
 def refuse_edits():
-    """InputError if someone has saved one of the files in the ten seconds in which the libraries are loaded, and some of
-    our modules with them: which one runs?"""
+    """InputError if someone has saved one of the files in the ten seconds in which the libraries are loaded, and some
+    of our modules with them: which one runs?"""
     unchanged.refuse_changes(TEXTS, read)
 
 
