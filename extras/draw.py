@@ -29,7 +29,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     """Draws with the transformer, as it is when draw() is called, on all processes together.
 
     scheduler_config: of the scheduler. samples: the validation samples, planned and, but for `encoders`, encoded.
-    encoders: the pipeline that encodes live, or None. sample_loras: hashes of --sample_lora's files. args: of train.py."""
+    encoders: the pipeline that encodes live, or None. sample_loras: hashes of --sample_lora's files. args: of
+    train.py."""
 
     def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, sample_loras, args):
         self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
