@@ -39,6 +39,8 @@ from pathlib import Path
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
                     is_index, load_extra, print_problems, read_image, read_mask, read_tensors, tell)
+from extras import sources, unchanged
+from extras.planned import planned
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -119,9 +121,13 @@ def find_model(model, parts, weights=True, flag="--model"):
         check_files(folder / part, part, CONFIG_FILES.get(part, "config.json"), weights, flag)
     return folder
 
-def load_pipeline(folder):
+def load_pipeline(folder, cache_dir=None):
     """The stock pipeline of model_index.json (v1 or Plus) without weights: tokenizer, processor and scheduler only. Its
-    methods then prepare pictures and prompts; load_encoder adds VAE and text encoder."""
+    methods then prepare pictures and prompts; load_encoder adds VAE and text encoder. With a cache_dir, where hashes
+    are remembered, load_encoder refuses files that have changed since this began: pipe.seen has their hashes."""
+    seen = {}
+    if cache_dir:
+        seen = common.on_first_process(lambda: unchanged.look_at_encoders(folder, hash_part, cache_dir))
     try:
         # a new model family begins here; GUIDE.md lists the other places
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
@@ -140,6 +146,7 @@ def load_pipeline(folder):
     pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # a tokenizer without vocabulary gives another one
     if config.is_file() and json.loads(config.read_text()).get("image_token_id") != pad_id:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
+    pipe.seen = seen
     return pipe
 
 def find_pipeline(args, weights=True):
@@ -147,7 +154,7 @@ def find_pipeline(args, weights=True):
     only the VAE, for the pictures of validations)."""
     indexes = all(map(is_index, args.data + args.val_data))
     folder = find_model(args.model, ["scheduler", "vae"] if indexes else ENCODERS, weights)
-    return folder, None if indexes else load_pipeline(folder)
+    return folder, None if indexes else load_pipeline(folder, args.cache_dir)
 
 def load_part(cls, folder, dtype):
     """One frozen model from its safetensors files. InputError names the folder."""
@@ -159,28 +166,35 @@ def load_part(cls, folder, dtype):
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); download it again")
     if missing := sorted(info["missing_keys"]): # these weights would be random numbers
         raise InputError(f"{folder}: {len(missing)} tensors are missing, for instance {missing[0]}; download it again")
-    return model.requires_grad_(False).eval()
+    return unchanged.unmap(model).requires_grad_(False).eval()
 
 def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
-    CPU: encoding does not need it. args: dtype, device and quantisation flags of common.add_model_flags."""
+    CPU: encoding does not need it. args: dtype, device and quantisation flags of common.add_model_flags. InputError if
+    its files are no longer what load_pipeline has seen: what it encodes would lie under the wrong key for ever."""
     folder = Path(pipe.name_or_path)
+    check_encoder(pipe, encoder, args) # before and behind it: what does not fit any more is named as such
     if encoder == "vae": # its encoder is what encode_image uses
         pipe.vae = load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype)
         pipe.vae.encoder.to(args.vae_device)
         pipe.vae.quant_conv.to(args.vae_device)
-        return
-    model = load_part(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", args.dtype)
-    model.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
-    model.register_forward_pre_hook(add_token_types, with_kwargs=True)
-    try:
-        # quantized layer by layer, so that the device never holds all of it in full precision
-        if args.quantize_text_encoder != "none":
-            load_extra("quantize").quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
-        pipe.text_encoder = model.to(args.text_encoder_device)
-    except torch.OutOfMemoryError:
-        raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text encoder, "
-                         "16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
+    else:
+        model = load_part(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", args.dtype)
+        model.lm_head = torch.nn.Identity() # 1 GB, and a tenth of the work, for logits that nobody reads
+        model.register_forward_pre_hook(add_token_types, with_kwargs=True)
+        try:
+            # quantized layer by layer, so that the device never holds all of it in full precision
+            if args.quantize_text_encoder != "none":
+                load_extra("quantize").quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
+            pipe.text_encoder = model.to(args.text_encoder_device)
+        except torch.OutOfMemoryError:
+            raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text "
+                             "encoder, 16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
+    check_encoder(pipe, encoder, args)
+
+def check_encoder(pipe, encoder, args):
+    if pipe.seen:
+        unchanged.refuse_changes(pipe.seen[encoder], hash_part, args.cache_dir)
 
 def add_token_types(encoder, args, kwargs):
     """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers
@@ -383,11 +397,12 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
     good = []
     problems = []
-    fingerprints = encoder_fingerprints(Path(pipe.name_or_path), args.cache_dir)
+    folder = Path(pipe.name_or_path)
+    pipe.fingerprints = unchanged.look_at([folder], encoder_fingerprints, args.cache_dir)[folder]
     looks = common.looks(samples, args.cache_dir)
     for sample in common.progress("planning", samples, unit="sample"):
         with common.noted(problems):
-            plan_sample(pipe, sample, texts_of(sample), geometry, fingerprints, args, *looks)
+            plan_sample(pipe, sample, texts_of(sample), geometry, pipe.fingerprints, args, *looks)
             good.append(sample)
     return good, problems
 
@@ -407,15 +422,6 @@ def data_hash(epoch):
         contents.append([sample.name, [file.stem for file in files_of(sample)]])
     return content_key(samples=contents)
 
-def write_plan(samples, cache_dir):
-    """Writes CACHE_DIR/.planned-HASH, a list of these samples' files -> its path. tools/prune.py leaves them alone
-    until the list is deleted, when an index names them or the pictures are generated. (An index of another folder has
-    its files there, and keeps them itself.)"""
-    files = sorted({f"{file.parent.name}/{file.name}" for sample in samples for file in files_of(sample)})
-    path = Path(cache_dir, f".planned-{content_key(files=files)}")
-    common.write_file(path, "\n".join(files).encode())
-    return path
-
 def encode_samples(pipe, samples, args, verify=False):
     """Each process encodes its share of what the cache lacks -> {file: error line} of what cannot be encoded, the same
     on every process; a bad sample does not stop the others. The encoders are loaded only if needed, one after the
@@ -429,6 +435,8 @@ def encode_samples(pipe, samples, args, verify=False):
     if verify:
         remove_damaged(filter(Path.is_file, my_files), pipe)
     missing, failed = [file for file in jobs if not file.is_file()], {}
+    if pipe: # (an index alone cannot encode anything again)
+        sources.warn_of_encoding(jobs.keys() - {*missing}, PREPROCESSING)
     if missing:
         for folder in {file.parent for file in missing}:
             common.refuse_outside(folder, args.cache_dir)
@@ -479,7 +487,8 @@ def encode_files(pipe, jobs, args):
                 load_encoder(pipe, encoder, args)
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
-            meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls])
+            meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls],
+                        code=sources.encoding())
             try:
                 yield file, encode(pipe, sample, what, pictures.result()), meta
             except InputError as e:
@@ -586,24 +595,22 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
-    plan, failed = None, {}
-    if encode:
-        if pipe and samples and common.rank() == 0:
-            plan = write_plan(samples + val_samples, args.cache_dir)
-        failed = encode_samples(pipe, samples + val_samples, args, verify)
-        # a sample whose encoding failed is no sample
-        for one_of in (samples, val_samples):
-            one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
-        if common.rank() == 0:
-            print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
-    if (problems or failed) and not args.skip_bad:
-        sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
-    if not samples:
-        raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-    if plan:
-        if indexes := common.find_extra("indexes"): # which another machine can train from
-            indexes.write_indexes(args, samples, val_samples, geometry, encoder_fingerprints(folder, args.cache_dir))
-        plan.unlink(missing_ok=True)
+    failed = {}
+    with planned(samples + val_samples if encode and pipe else [], args.cache_dir, files_of):
+        if encode:
+            failed = encode_samples(pipe, samples + val_samples, args, verify)
+            # a sample whose encoding failed is no sample
+            for one_of in (samples, val_samples):
+                one_of[:] = [sample for sample in one_of if failed.keys().isdisjoint(files_of(sample))]
+            if common.rank() == 0:
+                print_problems(dict.fromkeys(failed.values())) # each once: two files may have met the same problem
+        if (problems or failed) and not args.skip_bad:
+            sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
+        if not samples:
+            raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
+        indexes = common.find_extra("indexes")
+        if encode and pipe and indexes and common.rank() == 0: # which another machine can train from
+            indexes.write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
     if masks := common.find_extra("mask"): # behind the indexes, which serve other weights, too
         samples, val_samples = masks.check_weights(args, samples, val_samples)
     if hints := common.find_extra("hints"):

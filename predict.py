@@ -17,9 +17,10 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A picture that the folder has already, with the same settings, is not generated again. Files that predict.py
-has not made are never overwritten, and its own only where you name the file, by --out or `out`: a name that we choose
-gets -2, -3, ... if it is taken (extras/names.py). Shape letters as in rope_patch.py.
+encoding. A picture that the folder has already, with the same settings, is not generated again, unless you have edited
+the code that draws it. Files that predict.py has not made are never overwritten, and its own only where you name the
+file, by --out or `out`: a name that we choose gets -2, -3, ... if it is taken (extras/names.py). Shape letters as in
+rope_patch.py.
 """
 import os
 import sys
@@ -34,6 +35,7 @@ import re
 import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mode
@@ -43,8 +45,10 @@ from types import SimpleNamespace
 import common
 from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
                     is_one_file, load_extra, noise_level, number, pixels, png_name, positive, seed_number, tell)
+from extras import drawn, sources, unchanged
 from extras.asked import about, read_samples, refuse_nothing
 from extras.names import OURS, SHEET_ROWS, choose_names, sheet_key
+from extras.planned import planned
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -189,7 +193,7 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
             return load_extra("offload").place(transformer, device, offloaded_blocks, quantize_block)
         for block in blocks:
             quantize_block(block).to(device)
-        return transformer.to(device)
+        return unchanged.unmap(transformer.to(device)) # on a CPU one file's weights are mapped still
     except torch.OutOfMemoryError:
         raise InputError(f"--model: its weights do not fit on {device}; --quantize or --offload need less memory, "
                          "in train.py --fsdp too (train.py --plan says how much)")
@@ -470,25 +474,20 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def save_png(image, path, key="", said=None, mark=OURS):
-    """key: a hash of its settings, for `finished`. The PNG also tells a person the command that made it, and `said`: of
-    its own settings. mark: of what it may replace, as for common.write_file."""
+def save_png(image, path, key="", code=None, said=None, mark=OURS):
+    """key: a hash of its settings, code: what has drawn it (sources.drawing), for extras/drawn.py. The PNG also tells a
+    person the command that made it, and `said`: of its own settings. mark: of what it may replace, as for
+    common.write_file."""
     # made in memory, so that write_file can write it whole or not at all
     png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
     meta.add_text("key", key)
+    if code:
+        meta.add_text("code", json.dumps(code))
     meta.add_text("command", common.command(["python", *sys.argv]))
     if said:
         meta.add_text("sample", json.dumps(said))
     image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the mark)
     common.write_file(path, png.getvalue(), mark)
-
-def finished(path, key):
-    """Whether an earlier call has saved this picture with the same key. Reads its text chunks only, which precede the
-    pixels."""
-    with suppress(Exception), Image.open(path) as image:
-        image.fp.seek(-8, io.SEEK_END) # to the name of the last chunk, which a file that was cut has lost
-        return image.info.get("key") == key and image.fp.read(4) == b"IEND"
-    return False # there is none, or a broken one: it will be generated again
 
 # ==== the command line ================================================================================================
 
@@ -537,12 +536,12 @@ def complete_settings(sample, args, shift_terminal):
     sample.settings = settings
     return text_keys_of(sample)
 
-def plan_pictures(samples, args, models):
+def plan_pictures(samples, args, models, loras):
     """-> [SimpleNamespace(sample: with all settings of this picture, line: of --jobs, strengths: of its LoRAs, row: its
     sample's number, title: what sets it apart in this row of a sheet, end: what its name has behind the sample's, key:
     a hash of all that decides it)], one for each sample, seed and scale. choose_names adds path, mark and done. models:
-    hashes of transformer and scheduler."""
-    loras = [file_hash(path) for path in args.lora] # by content, so one that is trained on is another one
+    hashes of transformer and scheduler; loras: of LoRAs, by path."""
+    hashes = [loras[path] for path in args.lora] # by content, so one that is trained on is another one
     pictures = []
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
         sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
@@ -551,7 +550,7 @@ def plan_pictures(samples, args, models):
         # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
-        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
+        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(hashes, strengths)],
                                  **settings)
         # its title, and the end of its name, where there are several of a sample
         words = []
@@ -568,14 +567,18 @@ def plan_pictures(samples, args, models):
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures):
+def generate(args, pipe, transformer_folder, transformer_file, pictures, seen, loras, code):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
-    others."""
+    others. InputError if the LoRAs or the transformer are not what the pictures' keys say. seen, loras: hashes of the
+    transformer and of LoRAs, by path; code: sources.drawing."""
+    unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # so that it is this line if it fits no longer
     transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
     names = load_loras(transformer, args.lora)
+    unchanged.refuse_changes(loras, file_hash)
     common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
     place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
+    unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # as it was mapped until now
     cache.load_encoder(pipe, "vae", args)
     vae = pipe.vae.to(args.vae_device) # with its decoder
     t0 = monotonic()
@@ -595,7 +598,7 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures):
                     cause = finite.cause_of(image, any(strengths), args.dtype,
                                             picture.sample.settings["true_cfg_scale"])
                     raise InputError(f"{picture.path}: {cause}")
-                save_png(image, picture.path, picture.key, about(picture, args.jobs), picture.mark)
+                save_png(image, picture.path, picture.key, code, about(picture, args.jobs), picture.mark)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # NaN, or a full disk
                 problems.append(str(e))
@@ -614,7 +617,9 @@ def edit(args, claims):
     common.start_processes(args)
     first = common.rank() == 0
 
-    # what to generate, at which sizes, with which models
+    # what to generate, at which sizes, with which models. LoRAs and models are hashed before anything is read of them
+    code = sources.drawing(args)
+    loras = common.on_first_process(lambda: unchanged.look_at(args.lora, file_hash))
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
     inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
@@ -622,12 +627,14 @@ def edit(args, claims):
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
                  scheduler=folder / "scheduler")
-    models = {}
-    for part, place in parts.items():
-        models[part] = common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
+    if transformer_file:
+        parts["config"] = transformer_folder / "transformer/config.json"
+    seen = common.on_first_process(lambda: unchanged.look_at(parts.values(), cache.hash_part, args.cache_dir))
+    models = {part: seen[place] for part, place in parts.items()}
     here = bases.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
     bases.compare(args.lora, here, geometry)
-    pipe = cache.load_pipeline(folder)
+    pipe = cache.load_pipeline(folder, args.cache_dir)
+    unchanged.refuse_changes({parts["scheduler"]: seen.pop(parts["scheduler"])}, cache.hash_part, args.cache_dir)
     shift_terminal = pipe.scheduler.config.shift_terminal
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
                                         geometry, args)
@@ -635,31 +642,30 @@ def edit(args, claims):
         common.print_problems(hints.warnings(args, samples))
 
     # into which files: one for each sample, seed and scale; those that are there already stay
-    pictures = plan_pictures(samples, args, models)
+    pictures = plan_pictures(samples, args, models, loras)
+    finished = partial(drawn.finished, code)
     places, sheet = common.on_first_process(lambda: choose_names(pictures, inputs, args, finished, claims))
     for picture, place in zip(pictures, places):
         picture.path, picture.mark, picture.done = place
     missing = [p for p in pictures if not p.done]
-    if len(missing) < len(pictures):
-        common.say(f"{args.out_dir}: {len(pictures) - len(missing)} of {len(pictures)} pictures are there already, "
-                   "with the same settings")
+    if first:
+        drawn.describe(args.out_dir, pictures, code)
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
-    if first and missing:
-        plan = cache.write_plan(chosen, args.cache_dir)
-    failed = cache.encode_samples(pipe, chosen, args, verify=True)
-    problems += [*wrong, *dict.fromkeys(failed.values())]
-    if first:
-        common.print_problems(problems)
-    encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
-    try:
-        if my_pictures := encoded[common.rank()::common.world()]:
-            problems += generate(args, pipe, transformer_folder, transformer_file, my_pictures)
-    except torch.OutOfMemoryError:
-        raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload or, "
-                         "where it decodes, --vae_device cpu. the same command continues with what is missing")
-    common.gather_objects(None) # wait for all: torchrun would end the others when one returns 1
+    with planned(chosen, args.cache_dir, cache.files_of):
+        failed = cache.encode_samples(pipe, chosen, args, verify=True)
+        problems += [*wrong, *dict.fromkeys(failed.values())]
+        if first:
+            common.print_problems(problems)
+        encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
+        try:
+            if my_pictures := encoded[common.rank()::common.world()]:
+                problems += generate(args, pipe, transformer_folder, transformer_file, my_pictures, seen, loras, code)
+        except torch.OutOfMemoryError:
+            raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
+                             "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
+        common.gather_objects(None) # wait for all: torchrun would end the others when one returns 1
     if first and missing:
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
         shown = [p for p in pictures if p.row < SHEET_ROWS and finished(p.path, p.key)]
@@ -667,10 +673,10 @@ def edit(args, claims):
             image = common.find_extra("sheet").results_sheet(shown)
             save_png(image, sheet.path, sheet_key(shown), mark=sheet.mark)
             common.say(f"{sheet.path}: {len(shown)} of them side by side")
-        plan.unlink(missing_ok=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)
 
 if __name__ == "__main__":
+    sources.refuse_edits()
     main(args)

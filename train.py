@@ -140,7 +140,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, bases, finite
+from extras import agree, bases, finite, unchanged
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -152,11 +152,15 @@ if hasattr(optimizer_class, "eval"): # schedule-free
     load_extra("schedule_free", f"--optimizer {args.optimizer}")
 if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
+# LoRAs and models are hashed before they are read, and compared when they are in memory.
+sample_loras = unchanged.look_at(sample_lora_files, common.file_hash)
 for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
 if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
+    seen = unchanged.look_at([pretrained_file], common.file_hash)
     unfold = load_extra("lora_files", "--pretrained_lora").unfold
     pretrained = unfold(pretrained_file, *predict.read_lora(pretrained_file))
+    unchanged.refuse_changes(seen, common.file_hash)
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -411,7 +415,8 @@ def make_model(folder, file):
         load_extra("lora_args").refuse_added(transformer, load, lora_args)
     if pretrained_file and not args.plan:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
-    predict.load_loras(transformer, args.sample_lora)
+    predict.load_loras(transformer, sample_lora_files)
+    unchanged.refuse_changes(sample_loras, common.file_hash)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
@@ -569,7 +574,7 @@ out_dir = common.gather_objects(out_dir)[0]
 resume = find_extra("resume") # the module; None if it was deleted
 checkpoint, step = None, 0
 config = resume.compared(args) if resume else {} # what --resume compares, more below
-config["pretrained_hash"] = pretrained_file and common.file_hash(pretrained_file)
+config["pretrained_hash"] = pretrained_file and seen[pretrained_file]
 best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
@@ -591,10 +596,15 @@ if args.plan:
 
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
 # memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
-model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
+model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
-    predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), args.sample_lora)
+    predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), sample_lora_files)
+models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
+              vae=model_folder / "vae")
+look = partial(unchanged.look_at, [] if args.plan else models.values(), cache.hash_part, args.cache_dir)
+common.on_first_process(look) # 58 GB take a minute: the first process reads them, and the others find its answers
+seen = look()
 samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
@@ -648,13 +658,10 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # if there are several), and --resume compares the config.
 areas = geometry["target_pixels"]
 geometry = geometry | dict(target_pixels=areas[0])
-models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler")
-for place in models.values(): # 58 GB take a minute: the first process reads them, and the others find its answers
-    common.on_first_process(lambda: cache.hash_part(place, args.cache_dir))
-hashes = {f"{part}_hash": cache.hash_part(place, args.cache_dir) for part, place in models.items()}
-config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), **hashes)
+config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=seen[models["model"]],
+               scheduler_hash=seen[models["scheduler"]])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model_hash"])
+base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, config["model_hash"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 bases.compare([*sample_lora_files, pretrained_file], base)
 
@@ -668,6 +675,17 @@ if checkpoint:
     resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
+# Validations also draw pictures.
+drawer = None
+if val_samples and (extra := find_extra("draw")):
+    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
+                          [sample_loras[file] for file in sample_lora_files], args)
+elif val_samples:
+    say("extras/draw.py is missing: validations draw no pictures")
+# All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
+# again. A file that changes from here on does not matter.)
+unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir)
+
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 track = None
 if rank == 0:
@@ -679,12 +697,6 @@ if rank == 0:
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
-# Validations also draw pictures.
-drawer = None
-if val_samples and (extra := find_extra("draw")):
-    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, args)
-elif val_samples:
-    say("extras/draw.py is missing: validations draw no pictures")
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 

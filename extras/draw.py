@@ -31,11 +31,12 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     """Draws with the transformer, as it is when draw() is called, on all processes together.
 
     scheduler_config: of the scheduler. samples: the validation samples, planned and, but for `encoders`, encoded.
-    encoders: the pipeline that encodes live, or None. args: of train.py."""
+    encoders: the pipeline that encodes live, or None. sample_loras: hashes of --sample_lora's files. args: of
+    train.py."""
 
-    def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, args):
+    def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, sample_loras, args):
         self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
-        self.encoders, self.out_dir, self.args = encoders, out_dir, args
+        self.encoders, self.out_dir, self.sample_loras, self.args = encoders, out_dir, sample_loras, args
         own = {name: value for name, value in vars(args).items() if name in common.SAMPLING}
         self.settings = common.SAMPLING | own
         if encoders:
@@ -72,10 +73,6 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     @cached_property
     def base_pictures(self): # once, as the base does not change
         return self.generate(trained=False)
-
-    @cached_property
-    def sample_loras(self):
-        return [common.file_hash(common.find_lora(path)) for path in self.args.sample_lora]
 
     def generate(self, trained):
         """{place in samples: what predict.decode returns} of at most --val_pictures, with --sample_lora's LoRAs, and

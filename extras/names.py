@@ -49,29 +49,23 @@ def key_of(path):
                     return key.decode("latin-1")
 
 
-def identity(key):
-    """-> the beginning of a key that says which result a file is. A file that has another rest, or is damaged, is that
-    result all the same: it is drawn again in its place."""
-    return key
-
-
 def mark_of(key):
     """-> the regular expression with which common.write_file replaces this result and nothing else. (It sees the first
     4 KiB, and a sheet's key may be longer.)"""
-    return re.escape(b"tEXtkey\0" + identity(key).encode("latin-1")[:2000])
+    return re.escape(b"tEXtkey\0" + key.encode("latin-1")[:2000])
 
 
 def sheet_key(pictures):
-    return SHEET + " ".join(dict.fromkeys(identity(p.key) for p in pictures))
+    return SHEET + " ".join(dict.fromkeys(p.key for p in pictures))
 
 
 def results_in(folder):
-    """-> {identity: paths} of our pictures in a folder, sorted."""
+    """-> {key: paths} of our pictures in a folder, sorted."""
     found = {}
     with contextlib.suppress(OSError): # it is not there yet; or prepare_folder says what is wrong
         for path in sorted(folder.iterdir()):
             if path.suffix.lower() == ".png" and (key := key_of(path)):
-                found.setdefault(identity(key), []).append(path)
+                found.setdefault(key, []).append(path)
     return found
 
 
@@ -132,8 +126,8 @@ class Taken:
     root: Path # --out_dir
     folds: bool # whether its disk takes A.png for a.png
     inputs: set # of pictures that are read
-    others: dict # {name: identity} of other processes at work
-    ours: dict = field(default_factory=dict) # {name: identity} of this call
+    others: dict # {name: key} of other processes at work
+    ours: dict = field(default_factory=dict) # {name: key} of this call
 
 
 def name_in(taken, path):
@@ -219,10 +213,10 @@ def take_given(pictures, wants, taken, finished, where):
         if name in taken.inputs or name in taken.ours:
             raise InputError(f"{where}: {path} would overwrite a picture that is read, or another result; give it "
                              "another name")
-        if is_taken(taken, path, identity(key)):
+        if is_taken(taken, path, key):
             raise InputError(f"{where}: {path} is what another predict.py is drawing; wait, or give another name")
         refuse_to_replace(path, OURS)
-        take(taken, path, identity(key))
+        take(taken, path, key)
         places[n] = path, OURS, finished(path, key)
     return places
 
@@ -235,7 +229,7 @@ def find_kept(pictures, wants, taken, finished):
     offers = []
     for n, (name, given) in enumerate(wants):
         key = pictures[n].key
-        known = [] if given else here[name.parent].get(identity(key), [])
+        known = [] if given else here[name.parent].get(key, [])
         for path in known:
             done, ours = finished(path, key), is_form_of(path, pictures[n], name)
             if (done or ours) and name_in(taken, path) not in taken.ours:
@@ -263,12 +257,12 @@ def take_chosen(pictures, wants, taken, kept):
         if has_moved(path, pictures[n], wants[n][0]) and name not in taken.others and name not in taken.inputs:
             leaving.add(path)
         else:
-            take(taken, path, identity(pictures[n].key))
+            take(taken, path, pictures[n].key)
             places[n] = path, mark_of(pictures[n].key), done
     moves = {}
     for n, (path, given) in enumerate(wants):
         if not given and n not in places:
-            name = take_free(taken, path, identity(pictures[n].key), leaving)
+            name = take_free(taken, path, pictures[n].key, leaving)
             done = False
             if n in kept:
                 source, done = kept[n]
@@ -309,7 +303,7 @@ def rename(source, target):
 
 def take_sheet(pictures, places, taken, args):
     """-> SimpleNamespace(path, mark). A sheet replaces an older one whose pictures are all among these."""
-    ours = {identity(picture.key) for picture in pictures}
+    ours = {picture.key for picture in pictures}
     which = sheet_key([picture for picture in pictures if picture.row < SHEET_ROWS])
     for number in count(1):
         end = "sheet.png" if number == 1 else f"sheet-{number}.png"
@@ -351,7 +345,7 @@ def list_of(lock_file):
 
 
 def claims_of_others(folder):
-    """-> {name: identity} of all processes at work. Deletes what dead ones have left."""
+    """-> {name: key} of all processes at work. Deletes what dead ones have left."""
     found = {}
     for file in folder.glob(".names-*.lock"):
         lock = filelock.FileLock(file)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from common import NAME_BYTES, read_image, shown
+from common import NAME_BYTES, InputError, read_image, shown
 
 CELL = 192 # pixels
 MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
@@ -116,13 +116,24 @@ def path_beside(picture, end):
     return picture.with_name(stem + end)
 
 
+def read_or_say(path):
+    """The picture in this file, or a text that it cannot be read: a sheet is no reason to end a command whose pictures
+    are drawn."""
+    try:
+        return read_image(path)
+    except InputError:
+        return f"{Path(path).name}: cannot be read"
+
+
 def results_sheet(pictures):
     """What predict.plan_pictures returns, or a part of it -> a sheet with a row for each sample and a column for each
     title."""
     titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
     for p in pictures:
         if p.row not in rows:
-            controls = [read_image(path) for path in p.sample.controls]
-            rows[p.row] = [thumbnail(controls), shown_prompt(p.sample.prompts[0], p.sample.name)] + [None] * len(titles)
-        rows[p.row][2 + titles.index(p.title)] = thumbnail(read_image(p.path))
+            found = list(map(read_or_say, p.sample.controls))
+            controls = [one for one in found if isinstance(one, Image.Image)] or found[0]
+            prompt = shown_prompt(p.sample.prompts[0], p.sample.name)
+            rows[p.row] = [thumbnail(controls), prompt] + [None] * len(titles)
+        rows[p.row][2 + titles.index(p.title)] = thumbnail(read_or_say(p.path))
     return contact_sheet(list(rows.values()), ["control", "instruction", *titles])

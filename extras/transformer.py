@@ -56,6 +56,7 @@ class Layout:
     shapes: dict # {the name of a weight in the model: [rows, ...]}
     marked: bool # as a 2511
     form: str # in words
+    file: safetensors.safe_open # mapped: if another file takes its place later, this is still the one
 
 
 def error_of(path, what, remedy):
@@ -98,7 +99,7 @@ def read_layout(path):
     names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
     refuse_format(path, f, names)
 
-    layout = Layout({}, {}, {}, MARK_2511 in {*names, *keys}, "")
+    layout = Layout({}, {}, {}, MARK_2511 in {*names, *keys}, "", f)
     dtypes = Counter()
     for name, key in names.items():
         layer, _, kind = name.rpartition(".")
@@ -247,7 +248,9 @@ def attach(transformer, path):
     """Prepares a transformer on the meta device. It adds transformer.fill_from_file(module, quantize), which reads the
     weights under one module; the blocks' are left to predict.place_transformer, all others are read now. Until then a
     weight has its dtype and shape (peft looks at them), and the memory of one number."""
-    layout, f = read_layout(path), open_tensors(path)
+    layout = read_layout(path)
+    if layout.shapes != {name: list(p.shape) for name, p in transformer.named_parameters()}: # check_fit has compared
+        raise error_of(path, "has changed since it was looked at", "run the same command again")
     waiting = {} # {parameter: its name}
     for layer_name, layer in transformer.named_modules():
         for name, p in list(layer.named_parameters(recurse=False)):
@@ -261,8 +264,8 @@ def attach(transformer, path):
                 if p not in waiting: # a LoRA's
                     continue
                 name = waiting.pop(p)
-                weight = f.get_tensor(layout.keys[name])
-                scale = f.get_tensor(layout.scales[name]).float() if name in layout.scales else torch.ones(1)
+                weight = layout.file.get_tensor(layout.keys[name])
+                scale = layout.file.get_tensor(layout.scales[name]).float() if name in layout.scales else torch.ones(1)
                 scale = scale.view(-1, *[1] * (weight.dim() - 1)) # of a row, or of all rows
                 linear = type(layer) is torch.nn.Linear and kind == "weight"
                 if quantize == "fp8" and linear and weight.dtype == torch.float8_e4m3fn:

@@ -362,6 +362,11 @@ def encoder_flags(**changes):
     return SimpleNamespace(**dict(dtype="float32", vae_device="cpu", text_encoder_device="cpu", cache_dir="cache",
                                   max_sequence_length=1024, quantize_text_encoder="none") | changes)
 
+def is_whole(path, key):
+    """Whether predict.py has saved this picture with this key, and no bit of it has changed since."""
+    from extras import drawn
+    return drawn.drawn_by(path, key) is not None
+
 def paint_picture(size=(64, 64), seed=0, mode="RGB"):
     """It returns a picture that is smooth, colourful, not symmetric, and another one for every seed."""
     rng = np.random.default_rng(seed)

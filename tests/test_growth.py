@@ -17,7 +17,7 @@ import common
 import predict
 import rope_patch
 from extras import indexes, known
-from tests.harness import DTYPE_NAME, TINY, encoder_flags, paint_picture
+from tests.harness import DTYPE_NAME, TINY, encoder_flags, is_whole, paint_picture
 
 FEW, MANY = 1000, 10_000
 MOST = 30 # times the cost of a tenth: halfway between 10 and 100. plan_packs' sorted list, and caches, take some
@@ -113,6 +113,6 @@ def test_finished_pictures_are_found_in_near_linear_time_without_their_pixels(tm
     paths = [tmp_path / f"{i}.png" for i in range(MANY)]
     for path in paths:
         os.link(tmp_path / "a.png", path)
-    assert all(predict.finished(path, "key") for path in paths[:10]) and not predict.finished(paths[0], "other")
-    few, many = [lambda n=n: [predict.finished(path, "key") for path in paths[:n]] for n in (FEW, MANY)]
+    assert all(is_whole(path, "key") for path in paths[:10]) and not is_whole(paths[0], "other")
+    few, many = [lambda n=n: [is_whole(path, "key") for path in paths[:n]] for n in (FEW, MANY)]
     assert_near_linear("finished", few, many, capsys, limit=10) # 1 s; with the pixels 200

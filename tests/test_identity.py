@@ -251,27 +251,37 @@ def test_a_file_that_vanishes_while_others_are_encoded_is_an_error(tmp_path, dat
     assert result.status == 1 and is_one_line(result.errors[-1], "deleted") and "complete" not in result.out
     assert not list(tmp_path.glob("c/*.json"))
 
-def test_prune_leaves_alone_what_another_process_is_encoding_or_has_encoded_before_it_was_killed(tmp_path, data,
+def dies_at_its_second_file():
+    """For a child process: it is killed when it has written two encoded files."""
+    real, written = common.write_tensors, []
+
+    def write_tensors(path, *args):
+        real(path, *args)
+        written.append(path)
+        if len(written) == 2:
+            os.kill(os.getpid(), 9)
+    common.write_tensors = write_tensors
+
+def test_prune_leaves_alone_what_another_process_is_encoding_or_has_encoded_before_it_was_killed(tmp_path, data, start,
                                                                                                 monkeypatch):
+    """Killed, by SIGKILL: a script that ends in any other way takes its list with it."""
+    flags = ["--data", data, "--cache_dir", tmp_path / "c", "--val_data", *ON_DEVICE]
+    killed = start("cache.py", *flags, prelude=dies_at_its_second_file)
+    assert killed.wait() == -9, killed.output()
+    done = cached_files(tmp_path / "c")
+    assert len(done) == 2
+    out = run_script("tools/prune.py", tmp_path / "c", "--delete").out
+    assert ".planned-" in out and "0 files" in out and cached_files(tmp_path / "c") == done
     real, kept = common.write_tensors, []
 
     def write_tensors(path, *args):
         real(path, *args)
-        if "latents" in str(path) or "text" in str(path):
-            with pytest.MonkeyPatch.context() as patch: # as a process of its own
-                patch.setattr(common, "write_tensors", real)
-                kept.append("; deleted" in run_script("tools/prune.py", tmp_path / "c", "--delete").out)
-        if len(kept) == 2:
-            raise KeyboardInterrupt # a kill
+        with pytest.MonkeyPatch.context() as patch: # as a process of its own
+            patch.setattr(common, "write_tensors", real)
+            kept.append("; deleted" in run_script("tools/prune.py", tmp_path / "c", "--delete").out)
     monkeypatch.setattr(common, "write_tensors", write_tensors)
-    with pytest.raises(KeyboardInterrupt):
-        make_cache(data, tmp_path / "c")
-    assert len(cached_files(tmp_path / "c")) >= 2 and set(kept) == {True}
-    monkeypatch.setattr(common, "write_tensors", real)
-    done = cached_files(tmp_path / "c")
-    out = run_script("tools/prune.py", tmp_path / "c", "--delete").out
-    assert ".planned-" in out and "0 files" in out and cached_files(tmp_path / "c") == done
-    assert make_cache(data, tmp_path / "c").status == 0 and done.items() <= cached_files(tmp_path / "c").items()
+    assert make_cache(data, tmp_path / "c").status == 0 and kept == [True] * 2
+    assert done.items() <= cached_files(tmp_path / "c").items()
     assert len(index_of(tmp_path / "c")) == 2 and not list(tmp_path.glob("c/.planned-*"))
 
 def test_prune_leaves_alone_what_predict_is_about_to_draw(tmp_path, photos, monkeypatch):

@@ -22,8 +22,8 @@ import cache
 import common
 import predict
 from extras import names
-from tests.harness import (add_item, is_one_line, kill, lora_file, lora_tensors, paint_picture, refused, run_script,
-                           save, start_ranks, until)
+from tests.harness import (add_item, is_one_line, is_whole, kill, lora_file, lora_tensors, paint_picture, refused,
+                           run_script, save, start_ranks, until)
 
 # ---- predict.py as a command -----------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ def ask(stem, key, line=None, **settings):
 def choose(folder, *pictures, jobs="jobs.jsonl", inputs=(), claims=None):
     args = SimpleNamespace(out=None, out_dir=folder, jobs=jobs, image=None if jobs else [Path("in")])
     with contextlib.ExitStack() as own:
-        places, sheet = names.choose_names(pictures, inputs, args, predict.finished, claims or own)
+        places, sheet = names.choose_names(pictures, inputs, args, is_whole, claims or own)
         return [path.name for path, _, _ in places], sheet and sheet.path.name
 
 def test_names_that_differ_in_case_are_one_name_where_the_disk_says_so(tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ from PIL import Image
 
 import common
 import predict
-from tests.harness import (HERE, TINY, add_item, is_one_line, lora_file, lora_tensors, paint_picture, run_script,
-                           save)
+from tests.harness import (HERE, TINY, add_item, is_one_line, is_whole, lora_file, lora_tensors, paint_picture,
+                           run_script, save)
 
 # ---- which flags name an output --------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ def test_a_picture_with_a_large_colour_profile_is_ours_all_the_same(tmp_path):
     image.info["icc_profile"] = os.urandom(9000)
     for _ in range(2):
         predict.save_png(image, tmp_path / "x.png", "key")
-    assert predict.finished(tmp_path / "x.png", "key")
+    assert is_whole(tmp_path / "x.png", "key")
 
 def test_reports_of_ours_are_written_again(made, tmp_path):
     """Pages, reports, measurements: the rule must not forbid the second call."""
