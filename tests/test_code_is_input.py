@@ -56,7 +56,7 @@ def test_an_edit_of_any_function_is_one_and_a_comment_or_docstring_is_none(file,
     ("np.linspace(1.0, 1 / steps, steps)", "np.linspace(1.0, 2 / steps, steps)"),
     ("/ 1000, jobs[j].img_shapes", "/ 999, jobs[j].img_shapes"), ("z / (1.0 / std).to(z)", "z * std.to(z)"),
     ('if sample.settings["true_cfg_scale"] > 1:', 'if sample.settings["true_cfg_scale"] > 0:'),
-    ("transformer.set_adapters(names, list(strengths))", "transformer.set_adapters(names)")])
+    ("transformer.set_adapters(list(active), list(active.values()))", "transformer.set_adapters(list(active))")])
 def test_a_change_of_the_sampler_is_an_edit(old, new):
     text = (HERE / "predict.py").read_text()
     assert text.count(old) == 1 and sources.digest(text.replace(old, new)) != sources.digest(text)
