@@ -129,7 +129,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from PIL import Image, PngImagePlugin
+from PIL import PngImagePlugin
 
 import cache
 from extras import bases, finite

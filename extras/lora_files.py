@@ -17,7 +17,6 @@ import hashlib
 import io
 import math
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-import cache
 import common
 import predict
 from extras import bases, indexes, resume
