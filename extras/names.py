@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 from itertools import count
+from pathlib import Path
 
 from common import NAME_BYTES, NOTHING, Exists, InputError, prepare_folder, refuse_to_replace, write_file
 
@@ -45,30 +46,21 @@ def mark_of(path):
     return NOTHING
 
 
-def identity_of(path):
-    """-> what tells that two paths lead to one file, also through links, or in other letter case. None if nothing is
-    there."""
-    with contextlib.suppress(OSError):
-        about = os.stat(path)
-        return about.st_dev, about.st_ino
-
-
 def place_of(path):
     return str(path.parent.resolve() / path.name)
 
 
+def identity_of(path):
+    """-> what tells that two paths lead to one file, also through links, or in other letter case: its number on the
+    disk; the place where it would be if nothing is there."""
+    with contextlib.suppress(OSError):
+        about = os.stat(path)
+        return about.st_dev, about.st_ino
+    return place_of(Path(path))
+
+
 def sheet_key(pictures):
     return SHEET + " ".join(dict.fromkeys(picture.key for picture in pictures))
-
-
-def results_in(folder):
-    """-> our pictures in a folder [(path, key)], sorted."""
-    found = []
-    with contextlib.suppress(OSError): # it is not there yet; or prepare_folder says what is wrong
-        for path in sorted(folder.iterdir()):
-            if path.suffix.lower() == ".png" and (key := key_of(path)):
-                found.append((path, key))
-    return found
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
@@ -110,34 +102,31 @@ def find_results(pictures, inputs, args, finished):
     """Finds out which of these pictures (predict.Picture) are there, and sets their path, mark and done -> (pictures;
     places that the user has given, in small letters). InputError if one of these is another's. inputs: paths of the
     pictures that are read; finished(path, key): whether a file is that result, and whole."""
-    read = {identity_of(path) for path in inputs} - {None}
+    read = {identity_of(path) for path in inputs}
     for picture in pictures:
         if len(os.fsencode(picture.path.name)) > NAME_BYTES:
             raise InputError(f"{picture.path}: its name is too long for a file; give a shorter one, with --out or a "
                              "line of --jobs")
-    places, taken = take_given([p for p in pictures if p.given], read, args.jobs or "--image", finished)
-    find_kept([p for p in pictures if not p.given], taken, read, finished)
-    if not all(p.done for p in pictures): # where all is finished, nothing need be written
+    given = [picture for picture in pictures if picture.given]
+    taken = take_given(given, read, args.jobs or "--image", finished)
+    find_kept([picture for picture in pictures if not picture.given], taken, read, finished)
+    if not all(picture.done for picture in pictures): # where all is finished, nothing need be written
         prepare_folder(args.out_dir)
-    return pictures, {place.casefold() for place in places} # A.png is a.png on the disks of Windows and macOS
+    return pictures, {place_of(picture.path).casefold() for picture in given} # as Windows and macOS compare them
 
 
 def take_given(pictures, read, where, finished):
-    """-> places that the user has given, and identities of the files that stand there."""
-    places = set()
+    """-> identities of the names that the user has given."""
     taken = set()
     for picture in pictures:
-        path = picture.path
-        place, identity = place_of(path), identity_of(path)
-        if place in places or identity in read or identity in taken:
+        path, identity = picture.path, identity_of(picture.path)
+        if identity in read or identity in taken:
             raise InputError(f"{where}: {path} would overwrite a picture that is read, or another result; give it "
                              "another name")
         refuse_to_replace(path, OURS)
         picture.mark, picture.done = mark_of(path), finished(path, picture.key)
-        places.add(place)
-        if identity:
-            taken.add(identity)
-    return places, taken
+        taken.add(identity)
+    return taken
 
 
 def find_kept(pictures, taken, read, finished):
@@ -147,7 +136,8 @@ def find_kept(pictures, taken, read, finished):
     here = {} # {(folder, key): [(whether it must be drawn again, path)]}
     keys = {picture.key for picture in pictures}
     for folder in {picture.path.parent for picture in pictures}:
-        for path, key in results_in(folder):
+        for path in folder.glob("*.[pP][nN][gG]"):
+            key = key_of(path)
             if key in keys and identity_of(path) not in taken:
                 here.setdefault((folder, key), []).append((not finished(path, key), path))
     offers = []
