@@ -394,15 +394,18 @@ def test_a_process_that_is_killed_while_it_writes_leaves_a_temporary_file(here, 
     assert draw(here, tmp_path, *flags).drawn == ["bee.png"] and files(tmp_path) == [left, "bee.png"]
 
 def test_threads_that_write_at_once_get_a_name_each(tmp_path, monkeypatch):
-    """All have seen that nothing is there."""
-    written, barrier, link = [], threading.Barrier(8), os.link
+    """All have seen that nothing is there, whichever call then makes the name."""
+    written, barrier = [], threading.Barrier(8)
 
-    def wait_and_link(*paths):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            barrier.wait(5)
-        barrier.abort() # only the first time
-        link(*paths)
-    monkeypatch.setattr(os, "link", wait_and_link)
+    def at_once(real):
+        def wait(*paths):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                barrier.wait(5)
+            barrier.abort() # it waits for the first call of each only
+            return real(*paths)
+        return wait
+    for name in ("link", "replace"):
+        monkeypatch.setattr(os, name, at_once(getattr(os, name)))
     threads = [threading.Thread(target=lambda n: written.append(write(ask(tmp_path, "a", str(n)))), args=[n])
                for n in range(8)]
     for thread in threads:
