@@ -4,9 +4,9 @@ Which file a result of predict.py goes into: one rule for a FILE, a FOLDER and -
 1. A name that you give (--out, or `out` of a line) is that file. What is there when the command begins is replaced if
    it is a picture of ours, and an error if not; so is what another process writes there meanwhile.
 2. A name that we choose replaces no other picture. A result that the folder has already, under whatever name, stays
-   there. Another one gets NAME.png, or NAME-2.png, NAME-3.png and so on if something is there. It is chosen when it is
-   written, minutes after the start, by an act of which the disk lets one process succeed. So nothing is claimed before,
-   and a killed process leaves nothing behind.
+   there. Another one gets NAME.png, or NAME-2.png, NAME-3.png and so on if something is there. The name is chosen when
+   the picture is written, minutes after the start, in one act: of two processes the disk lets one succeed. So nothing
+   is claimed before, and a killed process leaves a temporary file at most.
 """
 import contextlib
 import os
