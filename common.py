@@ -55,7 +55,7 @@ class Sample:
     target: str | None = None # the picture wanted; None: one will be generated
     mask: str | None = None # white = the edited region
     repeats: int = 1 # how often an epoch has it
-    # flags of predict.py: those that its line of jobs.jsonl sets; predict.py adds the others
+    # flags of predict.py: those that its line of jobs.jsonl sets, with its `line`; predict.py adds the others
     settings: dict = field(default_factory=dict)
 
     # what cache.plan_sample adds
@@ -80,6 +80,9 @@ class InputError(SystemExit):
 
     def __init__(self, message):
         super().__init__(error_line(message))
+
+class Exists(InputError):
+    """Something is where a file was to be written, and may not be replaced."""
 
 told = set() # lines that a run tells once, however often it finds their reason
 
@@ -544,7 +547,7 @@ def run_ahead(work, items, threads=1, most=1):
 def write_file(path, data, mark=b""):
     """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
     there is the old file or the new one, never a part. mark: a regular expression for the first bytes of what may be
-    replaced; by default all may be. InputError if something else is there, or if the disk is full or read-only."""
+    replaced; by default all may be. Exists if something else is there, InputError if the disk is full or read-only."""
     refuse_to_replace(path, mark)
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
@@ -553,10 +556,7 @@ def write_file(path, data, mark=b""):
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        if mark:
-            with contextlib.suppress(FileExistsError):
-                move_new(tmp, path)
-        if tmp.exists():
+        if not (mark and link_new(tmp, path)):
             refuse_to_replace(path, mark) # it may have come since we looked
             os.replace(tmp, path)
         sync_folder(path.parent)
@@ -567,26 +567,25 @@ def write_file(path, data, mark=b""):
         with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
             tmp.unlink(missing_ok=True)
 
-def refuse_to_replace(path, mark=rb"(?!)"):
-    """InputError if something is at `path`, unless it is a file whose first 4 KiB match `mark`, a regular expression,
-    which says that a script of ours has written it. By default nothing may be replaced. Whatever replaces or deletes a
-    file in a place that you name calls this before the work begins; write_file calls it once more."""
+NOTHING = rb"(?!)" # as a mark: nothing may be replaced
+
+def refuse_to_replace(path, mark=NOTHING):
+    """Exists if something is at `path`, unless it is a file whose first 4 KiB match `mark`, a regular expression, which
+    says that a script of ours has written it. Whatever replaces or deletes a file in a place that you name calls this
+    before the work begins; write_file calls it once more."""
     if os.path.isfile(path):
         with contextlib.suppress(OSError), open(path, "rb") as f:
             if re.search(mark, f.read(4096)):
                 return
     if os.path.lexists(path): # also a folder, or a link that leads nowhere
-        raise InputError(f"{path}: already exists, and may be yours; move it elsewhere, or give another name")
+        raise Exists(f"{path}: already exists, and may be yours; move it elsewhere, or give another name")
 
-def move_new(source, target):
-    """Renames a file. FileExistsError if something is at `target`, which os.replace would replace."""
-    try:
+def link_new(source, target):
+    """Gives a file one more name -> whether it has it: not if anything had it before, which is one act, whoever else
+    tries; nor on a disk without hard links, where two processes may both see that nothing is there."""
+    with contextlib.suppress(OSError):
         os.link(source, target)
-        os.unlink(source)
-    except OSError:
-        if os.path.lexists(target):
-            raise FileExistsError(target)
-        os.rename(source, target) # a disk without hard links
+        return True
 
 def sync_folder(path):
     """A rename is safe from power loss only when the folder is on the disk too (Windows cannot do that)."""

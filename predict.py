@@ -19,8 +19,8 @@ height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and 
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
 encoding. A picture that the folder has already, with the same settings, is not generated again, unless you have edited
 the code that draws it. Files that predict.py has not made are never overwritten, and its own only where you name the
-file, by --out or `out`: a name that we choose gets -2, -3, ... if it is taken (extras/names.py). Shape letters as in
-rope_patch.py.
+file, by --out or `out`: a name that we choose gets -2, -3, ... if something is there when the picture is written
+(extras/names.py). Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -33,21 +33,19 @@ import json
 import math
 import re
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mode
 from time import monotonic
-from types import SimpleNamespace
 
 import common
 from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
                     is_one_file, load_extra, noise_level, number, pixels, png_name, positive, seed_number, tell)
-from extras import drawn, sources, unchanged
-from extras.asked import about, read_samples, refuse_nothing
-from extras.names import OURS, SHEET_ROWS, choose_names, sheet_key
+from extras import drawn, names, sources, unchanged
+from extras.asked import about, png_of, read_samples, refuse_nothing
 from extras.planned import planned
 
 def read_flags():
@@ -129,7 +127,6 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate
 from diffusers.training_utils import cast_training_params
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from PIL import PngImagePlugin
 
 import cache
 from extras import bases, finite
@@ -474,20 +471,9 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def save_png(image, path, key="", code=None, said=None, mark=OURS):
-    """key: a hash of its settings, code: what has drawn it (sources.drawing), for extras/drawn.py. The PNG also tells a
-    person the command that made it, and `said`: of its own settings. mark: of what it may replace, as for
-    common.write_file."""
-    # made in memory, so that write_file can write it whole or not at all
-    png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
-    meta.add_text("key", key)
-    if code:
-        meta.add_text("code", json.dumps(code))
-    meta.add_text("command", common.command(["python", *sys.argv]))
-    if said:
-        meta.add_text("sample", json.dumps(said))
-    image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the mark)
-    common.write_file(path, png.getvalue(), mark)
+def save_png(image, path, *about):
+    """about: as for extras/asked.py's png_of. A file that is not ours is not replaced."""
+    common.write_file(path, png_of(image, *about), names.OURS)
 
 # ==== the command line ================================================================================================
 
@@ -536,11 +522,22 @@ def complete_settings(sample, args, shift_terminal):
     sample.settings = settings
     return text_keys_of(sample)
 
+@dataclass
+class Picture:
+    """A result: there is one for each sample, seed and scale."""
+    sample: common.Sample # with all settings of this picture
+    line: int | None # of --jobs
+    strengths: tuple # of its LoRAs
+    row: int # its sample's number
+    title: str # what sets it apart in this row of a sheet
+    key: str # a hash of all that decides it
+    path: Path # the file that is wanted; from names.find_results, or from generate, the one that has it
+    given: bool # whether the user has named that file
+    mark: bytes = common.NOTHING # as for common.write_file: of what may be replaced there
+    done: bool = False # whether it is there already
+
 def plan_pictures(samples, args, models, loras):
-    """-> [SimpleNamespace(sample: with all settings of this picture, line: of --jobs, strengths: of its LoRAs, row: its
-    sample's number, title: what sets it apart in this row of a sheet, end: what its name has behind the sample's, key:
-    a hash of all that decides it)], one for each sample, seed and scale. choose_names adds path, mark and done. models:
-    hashes of transformer and scheduler; loras: of LoRAs, by path."""
+    """-> [Picture]. models: hashes of transformer and scheduler; loras: of LoRAs, by path."""
     hashes = [loras[path] for path in args.lora] # by content, so one that is trained on is another one
     pictures = []
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
@@ -561,19 +558,20 @@ def plan_pictures(samples, args, models, loras):
         if len(args.scales) > 1:
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
-        pictures.append(SimpleNamespace(sample=sample, line=line, strengths=strengths, row=row,
-                                        title=", ".join(words) or "result", end=end, key=key))
+        title = ", ".join(words) or "result"
+        pictures.append(Picture(sample, line, strengths, row, title, key, *names.wanted(sample, args, end)))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures, seen, loras, code):
+def generate(args, pipe, transformer_folder, transformer_file, pictures, given, seen, loras, code):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
-    others. InputError if the LoRAs or the transformer are not what the pictures' keys say. seen, loras: hashes of the
-    transformer and of LoRAs, by path; code: sources.drawing."""
+    others. Sets their paths to the files that have them. InputError if the LoRAs or the transformer are not what the
+    pictures' keys say. given: as for names.write_picture; seen, loras: hashes of the transformer and of LoRAs, by path;
+    code: sources.drawing."""
     unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # so that it is this line if it fits no longer
     transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
-    names = load_loras(transformer, args.lora)
+    adapters = load_loras(transformer, args.lora)
     unchanged.refuse_changes(loras, file_hash)
     common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
     # behind the LoRAs, which move to the device with their blocks
@@ -587,8 +585,8 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, seen, l
                           total=sum(p.sample.settings["num_inference_steps"] for p in pictures))
     for strengths in dict.fromkeys(p.strengths for p in pictures): # two of a LoRA cannot share a forward pass
         chosen = [p for p in pictures if p.strengths == strengths]
-        if names:
-            active = {name: strength for name, strength in zip(names, strengths) if strength} # 0 * Inf would be NaN
+        if adapters:
+            active = {name: strength for name, strength in zip(adapters, strengths) if strength} # 0 * Inf would be NaN
             transformer.set_adapters(list(active), list(active.values()))
         for i, image in generate_samples(transformer, vae, pipe.scheduler.config, [p.sample for p in chosen],
                                          args.max_tokens, args.transformer_device, bar=bar):
@@ -598,7 +596,8 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, seen, l
                     cause = finite.cause_of(image, any(strengths), args.dtype,
                                             picture.sample.settings["true_cfg_scale"])
                     raise InputError(f"{picture.path}: {cause}")
-                save_png(image, picture.path, picture.key, code, about(picture, args.jobs), picture.mark)
+                png = png_of(image, picture.key, code, about(picture, args.jobs))
+                picture.path = names.write_picture(picture, png, given)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
             except InputError as e: # NaN, or a full disk
                 problems.append(str(e))
@@ -609,10 +608,6 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, seen, l
     return problems
 
 def main(args):
-    with ExitStack() as claims: # of the names that we choose: at its end they are free again
-        edit(args, claims)
-
-def edit(args, claims):
     common.find_devices(args)
     common.start_processes(args)
     first = common.rank() == 0
@@ -622,7 +617,7 @@ def edit(args, claims):
     loras = common.on_first_process(lambda: unchanged.look_at(args.lora, file_hash))
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
-    inputs = {Path(path).resolve() for s in samples for path in (s.target, s.mask, *s.controls) if path}
+    inputs = {path for s in samples for path in (s.target, s.mask, *s.controls) if path}
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
@@ -644,9 +639,7 @@ def edit(args, claims):
     # into which files: one for each sample, seed and scale; those that are there already stay
     pictures = plan_pictures(samples, args, models, loras)
     finished = partial(drawn.finished, code)
-    places, sheet = common.on_first_process(lambda: choose_names(pictures, inputs, args, finished, claims))
-    for picture, place in zip(pictures, places):
-        picture.path, picture.mark, picture.done = place
+    pictures, given = common.on_first_process(lambda: names.find_results(pictures, inputs, args, finished))
     missing = [p for p in pictures if not p.done]
     if first:
         drawn.describe(args.out_dir, pictures, code)
@@ -659,20 +652,24 @@ def edit(args, claims):
         if first:
             common.print_problems(problems)
         encoded = [p for p in missing if failed.keys().isdisjoint(cache.files_of(p.sample))]
+        mine = encoded[common.rank()::common.world()]
         try:
-            if my_pictures := encoded[common.rank()::common.world()]:
-                problems += generate(args, pipe, transformer_folder, transformer_file, my_pictures, seen, loras, code)
+            if mine:
+                problems += generate(args, pipe, transformer_folder, transformer_file, mine, given, seen, loras, code)
         except torch.OutOfMemoryError:
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
                              "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
-        common.gather_objects(None) # wait for all: torchrun would end the others when one returns 1
-    if first and missing:
+        # wait for all: torchrun would end the others when one returns 1
+        paths = common.gather_objects([p.path for p in mine])
+        for n, picture in enumerate(encoded):
+            picture.path = paths[n % common.world()][n // common.world()]
+    if first and missing and (sheets := common.find_extra("sheet")):
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        shown = [p for p in pictures if p.row < SHEET_ROWS and finished(p.path, p.key)]
-        if sheet and len(shown) > 1:
-            image = common.find_extra("sheet").results_sheet(shown)
-            save_png(image, sheet.path, sheet_key(shown), mark=sheet.mark)
-            common.say(f"{sheet.path}: {len(shown)} of them side by side")
+        shown = [p for p in pictures if p.row < names.SHEET_ROWS and finished(p.path, p.key)]
+        if len(shown) > 1:
+            png = png_of(sheets.results_sheet(shown), names.sheet_key(shown))
+            path = names.write_sheet(png, pictures, inputs, args)
+            common.say(f"{path}: {len(shown)} of them side by side")
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(1 if problems else 0)

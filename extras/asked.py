@@ -2,9 +2,13 @@
 What the flags of predict.py ask for: samples of a FILE, a FOLDER or --jobs, looked at before torch is imported, so that
 a wrong name is answered at once; and what a result says of itself.
 """
+import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+
+from PIL import PngImagePlugin
 
 import common
 from common import InputError, make_sample
@@ -57,7 +61,7 @@ def refuse_nothing(args):
 
 def about(picture, jobs):
     """-> what a result says of itself, beside its command: of its own sample, seed and scale, as a command may make
-    many pictures. picture: one of predict.plan_pictures; jobs: --jobs."""
+    many pictures. picture: a predict.Picture; jobs: --jobs."""
     sample = picture.sample
     said = dict(prompt=sample.prompts[0], controls=sample.controls)
     said |= {name: value for name, value in sample.settings.items() if value is not None and name != "out"}
@@ -66,3 +70,17 @@ def about(picture, jobs):
     if picture.line is not None:
         said["line"] = f"{jobs}:{picture.line}"
     return said
+
+
+def png_of(image, key="", code=None, said=None):
+    """-> the bytes of a PNG. key: a hash of its settings, code: what has drawn it (sources.drawing), for
+    extras/drawn.py. It also tells a person the command that made it, and `said`: of its own settings."""
+    png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
+    meta.add_text("key", key)
+    if code:
+        meta.add_text("code", json.dumps(code))
+    meta.add_text("command", common.command(["python", *sys.argv]))
+    if said:
+        meta.add_text("sample", json.dumps(said))
+    image.save(png, format="PNG", pnginfo=meta, icc_profile=None) # (a profile would stand before the key)
+    return png.getvalue()

@@ -5,13 +5,12 @@ predict.py, and for tools/doctor.py. Without this file they make no sheet. PIL i
 import contextlib
 import functools
 import math
-import os
 import textwrap
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from common import NAME_BYTES, InputError, read_image, shown
+from common import InputError, read_image, shown
 
 CELL = 192 # pixels
 MOST_LETTERS = 1000 # of a text in a cell, which has room for 300
@@ -110,12 +109,6 @@ def validation_sheets(folder, step, records):
     return {name: contact_sheet(lines, titles) for name, lines in by_dataset.items()}
 
 
-def path_beside(picture, end):
-    """-> where the sheet of this picture's file and others goes, with an end such as -sheet.png: a long name is cut."""
-    stem = os.fsencode(picture.stem)[:NAME_BYTES - len(end)].decode(errors="ignore") # never half a letter
-    return picture.with_name(stem + end)
-
-
 def read_or_say(path):
     """The picture in this file, or a text that it cannot be read: a sheet is no reason to end a command whose pictures
     are drawn."""
@@ -126,8 +119,7 @@ def read_or_say(path):
 
 
 def results_sheet(pictures):
-    """What predict.plan_pictures returns, or a part of it -> a sheet with a row for each sample and a column for each
-    title."""
+    """predict.Pictures -> a sheet with a row for each sample and a column for each title."""
     titles, rows = list(dict.fromkeys(p.title for p in pictures)), {}
     for p in pictures:
         if p.row not in rows:

@@ -1,12 +1,11 @@
 """
 Which file a result of predict.py goes into: names that are chosen replace nothing, a result that is there is found
-under any name, and two processes never choose the same one. And what a result says of itself.
+under any name, and of two processes at work none replaces what the other writes. And what a result says of itself.
 
-$ python -m pytest -q tests/test_names.py    # 30 seconds
+$ python -m pytest -q tests/test_names.py    # 25 seconds
 """
 import contextlib
 import functools
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import filelock
 import pytest
 from PIL import Image
 
@@ -132,7 +130,7 @@ def test_where_all_is_there_nothing_is_written(here, tmp_path, monkeypatch):
     flags = ["--image", here / "in", "--prompt", "go"]
     draw(here, tmp_path, *flags)
     monkeypatch.setattr(names, "prepare_folder", lambda *_: pytest.fail("wants to write"))
-    monkeypatch.setattr(filelock, "FileLock", lambda *_: pytest.fail("wants to lock"))
+    monkeypatch.setattr(common, "write_file", lambda *_: pytest.fail("wants to write"))
     assert "2 of 2 pictures are there already" in draw(here, tmp_path, *flags).out
 
 # ---- lines of --jobs -------------------------------------------------------------------------------------------------
@@ -143,31 +141,26 @@ EDITS = { # a list of before, the same edited, how many are drawn, how many file
     "a line on top, all of one picture": ([BEE, BLUE], [GREEN, BEE, BLUE], 1, 3),
     "a line removed": ([BEE, CAT, BLUE], [CAT, BLUE], 0, 3),
     "two of one picture swapped": ([BEE, BLUE], [BLUE, BEE], 0, 2),
-    "three of one picture in a circle": ([BEE, BLUE, GREEN], [GREEN, BEE, BLUE], 0, 3),
-    "two of two pictures swapped": ([BEE, CAT], [CAT, BEE], 0, 2),
     "a line edited": ([BEE, CAT], [BLUE, CAT], 1, 3),
     "reversed, and one more in the middle": ([BEE, CAT, BLUE], [BLUE, GREEN, CAT, BEE], 1, 4),
-    "the same": ([BEE, CAT], [BEE, CAT], 0, 2),
-    "two equal lines": ([BEE, BEE], [BEE, CAT, BEE], 1, 3)}
+    "two equal lines": ([BEE, BEE], [BEE, CAT, BEE], 1, 3),
+    "one more equal line": ([BEE], [BEE, BEE], 1, 2)}
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_result_follows_its_line(here, tmp_path, edit):
-    """What was drawn is not drawn again, is not lost, and has the number that its line has now."""
+def test_a_result_stays_whichever_line_asks_for_it_now(here, tmp_path, edit):
+    """What was drawn is not drawn again, is not lost or changed, and keeps its name; each line has a file of its own.
+    """
     before, after, drawn, count = EDITS[edit]
     draw_list(here, tmp_path, *before)
-    first = {pixels(path) for path in tmp_path.glob("[0-9]*.png")}
+    first = {path: path.read_bytes() for path in tmp_path.glob("[0-9]*.png")}
     result = draw_list(here, tmp_path, *after)
     assert len(result.drawn) == drawn, result.out
-    results = {path.name: said(path) for path in tmp_path.glob("[0-9]*.png")}
-    for n, (picture, prompt) in enumerate(after, 1):
-        own = [name for name, about in results.items() if re.fullmatch(rf"{n:03}-{picture}(-\d+)?.png", name)
-               and about["prompt"] == prompt]
-        assert len(own) == 1, (n, results)
-    assert len(results) == count and first <= {pixels(tmp_path / name) for name in results}
-    again = draw_list(here, tmp_path, *after)
-    assert not again.drawn and "renamed" not in again.out
-    assert {path.name: said(path) for path in tmp_path.glob("[0-9]*.png")} == results
-    assert not [name for name in files(tmp_path) if name.startswith(".")]
+    assert {path: path.read_bytes() for path in first} == first
+    results = [(Path(about["controls"][0]).stem, about["prompt"]) for about in map(said, tmp_path.glob("[0-9]*.png"))]
+    assert len(results) == count and all(results.count(row) >= after.count(row) for row in after)
+    left = files(tmp_path)
+    assert not draw_list(here, tmp_path, *after).drawn and files(tmp_path) == left
+    assert not [name for name in left if name.startswith(".")]
 
 def test_a_line_that_names_its_file_has_it_and_others_make_room(here, tmp_path):
     """Its own old picture is replaced; the name that another line would have is taken."""
@@ -182,13 +175,6 @@ def test_a_line_that_names_its_file_has_it_and_others_make_room(here, tmp_path):
                                                                                                     "red"]
     assert files(out) == ["001-bee-2.png", "001-bee.png", "sheet-2.png", "sheet.png", "sub", "sub/x.png"]
 
-def test_a_file_that_a_line_names_is_no_other_lines(tmp_path):
-    """Although it holds what that one asks for, and would be renamed for it."""
-    predict.save_png(Image.new("RGB", (8, 8)), tmp_path / "002-bee.png", "1")
-    for key in ("1", "2"):
-        paths, _ = choose(tmp_path, ask("001-bee", key, 1, out="002-bee.png"), ask("003-bee", "1", 3))
-        assert paths == ["002-bee.png", "003-bee.png"] and files(tmp_path) == ["002-bee.png"]
-
 def test_a_result_that_another_line_reads_stays_where_it_is(here, tmp_path):
     """A list may edit its own results."""
     draw_list(here, tmp_path, BEE)
@@ -199,87 +185,97 @@ def test_a_result_that_another_line_reads_stays_where_it_is(here, tmp_path):
     result = draw(here, tmp_path, "--jobs", jobs)
     assert sorted(result.drawn) == ["001-001-bee.png", "003-bee.png"] and pixels(tmp_path / "001-bee.png") == before
 
-# ---- renaming --------------------------------------------------------------------------------------------------------
-
-def test_renaming_loses_nothing_wherever_it_is_killed(tmp_path, monkeypatch):
-    """Every permutation of four files, and a chain, ended before each of its renames and within one."""
-    real = os.unlink
-    for number, order in enumerate(itertools.permutations(range(5), 4)):
-        for kill_at in range(1, 7):
-            folder = tmp_path / f"{number}-{kill_at}"
-            folder.mkdir()
-            paths = [folder / f"00{n}-a.png" for n in range(5)]
-            for n in range(4):
-                paths[n].write_text(str(n))
-            calls = []
-            def unlink(path):
-                calls.append(path)
-                if len(calls) == kill_at:
-                    raise KeyboardInterrupt
-                real(path)
-            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-                patch.setattr(os, "unlink", unlink)
-                names.rename_all({paths[n]: paths[m] for n, m in enumerate(order) if n != m})
-                assert [paths[m].read_text() for m in order] == list("0123") and len(files(folder)) == 4
-            assert {path.read_text() for path in folder.iterdir()} == set("0123")
-
-def test_a_file_is_renamed_over_nothing(tmp_path, monkeypatch):
-    """Also on a disk that knows no hard links."""
-    for disk in ("links", "no links"):
-        for name in ("a", "b"):
-            (tmp_path / name).write_text(name)
-        with monkeypatch.context() as patch:
-            if disk == "no links":
-                patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "not permitted")))
-            with pytest.raises(FileExistsError):
-                common.move_new(tmp_path / "a", tmp_path / "b")
-            common.move_new(tmp_path / "a", tmp_path / "c")
-        assert files(tmp_path) == ["b", "c"] and (tmp_path / "c").read_text() == "a"
-        (tmp_path / "c").unlink()
-
 # ---- choosing, without drawing ---------------------------------------------------------------------------------------
 
-def ask(stem, key, line=None, **settings):
+def flags(folder):
+    return SimpleNamespace(out=None, out_dir=folder, jobs=Path("jobs.jsonl"), image=None)
+
+def ask(folder, stem, key, **settings):
     """A picture as predict.plan_pictures returns it."""
-    return SimpleNamespace(sample=SimpleNamespace(name=stem, settings=settings), line=line, end="", key=key, row=0)
+    sample = SimpleNamespace(name=stem, settings=settings)
+    return predict.Picture(sample, 1, (), 0, "result", key, *names.wanted(sample, flags(folder), ""))
 
-def choose(folder, *pictures, jobs="jobs.jsonl", inputs=(), claims=None):
-    args = SimpleNamespace(out=None, out_dir=folder, jobs=jobs, image=None if jobs else [Path("in")])
-    with contextlib.ExitStack() as own:
-        places, sheet = names.choose_names(pictures, inputs, args, is_whole, claims or own)
-        return [path.name for path, _, _ in places], sheet and sheet.path.name
+def find(folder, *pictures, inputs=(), finished=is_whole):
+    """-> the places that are given."""
+    return names.find_results(pictures, inputs, flags(folder), finished)[1]
 
-def test_names_that_differ_in_case_are_one_name_where_the_disk_says_so(tmp_path, monkeypatch):
-    pictures = ask("A", "1"), ask("a", "2")
-    assert choose(tmp_path, *pictures)[0] == ["A.png", "a.png"]
-    monkeypatch.setattr(names, "folds_case", lambda folder: True)
-    assert choose(tmp_path, *pictures)[0] == ["A.png", "a-2.png"]
-    with refused("jobs.jsonl", "another result"):
-        choose(tmp_path, ask("x", "1", out="A.png"), ask("y", "2", out="a.png"))
-    inputs = {(tmp_path / "A.PNG").resolve()}
-    assert choose(tmp_path, pictures[1], inputs=inputs)[0] == ["a-2.png"]
+def write(picture, given=()):
+    """-> the name of its file."""
+    return names.write_picture(picture, predict.png_of(paint_picture(), picture.key), given).name
 
-def test_a_disk_says_whether_it_folds_case(tmp_path, monkeypatch):
-    here = tmp_path / "Here"
-    here.mkdir()
-    assert not names.folds_case(here / "not/there")
-    monkeypatch.setattr(os.path, "exists", lambda path: True) # as on a Mac
-    assert names.folds_case(here)
+def test_a_file_that_a_line_names_is_no_other_lines(tmp_path):
+    """Although it holds what that one asks for; and it is left free, also in other letter case, for Windows and macOS.
+    """
+    predict.save_png(paint_picture(), tmp_path / "002-bee.png", "1")
+    for key in ("1", "2"):
+        own, other = ask(tmp_path, "001-bee", key, out="002-bee.png"), ask(tmp_path, "003-bee", "1")
+        find(tmp_path, own, other)
+        assert (own.path.name, own.done) == ("002-bee.png", key == "1")
+        assert (other.path.name, other.done) == ("003-bee.png", False)
+    chosen, own = ask(tmp_path, "a", "3"), ask(tmp_path, "b", "4", out="A.png")
+    given = find(tmp_path, chosen, own)
+    assert write(chosen, given) == "a-2.png" and write(own, given) == "A.png"
+
+def test_a_name_that_is_given_twice_or_is_read_is_an_error(tmp_path):
+    """By whatever path: through a link, through another folder, or in other letter case (where a disk takes both names
+    for one file, as it does those of a hard link)."""
+    ours = tmp_path / "ours.png"
+    (tmp_path / "sub").mkdir()
+    predict.save_png(paint_picture(), ours, "0")
+    (tmp_path / "link.png").symlink_to(ours)
+    (tmp_path / "folder").symlink_to(tmp_path)
+    os.link(ours, tmp_path / "OURS.PNG")
+    for inputs, *outs in ([[], "x.png", "x.png"], [[], "x.png", "sub/../x.png"], [[], "x.png", "folder/x.png"],
+                          [[], "ours.png", "OURS.PNG"], [["ours.png"], "OURS.PNG"], [["ours.png"], "ours.png"],
+                          [["link.png"], "link.png"], [["link.png"], "ours.png"], [["folder/ours.png"], "ours.png"]):
+        with refused("jobs.jsonl", "would overwrite"):
+            find(tmp_path, *[ask(tmp_path, "a", key, out=out) for key, out in zip("12", outs)],
+                 inputs=[tmp_path / name for name in inputs])
+    find(tmp_path, ask(tmp_path, "a", "1", out="x.png"), ask(tmp_path, "a", "2", out="X.png"), inputs=[ours])
+    assert is_whole(ours, "0")
+
+def test_a_name_is_reached_by_a_link_and_the_picture_behind_it_stays(tmp_path):
+    ours = tmp_path / "other/ours.png"
+    predict.save_png(paint_picture(), ours, "0")
+    (tmp_path / "link.png").symlink_to(ours)
+    own = ask(tmp_path, "a", "1", out="link.png")
+    find(tmp_path, own)
+    assert write(own) == "link.png" and is_whole(ours, "0") and is_whole(tmp_path / "link.png", "1")
+
+def test_what_is_to_be_drawn_again_keeps_its_place_if_we_gave_it(tmp_path):
+    """Under the number of any line, with -2, too; but not under a person's name, and not if it is read."""
+    again = dict(finished=lambda path, key: False)
+    for name, mine in (("001-bee", True), ("002-bee", True), ("007-bee-3", True), ("best", False), ("001-bees", False),
+                       ("001-bee-s1", False), ("001-bee-x", False), ("001-cat", False)):
+        path = tmp_path / name / f"{name}.png"
+        predict.save_png(paint_picture(), path, "1")
+        picture = ask(path.parent, "002-bee", "1")
+        find(path.parent, picture, **again)
+        assert picture.path == (path if mine else path.with_name("002-bee.png")) and not picture.done
+        assert write(picture) == picture.path.name and len(files(path.parent)) == (1 if mine else 2)
+    read = tmp_path / "001-bee/001-bee.png"
+    before = read.read_bytes()
+    picture = ask(read.parent, "001-bee", "1")
+    find(read.parent, picture, inputs=[read], **again)
+    assert write(picture) == "001-bee-2.png" and read.read_bytes() == before
 
 def test_many_lines_move_at_once_and_no_file_stays_open(tmp_path):
     """A line on top of 300; the names of 3,000 more."""
-    pictures = [ask(f"{n:03}-bee", f"key {n}", n) for n in range(1, 301)]
-    for picture in pictures:
-        predict.save_png(Image.new("RGB", (8, 8)), tmp_path / f"{picture.sample.name}.png", picture.key)
-    moved = [ask(f"{n + 1:03}-bee", f"key {n}", n + 1) for n in range(1, 301)]
-    more = [ask(f"{n:03}-bee", f"key {n}", n) for n in range(1001, 4001)]
-    with contextlib.ExitStack() as claims:
-        opened = len(os.listdir("/proc/self/fd"))
-        paths, _ = choose(tmp_path, ask("001-bee", "new", 1), *moved, *more, claims=claims)
-        assert len(os.listdir("/proc/self/fd")) <= opened + 2
-    assert paths == [f"{n:03}-bee.png" for n in [*range(1, 302), *range(1001, 4001)]]
-    assert [names.key_of(tmp_path / path) for path in paths[:301]] == [None, *[f"key {n}" for n in range(1, 301)]]
-    assert len(files(tmp_path)) == 300
+    for n in range(1, 301):
+        predict.save_png(Image.new("RGB", (8, 8)), tmp_path / f"{n:03}-bee.png", f"key {n}")
+    moved = [ask(tmp_path, f"{n + 1:03}-bee", f"key {n}") for n in range(1, 301)]
+    more = [ask(tmp_path, f"{n:03}-bee", f"key {n}") for n in [0, *range(1001, 4001)]]
+    opened = len(os.listdir("/proc/self/fd"))
+    find(tmp_path, *more, *moved)
+    assert len(os.listdir("/proc/self/fd")) <= opened + 2
+    assert [picture.path.name for picture in moved if picture.done] == [f"{n:03}-bee.png" for n in range(1, 301)]
+    assert not any(picture.done for picture in more) and write(more[0]) == "000-bee.png"
+
+def test_a_long_name_is_cut_for_its_number(tmp_path):
+    picture = ask(tmp_path, "\u732b" * 83, "1") # 249 bytes, and .png
+    find(tmp_path, picture)
+    for n in range(1, 12):
+        assert len(os.fsencode(write(picture))) <= 255 and len(files(tmp_path)) == n
 
 def test_what_is_no_png_of_ours_has_no_key(tmp_path):
     predict.save_png(Image.new("RGB", (8, 8)), tmp_path / "ours.png", "the key")
@@ -322,132 +318,185 @@ def test_a_picture_called_sheet_and_the_sheet_are_two(here, tmp_path):
                                        "sheet.png"]
     assert said(tmp_path / "out/sheet.png")["prompt"] == "go"
 
+def test_a_sheet_that_is_read_is_not_replaced(tmp_path):
+    pictures = [ask(tmp_path, "a", "1"), ask(tmp_path, "b", "2")]
+    sheet = predict.png_of(paint_picture(), names.sheet_key(pictures))
+    for inputs, name in (([], "sheet.png"), ([], "sheet.png"), (["sheet.png"], "sheet-2.png")):
+        read = [tmp_path / one for one in inputs]
+        assert names.write_sheet(sheet, pictures, read, flags(tmp_path)) == tmp_path / name
+
 # ---- two processes ---------------------------------------------------------------------------------------------------
 
 def waits_for(file):
-    """For a child process: it encodes when this file is there."""
+    """For a child process: when it is about to encode, after it has looked at the folder, it waits for this file."""
     real = cache.encode_samples
 
     def encode_samples(*args, **kwargs):
+        file.with_name(f"waits-{os.getpid()}").touch()
         until(file.exists)
         return real(*args, **kwargs)
     cache.encode_samples = encode_samples
 
-def claims_in(folder):
-    return list(folder.glob(".names-*.json"))
+@pytest.fixture
+def slow(here, tmp_path, start):
+    """-> draw(*flags), which starts predict.py, and returns when it waits for the file `go`."""
+    def draw(*more):
+        flags = [*flags_of(here, tmp_path / "out"), *more]
+        process = start("predict.py", *flags, prelude=functools.partial(waits_for, tmp_path / "go"))
+        until((tmp_path / f"waits-{process.pid}").exists)
+        return process
+    return draw
 
-def test_two_processes_side_by_side_choose_two_names_and_a_killed_one_leaves_its(here, tmp_path, start):
-    """Pictures and sheets, chosen long before they are written."""
+def test_two_processes_side_by_side_have_two_names_and_a_killed_one_leaves_nothing(here, tmp_path, slow):
+    """Pictures and sheets."""
     out, go = tmp_path / "out", tmp_path / "go"
     flags = ["--image", here / "in/bee.png", "--prompt", "go"]
-    slow = functools.partial(start, "predict.py", *flags_of(here, out), *flags,
-                             prelude=functools.partial(waits_for, go))
-    first = slow("--seed", 1, 2)
-    until(lambda: claims_in(out))
-    second = draw(here, out, *flags, "--seed", 3)
-    killed = slow("--seed", 4)
-    until(lambda: len(claims_in(out)) == 2)
+    first = slow(*flags, "--seed", 1, 2)
+    killed = slow(*flags, "--seed", 4)
+    assert draw(here, out, *flags, "--seed", 3).drawn == ["bee.png"]
     kill(killed)
     killed.wait()
-    third = draw(here, out, *flags, "--seed", 5)
-    assert second.drawn == ["bee.png"] and third.drawn == ["bee-2.png"]
+    assert draw(here, out, *flags, "--seed", 5).drawn == ["bee-2.png"]
     # the same names as those of the first
     both = draw(here, out, *flags, "--seed", 1, 2, "--shift", 2)
-    assert both.drawn == ["bee-s1-2.png", "bee-s2-2.png"] and "bee-s1-2-sheet.png: 2 of" in both.out
+    assert both.drawn == ["bee-s1.png", "bee-s2.png"] and "bee-s1-sheet.png: 2 of" in both.out
+    before = {path: path.read_bytes() for path in out.iterdir()}
     go.touch()
     assert first.wait() == 0, first.output()
-    assert files(out) == ["bee-2.png", "bee-s1-2-sheet.png", "bee-s1-2.png", "bee-s1-sheet.png", "bee-s1.png",
-                          "bee-s2-2.png", "bee-s2.png", "bee.png"]
-    assert [said(out / name)["seed"] for name in ("bee.png", "bee-2.png", "bee-s1.png")] == [3, 5, 1]
+    assert {path: path.read_bytes() for path in before} == before
+    assert files(out) == sorted([path.name for path in before] + ["bee-s1-2-sheet.png", "bee-s1-2.png",
+                                                                  "bee-s2-2.png"])
+    assert not draw(here, out, *flags, "--seed", 1, 2).drawn
 
-def test_a_name_that_another_process_has_chosen_is_left_to_it(tmp_path):
-    """Unless it draws the same result. One that you give is refused."""
-    with contextlib.ExitStack() as claims:
-        assert choose(tmp_path, ask("a", "1"), ask("b", "2"), claims=claims) == (["a.png", "b.png"], "sheet.png")
-        assert choose(tmp_path, ask("a", "3"), ask("b", "2")) == (["a-2.png", "b.png"], "sheet-2.png")
-        assert choose(tmp_path, ask("a", "1"), ask("b", "2")) == (["a.png", "b.png"], "sheet.png")
-        with refused("a.png", "another predict.py"):
-            choose(tmp_path, ask("x", "3", out="a.png"))
-    assert choose(tmp_path, ask("a", "3")) == (["a.png"], None)
-    assert files(tmp_path) == []
-
-def test_the_same_command_twice_at_once_makes_one_set_of_files(here, tmp_path, start):
-    """Both draw it, and neither is in the other's way."""
-    go, flags = tmp_path / "go", ["--image", here / "in", "--prompt", "go"]
-    other = start("predict.py", *flags_of(here, tmp_path / "out"), *flags, prelude=functools.partial(waits_for, go))
-    until(lambda: claims_in(tmp_path / "out"))
-    assert draw(here, tmp_path / "out", *flags).drawn == ["bee.png", "cat.png"]
-    go.touch()
+def test_the_same_command_twice_at_once_draws_equal_pictures(here, tmp_path, slow):
+    """Neither is in the other's way, whoever chooses the name, and later nothing is drawn again."""
+    out, flags = tmp_path / "out", ["--image", here / "in", "--prompt", "go"]
+    other = slow(*flags)
+    assert draw(here, out, *flags).drawn == ["bee.png", "cat.png"]
+    (tmp_path / "go").touch()
     assert other.wait() == 0, other.output()
-    assert files(tmp_path / "out") == ["bee.png", "cat.png", "sheet.png"]
+    assert pixels(out / "bee.png") == pixels(out / "bee-2.png") and len(list(out.glob("*sheet*"))) == 1
+    assert not draw(here, out, *flags).drawn and len(files(out)) == 5
+    picture = ask(out, "a", "1", out="x.png")
+    find(out, picture)
+    assert [write(picture), write(picture)] == ["x.png"] * 2
 
-def test_threads_that_choose_at_once_get_a_name_each(tmp_path):
-    """The claims come and go; nothing is left."""
-    chosen, barrier = [], threading.Barrier(8)
-    with contextlib.ExitStack() as claims:
-        def one(n):
-            barrier.wait()
-            chosen.extend(choose(tmp_path, ask("a", f"key {n}"), claims=claims)[0])
-        threads = [threading.Thread(target=one, args=[n]) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(chosen) == ["a-2.png", "a-3.png", "a-4.png", "a-5.png", "a-6.png", "a-7.png", "a-8.png", "a.png"]
-    assert files(tmp_path) == []
+def dies_before_it_links():
+    """For a child process: SIGKILL at the moment when its picture would get its name."""
+    os.link = lambda *_: os.kill(os.getpid(), 9)
 
-@pytest.mark.parametrize("fails", [OSError(37, "No locks available"), NotImplementedError()], ids=ascii)
-def test_a_disk_without_locks_draws_all_the_same_and_says_so(tmp_path, monkeypatch, capsys, fails):
-    monkeypatch.setattr(filelock.FileLock, "acquire", lambda *_, **__: (_ for _ in ()).throw(fails))
-    assert choose(tmp_path, ask("a", "1"))[0] == ["a.png"]
-    assert "knows no locks" in capsys.readouterr().out
+def test_a_process_that_is_killed_while_it_writes_leaves_a_temporary_file(here, tmp_path, start):
+    flags = ["--image", here / "in/bee.png", "--prompt", "go"]
+    killed = start("predict.py", *flags_of(here, tmp_path), *flags, prelude=dies_before_it_links)
+    assert killed.wait() == -9
+    left, = files(tmp_path)
+    assert left.startswith(".tmp-")
+    assert draw(here, tmp_path, *flags).drawn == ["bee.png"] and files(tmp_path) == [left, "bee.png"]
 
-def test_an_error_leaves_no_claim(here, tmp_path, monkeypatch):
-    monkeypatch.setattr(predict, "generate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        draw(here, tmp_path, "--image", here / "in/bee.png", "--prompt", "go")
-    assert files(tmp_path) == []
+def test_threads_that_write_at_once_get_a_name_each(tmp_path, monkeypatch):
+    """All have seen that nothing is there, whichever call then makes the name."""
+    written, barrier = [], threading.Barrier(8)
 
-def chooses_nothing():
-    """For a child process: it fails if it chooses names."""
-    predict.choose_names = None
+    def at_once(real):
+        def wait(*paths):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                barrier.wait(5)
+            barrier.abort() # it waits for the first call of each only
+            return real(*paths)
+        return wait
+    for name in ("link", "replace"):
+        monkeypatch.setattr(os, name, at_once(getattr(os, name)))
+    threads = [threading.Thread(target=lambda n: written.append(write(ask(tmp_path, "a", str(n)))), args=[n])
+               for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(written) == ["a-2.png", "a-3.png", "a-4.png", "a-5.png", "a-6.png", "a-7.png", "a-8.png", "a.png"]
+    assert {names.key_of(tmp_path / name) for name in written} == set("01234567")
+    assert files(tmp_path) == sorted(written)
 
-def test_of_two_processes_of_one_call_the_first_chooses(here, tmp_path, start):
-    """The others get its names: one that is taken, one whose line has moved."""
+def finds_nothing():
+    """For a child process: it fails if it looks for results."""
+    names.find_results = None
+
+def test_of_two_processes_of_one_call_the_first_looks_and_knows_all_names(here, tmp_path, start):
+    """Each writes its own share, and the sheet shows all."""
     out = tmp_path / "out"
     draw_list(here, out, BEE)
-    first = pixels(out / "001-bee.png")
-    save(paint_picture(), out / "001-cat.png")
+    for name in ("001-cat", "003-bee"):
+        save(paint_picture(), out / f"{name}.png")
     jobs = tmp_path / "jobs.jsonl"
     rows = [CAT, BEE, GREEN]
     jobs.write_text("\n".join(json.dumps(dict(image=str(here / f"in/{name}.png"), prompt=prompt))
                               for name, prompt in rows))
     ranks = start_ranks(start, *flags_of(here, out), "--jobs", jobs, "--device", "cpu", script="predict.py",
-                        preludes=[None, chooses_nothing])
+                        preludes=[None, finds_nothing])
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
-    assert files(out) == ["001-cat-2.png", "001-cat.png", "002-bee.png", "003-bee.png", "sheet.png"]
-    assert pixels(out / "002-bee.png") == first
+    assert files(out) == ["001-bee.png", "001-cat-2.png", "001-cat.png", "003-bee-2.png", "003-bee.png", "sheet.png"]
+    assert "sheet.png: 3 of them" in ranks[0].output()
 
-# ---- between choosing and writing ------------------------------------------------------------------------------------
+# ---- between planning and writing ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("theirs", ["a photograph", "a result of another call"])
-def test_what_has_come_to_a_chosen_name_meanwhile_is_not_replaced(here, tmp_path, monkeypatch, theirs):
-    """One line says so, and the next call takes another name."""
-    real, path = predict.generate_samples, tmp_path / "bee.png"
+THEIRS = dict(photograph=lambda path: save(paint_picture(seed=9), path),
+              result=lambda path: predict.save_png(paint_picture(seed=9), path, "f" * 32))
 
-    def generate_samples(*args, **kwargs):
-        if theirs == "a photograph":
-            save(paint_picture(seed=9), path)
-        else:
-            predict.save_png(paint_picture(seed=9), path, "f" * 32)
-        return real(*args, **kwargs)
-    flags = ["--image", here / "in/bee.png", "--prompt", "go"]
+@pytest.mark.parametrize("given", [False, True], ids=["chosen", "given"])
+@pytest.mark.parametrize("theirs", THEIRS)
+@pytest.mark.parametrize("before", ["nothing", "ours"])
+def test_what_has_come_meanwhile_is_not_replaced(tmp_path, theirs, before, given):
+    """A name that we choose is another one then; one that the user has given is an error."""
+    path = tmp_path / "bee.png"
+    if before == "ours":
+        predict.save_png(paint_picture(), path, "2" if given else "1")
+    picture = ask(tmp_path, "bee", "1", **(dict(out="bee.png") if given else {}))
+    find(tmp_path, picture, finished=lambda path, key: False)
+    THEIRS[theirs](path)
+    if given:
+        with refused("bee.png", "was written by another process meanwhile"):
+            write(picture)
+    else:
+        assert write(picture) == "bee-2.png"
+    assert pixels(path) == paint_picture(seed=9).tobytes() and len(files(tmp_path)) == 2 - given
+
+def test_a_given_name_that_another_process_has_written_is_one_line_and_stops_no_others(here, tmp_path, slow):
+    """In the command: an old picture of ours there may be replaced, but not by both."""
+    out = tmp_path / "out"
+    flags = ["--image", here / "in/bee.png", "--prompt", "go", "--out", out / "x.png"]
+    run = lambda *flags: run_script("predict.py", *flags_of(here, out)[2:], *flags)
+    assert run(*flags).status == 0
+    jobs = tmp_path / "jobs.jsonl"
+    rows = [dict(prompt="red", out="x.png"), dict(prompt="blue")]
+    jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) for row in rows))
+    other = slow("--jobs", jobs)
+    assert run(*flags, "--seed", 1).status == 0
+    (tmp_path / "go").touch()
+    assert other.wait() == 1 and "x.png: was written by another process meanwhile; give" in other.output()
+    assert said(out / "x.png")["seed"] == 1 and files(out) == ["002-bee.png", "x.png"]
+
+def test_a_disk_without_hard_links_or_where_nothing_can_be_deleted_serves(tmp_path, monkeypatch):
+    """The first makes a name by a check and a rename; on the second a temporary file stays."""
+    def fails(*_, **__):
+        raise PermissionError(1, "not permitted")
+    save(paint_picture(seed=9), tmp_path / "a.png")
     with monkeypatch.context() as patch:
-        patch.setattr(predict, "generate_samples", generate_samples)
-        result = run_script("predict.py", *flags_of(here, tmp_path), *flags)
-    assert result.status == 1 and is_one_line(*result.errors, "bee.png", "already exists"), result.err
-    assert pixels(path) == paint_picture(seed=9).tobytes() and files(tmp_path) == ["bee.png"]
-    assert draw(here, tmp_path, *flags).drawn == ["bee-2.png"]
+        patch.setattr(os, "link", fails)
+        assert write(ask(tmp_path, "a", "1")) == "a-2.png" and len(files(tmp_path)) == 2
+    monkeypatch.setattr(Path, "unlink", fails)
+    assert write(ask(tmp_path, "a", "2")) == "a-3.png"
+    assert pixels(tmp_path / "a.png") == paint_picture(seed=9).tobytes()
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    """It is no name that is taken."""
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    predict.save_png(paint_picture(), tmp_path / "a.png", "1")
+    picture = ask(tmp_path, "a", "1")
+    find(tmp_path, picture, finished=lambda path, key: False)
+    monkeypatch.setattr(os, "fsync", full)
+    with refused("a.png", "No space left"):
+        write(picture)
+    assert files(tmp_path) == ["a.png"] and is_whole(tmp_path / "a.png", "1")
 
 @pytest.mark.parametrize("mark", ["", "ours"])
 def test_a_file_that_comes_while_another_is_written_is_judged_once_more(tmp_path, monkeypatch, mark):
@@ -466,8 +515,9 @@ def test_convert_lora_replaces_nothing_that_has_come_meanwhile(tmp_path, monkeyp
     lora, out, real = lora_file(tmp_path, lora_tensors()), tmp_path / "out/x.safetensors", common.write_tensors
 
     def write_tensors(*args, **kwargs):
-        real(*args, **kwargs)
+        out.parent.mkdir()
         out.write_bytes(b"theirs")
+        real(*args, **kwargs)
     monkeypatch.setattr(common, "write_tensors", write_tensors)
     result = run_script("tools/convert_lora.py", lora, "--to", "diffusers", "--out", out)
     assert result.status == 1 and is_one_line(*result.errors, out, "already exists"), result.err
@@ -490,12 +540,12 @@ def test_a_result_says_its_own_prompt_seed_strength_and_line(here, tmp_path):
     other = said(tmp_path / "out/001-bee-x1.png")
     assert (other["prompt"], other["seed"], other["line"], other["lora_scale"]) == ("red", 0, f"{jobs}:1", [2.0])
     text = Image.open(tmp_path / "out/x-x0.5.png").text
-    assert list(text) == ["key", "command", "sample"] and "--scales 0.5 1" in text["command"]
+    assert list(text) == ["key", "code", "command", "sample"] and "--scales 0.5 1" in text["command"]
 
 def test_a_path_that_is_no_text_can_be_said(here, tmp_path):
     picture = SimpleNamespace(sample=SimpleNamespace(prompts=["a\udce9"], controls=["in/caf\udce9.png"], settings={}),
                               strengths=(), line=2)
-    predict.save_png(paint_picture(), tmp_path / "x.png", "key", predict.about(picture, Path("caf\udce9.jsonl")))
+    predict.save_png(paint_picture(), tmp_path / "x.png", "key", {}, predict.about(picture, Path("caf\udce9.jsonl")))
     assert said(tmp_path / "x.png") == dict(prompt="a\udce9", controls=["in/caf\udce9.png"], line="caf\udce9.jsonl:2")
 
 # ---- flags and fields ------------------------------------------------------------------------------------------------

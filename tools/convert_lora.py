@@ -27,8 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from common import InputError, number, positive, tell
-from extras.names import NOTHING
+from common import NOTHING, InputError, number, positive, tell
 from extras.strangers import is_utf8
 
 # torch, predict.py and the like take seconds to import; the functions import them, so that -h and typos do not wait

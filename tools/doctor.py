@@ -533,7 +533,7 @@ def main():
     args = read_flags()
     samples, problems = read_samples(args.data) # before the imports, as a wrong name is answered at once
     import cache
-    import predict
+    from extras import names
     out = args.out or Path("out", common.run_name("doctor", args.data))
     parts = ["tokenizer", "processor", "scheduler"]
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
@@ -541,7 +541,7 @@ def main():
         raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
     common.prepare_folder(out)
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
-    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), predict.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
+    earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
     for path, mark in earlier.items():
         common.refuse_to_replace(path, mark)
     for path in earlier: # of an earlier report, in case this call ends early
