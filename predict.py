@@ -17,8 +17,8 @@ $ torchrun --nproc_per_node=8 predict.py --model ... --jobs jobs.jsonl --out_dir
 A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line may also set out, negative_prompt,
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
-encoding. A picture that the folder has already, with the same settings, is not generated again, unless you have edited
-the code that draws it. Files that predict.py has not made are never overwritten, and its own only where you name the
+encoding. A picture that the folder has already, with the same settings, is not generated again; if you have edited the
+code that draws it, a new one takes its place. Files that predict.py has not made are never overwritten, and its own only where you name the
 file, by --out or `out`: a name that we choose gets -2, -3, ... if something is there when the picture is written
 (extras/names.py). Shape letters as in rope_patch.py.
 """

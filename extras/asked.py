@@ -17,6 +17,8 @@ from common import InputError, make_sample
 def read_samples(args):
     """What the flags ask for -> (samples, problems)."""
     if args.jobs:
+        if args.jobs.is_file() and args.jobs.suffix != ".jsonl":
+            raise InputError(f"--jobs {args.jobs}: the name of a list ends in .jsonl; rename it")
         return common.read_dataset(args.jobs, is_job=True)
     folder = args.image[0]
     if args.image[1:] and any(map(Path.is_dir, args.image)):
