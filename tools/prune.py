@@ -2,7 +2,7 @@
 Counts the files in a cache folder that no index there lists, i.e. that no dataset needs; --delete deletes them.
 cache.py and train.py keep such files, so that you can return to earlier flags or samples without encoding them again.
 predict.py's files are among them: it writes no index, and encodes again what is missing. What a script is about to
-encode or to generate is left alone: .planned-HASH lists it, also that of a script that was killed.
+encode or to generate is left alone: .planned-TOKEN lists it, also that of a script that was killed.
 
 $ python tools/prune.py cache
 $ python tools/prune.py cache --delete
