@@ -603,8 +603,10 @@ if args.sample_lora: # on a model without weights: a LoRA that does not fit ends
 models = [Path(transformer_file or transformer_folder / "transformer"), model_folder / "scheduler", model_folder / "vae"]
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
 model_hashes = []
-if not args.plan: # 58 GB take a minute: the first process reads them, and processes on other machines theirs at the end
-    model_hashes = common.on_first_process(lambda: list(map(hash_part, models)))
+# 58 GB take a minute: the first process reads them, and the others find its answers (on other machines they read, too)
+if not args.plan:
+    common.on_first_process(lambda: list(map(hash_part, models)))
+    model_hashes = list(map(hash_part, models))
 samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
