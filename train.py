@@ -600,7 +600,8 @@ transformer_folder, transformer_file = predict.find_transformer(args, weights=no
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
     predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), sample_lora_files)
-models = [Path(transformer_file or transformer_folder / "transformer"), model_folder / "scheduler", model_folder / "vae"]
+models = [Path(transformer_file or transformer_folder / "transformer"), model_folder / "scheduler",
+          model_folder / "vae"]
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
 model_hashes = []
 # 58 GB take a minute: the first process reads them, and the others find its answers (on other machines they read, too)

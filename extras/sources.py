@@ -50,7 +50,7 @@ TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING, *EXTRAS]}
 
 def refuse_edits():
     """InputError if someone has saved one of the files in the ten seconds in which the libraries are loaded, and some
-    of our modules with them: which one runs? The extras that draw are loaded now: an edit that comes later never runs."""
+    of our modules with them: which one runs? The extras that draw are loaded now, so that a later edit never runs."""
     for file in EXTRAS:
         find_extra(Path(file).stem)
     unchanged.refuse_replaced(TEXTS, TEXTS.values(), read)
