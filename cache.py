@@ -40,7 +40,7 @@ import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
                     is_index, load_extra, print_problems, read_image, read_mask, read_tensors, tell)
 from extras import sources, unchanged
-from extras.planned import planned
+from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
     """-> args. A slip ends the script here."""
@@ -80,6 +80,7 @@ PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or
 ENCODERS = "vae text_encoder tokenizer processor scheduler".split() # folders of a model
 CONFIG_FILES = {".": "model_index.json", "tokenizer": "tokenizer_config.json", "scheduler": "scheduler_config.json",
                 "processor": "preprocessor_config.json"} # the other parts have config.json
+PARTS_OF = dict(vae=["vae"], text=["text_encoder", "tokenizer", "processor"]) # that decide what an encoder computes
 
 class Processor: # a class because the pipeline calls it as pipe.processor, and reads its attributes
     """Qwen2VLProcessor without its video half, which cannot be loaded without torchvision: transformers' PIL image
@@ -123,16 +124,17 @@ def find_model(model, parts, weights=True, flag="--model"):
 
 def load_pipeline(folder, cache_dir=None):
     """The stock pipeline of model_index.json (v1 or Plus) without weights: tokenizer, processor and scheduler only. Its
-    methods then prepare pictures and prompts; load_encoder adds VAE and text encoder. With a cache_dir, where hashes
-    are remembered, load_encoder refuses files that have changed since this began: pipe.seen has their hashes."""
-    seen = {}
-    if cache_dir:
-        seen = common.on_first_process(lambda: unchanged.look_at_encoders(folder, hash_part, cache_dir))
+    methods then prepare pictures and prompts; load_encoder adds VAE and text encoder. pipe.fingerprints: of the
+    encoders, before anything is read of them. A script that fills no cache gives no cache_dir, where hashes are
+    remembered, and gets none."""
+    fingerprints = {}
     try:
         # a new model family begins here; GUIDE.md lists the other places
         name = json.loads((folder / "model_index.json").read_text())["_class_name"]
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
             raise InputError(f"{folder / 'model_index.json'}: a {name!s:.99}; want QwenImageEdit(Plus)Pipeline")
+        if cache_dir:
+            fingerprints = common.on_first_process(lambda: encoder_fingerprints(folder, cache_dir))
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
         # parts that are None are not loaded
         pipe = DiffusionPipeline.from_pretrained(
@@ -146,7 +148,7 @@ def load_pipeline(folder, cache_dir=None):
     pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # a tokenizer without vocabulary gives another one
     if config.is_file() and json.loads(config.read_text()).get("image_token_id") != pad_id:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
-    pipe.seen = seen
+    pipe.fingerprints = fingerprints | dict(pipeline=type(pipe).__name__)
     return pipe
 
 def find_pipeline(args, weights=True):
@@ -171,9 +173,8 @@ def load_part(cls, folder, dtype):
 def load_encoder(pipe, encoder, args):
     """Adds the VAE ("vae") or the text encoder ("text") to the pipeline, on its device. The VAE's decoder stays on the
     CPU: encoding does not need it. args: dtype, device and quantisation flags of common.add_model_flags. InputError if
-    its files are no longer what load_pipeline has seen: what it encodes would lie under the wrong key for ever."""
+    its files are no longer what load_pipeline has hashed: what it encodes would lie under the wrong key for ever."""
     folder = Path(pipe.name_or_path)
-    check_encoder(pipe, encoder, args) # before and behind it: what does not fit any more is named as such
     if encoder == "vae": # its encoder is what encode_image uses
         pipe.vae = load_part(AutoencoderKLQwenImage, folder / "vae", args.dtype)
         pipe.vae.encoder.to(args.vae_device)
@@ -190,11 +191,9 @@ def load_encoder(pipe, encoder, args):
         except torch.OutOfMemoryError:
             raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text "
                              "encoder, 16 GB in bf16; --quantize_text_encoder takes less, or give cpu")
-    check_encoder(pipe, encoder, args)
-
-def check_encoder(pipe, encoder, args):
-    if pipe.seen:
-        unchanged.refuse_changes(pipe.seen[encoder], hash_part, args.cache_dir)
+    if encoder in pipe.fingerprints and hash_encoder(folder, encoder, args.cache_dir) != pipe.fingerprints[encoder]:
+        raise InputError(f"{folder}: {' or '.join(PARTS_OF[encoder])} has changed since it was looked at; run the same "
+                         "command again")
 
 def add_token_types(encoder, args, kwargs):
     """A forward pre-hook that marks the tokens of pictures. From 5.3 on transformers wants these marks, and diffusers
@@ -224,13 +223,16 @@ def hash_part(place, cache_dir):
     look = common.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
     return content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files])
 
+def hash_encoder(folder, encoder, cache_dir):
+    return content_key(**{part: hash_part(folder / part, cache_dir) for part in PARTS_OF[encoder]})
+
 def encoder_fingerprints(folder, cache_dir):
     """What decides encoded files, of a model -> dict(pipeline: its class, vae: a hash, text: a hash). An encoder whose
     weights are not here is left out."""
     found = dict(pipeline=json.loads((folder / "model_index.json").read_text())["_class_name"])
-    for encoder, parts in dict(vae=["vae"], text=["text_encoder", "tokenizer", "processor"]).items():
+    for encoder, parts in PARTS_OF.items():
         if any((folder / parts[0]).glob("*.safetensors")):
-            found[encoder] = content_key(**{part: hash_part(folder / part, cache_dir) for part in parts})
+            found[encoder] = hash_encoder(folder, encoder, cache_dir)
     return found
 
 # ---- encoding: what the stock pipeline computes, one picture or prompt at a time -------------------------------------
@@ -397,8 +399,6 @@ def plan_samples(pipe, samples, texts_of, geometry, args):
     """plan_sample for all -> (good samples, problems). texts_of(sample) -> its text keys."""
     good = []
     problems = []
-    folder = Path(pipe.name_or_path)
-    pipe.fingerprints = unchanged.look_at([folder], encoder_fingerprints, args.cache_dir)[folder]
     looks = common.looks(samples, args.cache_dir)
     for sample in common.progress("planning", samples, unit="sample"):
         with common.noted(problems):
@@ -436,7 +436,7 @@ def encode_samples(pipe, samples, args, verify=False):
         remove_damaged(filter(Path.is_file, my_files), pipe)
     missing, failed = [file for file in jobs if not file.is_file()], {}
     if pipe: # (an index alone cannot encode anything again)
-        sources.warn_of_encoding(jobs.keys() - {*missing}, PREPROCESSING)
+        sources.warn_of_encoding(jobs.keys() - {*missing}, args.quantize_text_encoder, PREPROCESSING)
     if missing:
         for folder in {file.parent for file in missing}:
             common.refuse_outside(folder, args.cache_dir)
@@ -488,7 +488,7 @@ def encode_files(pipe, jobs, args):
                 loaded = encoder
             encode = encode_latents if encoder == "vae" else encode_text
             meta = dict(version=VERSION, key=file.stem, sizes=sample.sizes, sources=[sample.target, *sample.controls],
-                        code=sources.encoding())
+                        code=sources.encoding(file, args.quantize_text_encoder))
             try:
                 yield file, encode(pipe, sample, what, pictures.result()), meta
             except InputError as e:
@@ -596,7 +596,7 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
     failed = {}
-    with planned(samples + val_samples if encode and pipe else [], args.cache_dir, files_of):
+    with keep_from_prune(samples + val_samples if encode and pipe else [], args.cache_dir, files_of):
         if encode:
             failed = encode_samples(pipe, samples + val_samples, args, verify)
             # a sample whose encoding failed is no sample

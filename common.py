@@ -676,8 +676,12 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
     return tensors, meta
 
 def file_hash(path):
-    with open(path, "rb") as f: # not read whole: a model has 41 GB
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    """InputError if it cannot be read, maybe as it has gone since it was found."""
+    try:
+        with open(path, "rb") as f: # not read whole: a model has 41 GB
+            return hashlib.file_digest(f, "sha256").hexdigest()
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror}); mend that, and run the same command again")
 
 def look_ahead(paths, look, memory):
     """-> a function like look(path). It knows the answers for these paths: the file `memory` has those of earlier

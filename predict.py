@@ -35,7 +35,7 @@ import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mode
@@ -44,9 +44,9 @@ from time import monotonic
 import common
 from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
                     is_one_file, load_extra, noise_level, number, pixels, png_name, positive, seed_number, tell)
-from extras import drawn, names, sources, unchanged
+from extras import finished, names, sources, unchanged
 from extras.asked import about, png_of, read_samples, refuse_nothing
-from extras.planned import planned
+from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -537,8 +537,8 @@ class Picture:
     done: bool = False # whether it is there already
 
 def plan_pictures(samples, args, models, loras):
-    """-> [Picture]. models: hashes of transformer and scheduler; loras: of LoRAs, by path."""
-    hashes = [loras[path] for path in args.lora] # by content, so one that is trained on is another one
+    """-> [Picture]. models: {part: hash} of transformer and scheduler; loras: hashes of args.lora, as one that is
+    trained on is another one."""
     pictures = []
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
         sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
@@ -547,7 +547,7 @@ def plan_pictures(samples, args, models, loras):
         # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
         encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
-        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(hashes, strengths)],
+        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
                                  **settings)
         # its title, and the end of its name, where there are several of a sample
         words = []
@@ -564,19 +564,19 @@ def plan_pictures(samples, args, models, loras):
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures, given, seen, loras, code):
+def generate(args, pipe, transformer_folder, transformer_file, pictures, given, refuse_replaced, code):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
-    others. Sets their paths to the files that have them. InputError if the LoRAs or the transformer are not what the
-    pictures' keys say. given: as for names.write_picture; seen, loras: hashes of the transformer and of LoRAs, by path;
-    code: sources.drawing."""
-    unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # so that it is this line if it fits no longer
-    transformer, problems = load_transformer(transformer_folder, args.dtype, file=transformer_file), []
-    adapters = load_loras(transformer, args.lora)
-    unchanged.refuse_changes(loras, file_hash)
-    common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
-    # behind the LoRAs, which move to the device with their blocks
-    place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
-    unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir) # as it was mapped until now
+    others. Sets their paths to the files that have them. given: as for names.write_picture; refuse_replaced() raises
+    InputError if LoRAs or models are not what the pictures' keys say; code: sources.drawing."""
+    problems = []
+    try:
+        transformer = load_transformer(transformer_folder, args.dtype, file=transformer_file)
+        adapters = load_loras(transformer, args.lora)
+        common.say(f"LoRA: {', '.join(args.lora) or 'none, this is the base model'}")
+        # behind the LoRAs, which move to the device with their blocks
+        place_transformer(transformer, args.transformer_device, args.quantize, args.offload)
+    finally: # as it was mapped until now, and as a file that does not fit may have changed, too
+        refuse_replaced()
     cache.load_encoder(pipe, "vae", args)
     vae = pipe.vae.to(args.vae_device) # with its decoder
     t0 = monotonic()
@@ -612,9 +612,9 @@ def main(args):
     common.start_processes(args)
     first = common.rank() == 0
 
-    # what to generate, at which sizes, with which models. LoRAs and models are hashed before anything is read of them
+    # what to generate, at which sizes, with which models. Models and LoRAs are hashed before they are loaded (the sizes
+    # that the first LoRA's header wants are in the pictures' keys, too)
     code = sources.drawing(args)
-    loras = common.on_first_process(lambda: unchanged.look_at(args.lora, file_hash))
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
     inputs = {path for s in samples for path in (s.target, s.mask, *s.controls) if path}
@@ -624,12 +624,17 @@ def main(args):
                  scheduler=folder / "scheduler")
     if transformer_file:
         parts["config"] = transformer_folder / "transformer/config.json"
-    seen = common.on_first_process(lambda: unchanged.look_at(parts.values(), cache.hash_part, args.cache_dir))
-    models = {part: seen[place] for part, place in parts.items()}
+    hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
+    loras = common.on_first_process(lambda: list(map(file_hash, args.lora)))
+    models = common.on_first_process(lambda: dict(zip(parts, map(hash_part, parts.values()))))
+
+    def refuse_replaced(): # on each process, where the same files may lie elsewhere
+        unchanged.refuse_replaced(args.lora, loras, file_hash)
+        unchanged.refuse_replaced(parts.values(), models.values(), hash_part)
+
     here = bases.base_of(args.model, args.transformer, folder, transformer_folder, models["transformer"])
     bases.compare(args.lora, here, geometry)
     pipe = cache.load_pipeline(folder, args.cache_dir)
-    unchanged.refuse_changes({parts["scheduler"]: seen.pop(parts["scheduler"])}, cache.hash_part, args.cache_dir)
     shift_terminal = pipe.scheduler.config.shift_terminal
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
                                         geometry, args)
@@ -638,15 +643,16 @@ def main(args):
 
     # into which files: one for each sample, seed and scale; those that are there already stay
     pictures = plan_pictures(samples, args, models, loras)
-    finished = partial(drawn.finished, code)
-    pictures, given = common.on_first_process(lambda: names.find_results(pictures, inputs, args, finished))
+    look = lru_cache(maxsize=None)(finished.drawn_by) # which reads every byte of a picture
+    is_finished = partial(finished.is_finished, code, look)
+    pictures, given = common.on_first_process(lambda: names.find_results(pictures, inputs, args, is_finished))
     missing = [p for p in pictures if not p.done]
     if first:
-        drawn.describe(args.out_dir, pictures, code)
+        finished.describe(args.out_dir, pictures, code, look)
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
-    with planned(chosen, args.cache_dir, cache.files_of):
+    with keep_from_prune(chosen, args.cache_dir, cache.files_of):
         failed = cache.encode_samples(pipe, chosen, args, verify=True)
         problems += [*wrong, *dict.fromkeys(failed.values())]
         if first:
@@ -655,7 +661,8 @@ def main(args):
         mine = encoded[common.rank()::common.world()]
         try:
             if mine:
-                problems += generate(args, pipe, transformer_folder, transformer_file, mine, given, seen, loras, code)
+                problems += generate(args, pipe, transformer_folder, transformer_file, mine, given, refuse_replaced,
+                                     code)
         except torch.OutOfMemoryError:
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
                              "or, where it decodes, --vae_device cpu. the same command continues with what is missing")
@@ -664,8 +671,9 @@ def main(args):
         for n, picture in enumerate(encoded):
             picture.path = paths[n % common.world()][n // common.world()]
     if first and missing and (sheets := common.find_extra("sheet")):
+        look.cache_clear() # as some have been drawn
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
-        shown = [p for p in pictures if p.row < names.SHEET_ROWS and finished(p.path, p.key)]
+        shown = [p for p in pictures if p.row < names.SHEET_ROWS and is_finished(p.path, p.key)]
         if len(shown) > 1:
             png = png_of(sheets.results_sheet(shown), names.sheet_key(shown))
             path = names.write_sheet(png, pictures, inputs, args)

@@ -153,14 +153,14 @@ if hasattr(optimizer_class, "eval"): # schedule-free
 if lora_args: # peft takes some of which a LoRA file cannot hold what they train
     load_extra("lora_args").try_out(lora_args, predict.add_lora)
 # LoRAs and models are hashed before they are read, and compared when they are in memory.
-sample_loras = unchanged.look_at(sample_lora_files, common.file_hash)
+sample_loras = list(map(common.file_hash, sample_lora_files))
 for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
 if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
-    seen = unchanged.look_at([pretrained_file], common.file_hash)
+    pretrained_hash = common.file_hash(pretrained_file)
     unfold = load_extra("lora_files", "--pretrained_lora").unfold
     pretrained = unfold(pretrained_file, *predict.read_lora(pretrained_file))
-    unchanged.refuse_changes(seen, common.file_hash)
+    unchanged.refuse_replaced([pretrained_file], [pretrained_hash], common.file_hash)
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
 # In the order of a step, which is in short:
@@ -416,7 +416,7 @@ def make_model(folder, file):
     if pretrained_file and not args.plan:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, sample_lora_files)
-    unchanged.refuse_changes(sample_loras, common.file_hash)
+    unchanged.refuse_replaced(sample_lora_files, sample_loras, common.file_hash)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
 
@@ -574,7 +574,7 @@ out_dir = common.gather_objects(out_dir)[0]
 resume = find_extra("resume") # the module; None if it was deleted
 checkpoint, step = None, 0
 config = resume.compared(args) if resume else {} # what --resume compares, more below
-config["pretrained_hash"] = pretrained_file and seen[pretrained_file]
+config["pretrained_hash"] = pretrained_file and pretrained_hash
 best = find_extra("best") # which validation is the best so far
 if not resume:
     say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
@@ -600,11 +600,14 @@ transformer_folder, transformer_file = predict.find_transformer(args, weights=no
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
     predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), sample_lora_files)
-models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
-              vae=model_folder / "vae")
-look = partial(unchanged.look_at, [] if args.plan else models.values(), cache.hash_part, args.cache_dir)
-common.on_first_process(look) # 58 GB take a minute: the first process reads them, and the others find its answers
-seen = look()
+models = [Path(transformer_file or transformer_folder / "transformer"), model_folder / "scheduler",
+          model_folder / "vae"]
+hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
+model_hashes = []
+# 58 GB take a minute: the first process reads them, and the others find its answers (on other machines they read, too)
+if not args.plan:
+    common.on_first_process(lambda: list(map(hash_part, models)))
+    model_hashes = list(map(hash_part, models))
 samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
@@ -658,8 +661,8 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # if there are several), and --resume compares the config.
 areas = geometry["target_pixels"]
 geometry = geometry | dict(target_pixels=areas[0])
-config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=seen[models["model"]],
-               scheduler_hash=seen[models["scheduler"]])
+config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=model_hashes[0],
+               scheduler_hash=model_hashes[1])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, config["model_hash"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
@@ -678,13 +681,13 @@ if checkpoint:
 # Validations also draw pictures.
 drawer = None
 if val_samples and (extra := find_extra("draw")):
-    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir,
-                          [sample_loras[file] for file in sample_lora_files], args)
+    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
+                          args)
 elif val_samples:
     say("extras/draw.py is missing: validations draw no pictures")
 # All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
 # again. A file that changes from here on does not matter.)
-unchanged.refuse_changes(seen, cache.hash_part, args.cache_dir)
+unchanged.refuse_replaced(models, model_hashes, hash_part)
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 track = None

@@ -1,6 +1,7 @@
 """
 Rooms of the program that a first reader can leave closed: what one flag switches on, in a file of that flag's name,
-what foreign formats need, and further parts of train.py.
+what foreign formats need, further parts of train.py and predict.py, and what keeps their results true: which names are
+taken, which pictures are finished, which files, or which code, have changed.
 
 Every script imports this package before anything else. From then on a module of ours is ours, whatever stands beside
 it: Python would take a folder cache/ that holds an __init__.py, such as a cache from a stranger, for cache.py, and a

@@ -76,7 +76,7 @@ def about(picture, jobs):
 
 def png_of(image, key="", code=None, said=None):
     """-> the bytes of a PNG. key: a hash of its settings, code: what has drawn it (sources.drawing), for
-    extras/drawn.py. It also tells a person the command that made it, and `said`: of its own settings."""
+    extras/finished.py. It also tells a person the command that made it, and `said`: of its own settings."""
     png, meta = io.BytesIO(), PngImagePlugin.PngInfo()
     meta.add_text("key", key)
     if code:

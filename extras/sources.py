@@ -18,14 +18,13 @@ import tokenize
 from importlib.metadata import version
 from pathlib import Path
 
-import safetensors
-
 import common
-from common import is_one_file, load_extra, tell
+from common import find_extra, is_one_file, tell
 from extras import ROOT, unchanged
 
 PACKAGES = "torch diffusers transformers peft".split()
-WHOLE = "predict.py rope_patch.py".split() # decide a picture from the first line to the last
+# what decides a picture: whole files are the safe choice, although an edit of a help text draws it again, too
+WHOLE = "predict.py rope_patch.py".split()
 # and of cache.py what predict.py draws with
 DRAWING = ("load_part", "load_encoder", "load_latents", "load_text", "read_encoded")
 # what decides an encoded file, beside the model; photos and mask whole, as most of them is at work
@@ -35,6 +34,8 @@ ENCODING = {
     "common.py": ("open_image", "orientation", "decode", "read_image", "read_mask", "mask_is_empty", "fit_size"),
     "extras/photos.py": None,
     "extras/mask.py": None}
+# extras that draw, and one that decides texts, too, if a flag wants them
+EXTRAS = [f"extras/{name}.py" for name in ("quantize", "offload", "transformer", "lora_files")]
 
 
 def read(file):
@@ -44,64 +45,55 @@ def read(file):
 
 
 # read when a script begins, as Python does: an edit that comes later is not what runs
-TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING]}
+TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING, *EXTRAS]}
 
 
 def refuse_edits():
     """InputError if someone has saved one of the files in the ten seconds in which the libraries are loaded, and some
-    of our modules with them: which one runs?"""
-    unchanged.refuse_changes(TEXTS, read)
+    of our modules with them: which one runs? The extras that draw are loaded now, so that a later edit never runs."""
+    for file in EXTRAS:
+        find_extra(Path(file).stem)
+    unchanged.refuse_replaced(TEXTS, TEXTS.values(), read)
 
 
-def code_only(text):
-    """Source without comments, docstrings and blank lines. By the places of its tokens, so that every version of Python
-    gives the same text."""
-    lines = text.split("\n") # as Python counts lines
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type != tokenize.NL]
-    for token in tokens:
+def code_of(text, names=None):
+    """Source without comments, docstrings and blank lines; with names only these functions and classes of it. By the
+    places of its tokens, so that every version of Python gives the same text."""
+    lines, tree = text.split("\n"), ast.parse(text) # as Python counts lines
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str): # a text, and no more
+            first, last = node.lineno - 1, node.end_lineno
+            code = lines[first][:node.col_offset] + lines[last - 1][node.end_col_offset:]
+            lines[first:last] = [code] + [""] * (last - first - 1)
+    rows = set() # those with code, blank lines in a text of three quotes too
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+        (first, column), (last, _) = token.start, token.end
         if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    begins = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT} # of a statement
-    tokens = [token for token in tokens if token.type != tokenize.COMMENT]
-    for before, token, after in zip([None, *tokens], tokens, tokens[1:]):
-        alone = after.type == tokenize.NEWLINE and (before is None or before.type in begins)
-        if token.type == tokenize.STRING and alone:
-            (first, column), (last, end) = token.start, token.end
-            lines[first - 1:last] = [lines[first - 1][:column]] + [""] * (last - first)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def functions_of(text, names):
-    """Of a module's source only these functions and classes, in the order of the source."""
-    lines, found = text.split("\n"), []
-    for node in ast.parse(text).body:
-        if getattr(node, "name", None) in names:
-            first = min([node.lineno, *[mark.lineno for mark in node.decorator_list]])
-            found += lines[first - 1:node.end_lineno]
-    return "\n".join(found) + "\n"
+            lines[first - 1] = lines[first - 1][:column].rstrip()
+        elif token.type not in (tokenize.NL, tokenize.DEDENT, tokenize.ENDMARKER):
+            rows.update(range(first, last + 1))
+    wanted, above = set(), 0
+    for node in tree.body: # what stands above it, such as a decorator, is a part of it
+        if not names or getattr(node, "name", None) in names:
+            wanted.update(range(above + 1, node.end_lineno + 1))
+        above = node.end_lineno
+    return "\n".join(lines[row - 1] for row in sorted(rows & wanted))
 
 
 @functools.lru_cache
 def digest(text, names=None):
     """A short hash of what a source computes, or these functions of it."""
-    text = functions_of(text, names) if names else text
-    return hashlib.sha256(code_only(text).encode()).hexdigest()[:12]
+    return hashlib.sha256(code_of(text, names).encode()).hexdigest()[:12]
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def drawing(args):
     """{file: hash of its source, package: its version} of all that draws with these flags of predict.py."""
-    extras = dict(quantize=args.quantize != "none", offload=args.offload, transformer=is_one_file(args.transformer),
-                  lora_files=args.lora)
-    files = {file: digest(TEXTS[file]) for file in WHOLE} | {"cache.py": digest(TEXTS["cache.py"], DRAWING)}
-    for name, in_use in extras.items():
-        if in_use:
-            with contextlib.suppress(SystemExit): # (it was deleted, and is not needed for plain files)
-                load_extra(name) # now, so that what runs is what is hashed
-                files[f"extras/{name}.py"] = digest(read(f"extras/{name}.py"))
-    return files | {package: version(package) for package in PACKAGES}
+    in_use = args.quantize != "none", args.offload, is_one_file(args.transformer), args.lora # as in EXTRAS
+    extras = [file for file, used in zip(EXTRAS, in_use) if used and TEXTS[file]] # (plain files need no extra)
+    files = {file: digest(TEXTS[file]) for file in [*WHOLE, *extras]}
+    return files | {"cache.py": digest(TEXTS["cache.py"], DRAWING)} | {name: version(name) for name in PACKAGES}
 
 
 def changes(then, now, packages):
@@ -117,22 +109,25 @@ def is_current(then, now):
 
 # ---- encoded files ---------------------------------------------------------------------------------------------------
 
-def encoding():
-    """A hash of the functions that encode."""
-    digests = [digest(TEXTS[file], names) for file, names in ENCODING.items()]
+def encoding(file, quantize):
+    """A hash of the functions that make this encoded file. quantize: --quantize_text_encoder."""
+    parts = dict(ENCODING)
+    if file.parent.name == "text" and quantize != "none":
+        parts[EXTRAS[0]] = None
+    digests = [digest(TEXTS[file], names) for file, names in parts.items()]
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
 
 
-def warn_of_encoding(files, preprocessing):
-    """A warning if some of these encoded files were made by other functions than ours. Only the headers of a few are
-    read, as a cache may hold a hundred thousand; files of an older cache.py, or of another program, say nothing."""
+def warn_of_encoding(files, quantize, preprocessing):
+    """A warning if some of these encoded files were made by other functions than ours. Only the headers of 32 are read,
+    evenly spread, as a cache may hold a hundred thousand: of a mixture the few can be missed. Files of an older
+    cache.py, or of another program, say nothing."""
     files = sorted(files) if common.rank() == 0 else []
-    for file in [*files[:2], *files[-2:]]: # latents/ comes before text/
+    for file in files[::len(files) // 32 + 1]:
         made_by = None
-        # a foreign file can fail in any way
-        with contextlib.suppress(Exception), safetensors.safe_open(file, "np") as f:
-            made_by = json.loads(f.metadata()["json"]).get("code")
-        if made_by not in (None, encoding()):
+        with contextlib.suppress(Exception), open(file, "rb") as f: # a foreign file can fail in any way
+            made_by = json.loads(common.read_header(f)["__metadata__"]["json"]).get("code")
+        if made_by not in (None, encoding(file, quantize)):
             tell("warning: cache: encoded by another cache.py than this one (its encoding functions differ); if they "
                  f"compute something else now, add 1 to PREPROCESSING ({preprocessing}) in cache.py", file=sys.stderr)
             return

@@ -1,43 +1,22 @@
 """
 What is hashed is what is used. A key or a checkpoint names a model and its LoRAs by hashes of their files. Such a file
 is hashed before it is read, and once more when it is in memory: people copy the next checkpoint over a LoRA, or update
-a model, while an hour of pictures is encoded. (Not seen is a file that is replaced, and put back, within the seconds in
-which it is read.)
+a model, while an hour of pictures is encoded. (Not seen is a file that is replaced, and put back, before the second
+look.) As extras/known.py remembers hashes, the second look at a model reads no file that is older than two seconds.
 """
+import common
 from common import InputError
 
 SMALL = 2**30 # bytes of a model whose weights are copied
 
 
-def look_at(places, look, *more):
-    """-> {file or folder: look(place, *more), a hash}, for refuse_changes."""
-    seen = {}
-    for place in places:
-        try:
-            seen[place] = look(place, *more)
-        except OSError as e:
-            raise InputError(f"{e.filename or place}: cannot be read ({e.strerror}); run the same command again")
-    return seen
-
-
-def look_at_encoders(folder, hash_part, cache_dir):
-    """-> {"vae" or "text": look_at of all that decides what this encoder of a model computes}. A model_index.json names
-    the pipeline's class."""
-    parts = dict(vae=["vae"], text=["text_encoder", "tokenizer", "processor"])
-    return {encoder: look_at([folder / name for name in ["model_index.json", *names]], hash_part, cache_dir)
-            for encoder, names in parts.items()}
-
-
-def refuse_changes(seen, look, *more):
-    """InputError for a file or folder that is no longer what look_at has seen before it was read, or is gone. The
-    second look of cache.hash_part costs the stamps of the files, as extras/known.py remembers what it has read."""
-    for place, before in seen.items():
-        try:
-            same = look(place, *more) == before
-        except OSError: # it is gone
-            same = False
-        if not same:
-            raise InputError(f"{place}: has changed since it was looked at; run the same command again")
+def refuse_replaced(places, hashes, look):
+    """InputError for a file or folder, as this process finds it, of which look() gives another hash than it has given
+    before the file was read: maybe on the first process, whose machine can have the same file elsewhere."""
+    for place, before in zip(places, hashes):
+        if look(place) != before:
+            elsewhere = ", or the first process has another one" if common.world() > 1 else ""
+            raise InputError(f"{place}: has changed since it was looked at{elsewhere}; run the same command again")
 
 
 def unmap(model):

@@ -364,8 +364,8 @@ def encoder_flags(**changes):
 
 def is_whole(path, key):
     """Whether predict.py has saved this picture with this key, and no bit of it has changed since."""
-    from extras import drawn
-    return drawn.drawn_by(path, key) is not None
+    from extras import finished
+    return finished.drawn_by(path, key) is not None
 
 def paint_picture(size=(64, 64), seed=0, mode="RGB"):
     """It returns a picture that is smooth, colourful, not symmetric, and another one for every seed."""

@@ -5,16 +5,20 @@ a script has planned is forgotten when it ends.
 """
 import ast
 import json
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image, PngImagePlugin
 
 import cache
 import common
 import predict
-from extras import drawn, sheet, sources
+from extras import finished, sheet, sources
+from extras.keep_from_prune import keep_from_prune
 from tests.harness import (HERE, ON_DEVICE, cached_files, flip, is_whole, make_cache, paint_picture, refused,
                            run_script, save)
 
@@ -31,7 +35,7 @@ def with_line(text, number, line):
     return "\n".join(lines[:number - 1] + [line] + lines[number - 1:]) + "\n"
 
 PARTS = [(file, None) for file in sources.WHOLE] + [("cache.py", sources.DRAWING)] + list(sources.ENCODING.items())
-PARTS += [(f"extras/{name}.py", None) for name in ("quantize", "offload", "transformer", "lora_files")]
+PARTS += [(file, None) for file in sources.EXTRAS]
 
 @pytest.mark.parametrize("file, names", PARTS, ids=lambda value: value if isinstance(value, str) else "")
 def test_an_edit_of_any_function_is_one_and_a_comment_or_docstring_is_none(file, names):
@@ -64,7 +68,10 @@ def test_a_change_of_the_sampler_is_an_edit(old, new):
 def test_texts_that_look_like_comments_count():
     """A # in a string, a string that is an argument; a string of three quotes that is no docstring."""
     for a, b in (('x = "# a"\n', 'x = "# b"\n'), ('f("a")\n', 'f("b")\n'), ('x = """a\nb"""\n', 'x = """a\nc"""\n'),
-                 ("x = f'{y} # a'\n", "x = f'{y} # b'\n"),
+                 ("x = f'{y} # a'\n", "x = f'{y} # b'\n"), ('x = """a\n\nb"""\n', 'x = """a\nb"""\n'),
+                 ('x = """a\n  \nb"""\n', 'x = """a\n\nb"""\n'), ('x = """a \nb"""\n', 'x = """a\nb"""\n'),
+                 ('x = f"""{y}\n\n"""\n', 'x = f"""{y}\n"""\n'), ('def f(): "a"\n', 'def g(): "a"\n'),
+                 ('"""a"""; x = 1\n', '"""a"""; x = 2\n'),
                  ("def f():\n    return 'a'\n", "def f():\n    return 'b'\n")):
         assert sources.digest(a) != sources.digest(b), a
     assert sources.digest('"""a"""\nx = 1 # b\n') == sources.digest("'c'\n\n# d\nx = 1\n")
@@ -84,7 +91,7 @@ def test_all_that_draws_of_cache_py_is_listed():
     here = dict(functions((HERE / "cache.py").read_text()))
     for name in list(used & here.keys() & {*sources.DRAWING}):
         used |= {n.id for n in ast.walk(here[name]) if isinstance(n, ast.Name) and n.id in here}
-    assert used - {"find_model", "hash_part", "check_encoder"} - {*sources.ENCODING["cache.py"]} <= {*sources.DRAWING}
+    assert used - {"find_model", "hash_part", "hash_encoder"} - {*sources.ENCODING["cache.py"]} <= {*sources.DRAWING}
     assert {*sources.DRAWING} <= used
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -136,6 +143,17 @@ def test_a_file_that_is_saved_while_the_libraries_load_is_one_line(monkeypatch):
     monkeypatch.setattr(sources, "read", lambda file: real(file) + "# edited")
     with refused("predict.py", "changed", "same command"):
         sources.refuse_edits()
+    for extra in sources.EXTRAS: # which some scripts import before anything is hashed
+        monkeypatch.setattr(sources, "read", lambda file: real(file) + ("# edited" if file == extra else ""))
+        with refused(extra, "changed", "same command"):
+            sources.refuse_edits()
+
+def test_an_extra_is_hashed_as_it_was_when_the_script_began(monkeypatch):
+    """What is saved later is not what runs: refuse_edits has loaded all of them."""
+    flags = SimpleNamespace(quantize="int8", offload=2, transformer="a.safetensors", lora=["x"])
+    before = sources.drawing(flags)
+    monkeypatch.setattr(sources, "read", lambda file: "x = 1")
+    assert sources.drawing(flags) == before
 
 def test_a_picture_from_before_code_was_noted_is_of_an_older_version(photo, tmp_path):
     photo()
@@ -181,8 +199,8 @@ def test_a_strangers_note_of_the_code_is_no_reason_to_fail(tmp_path):
         for name, text in dict(key="k", code=note).items():
             meta.add_text(name, text)
         image.save(path, pnginfo=meta)
-        done = drawn.finished(code, path, "k")
-        drawn.describe(tmp_path, [SimpleNamespace(path=path, key="k", done=done)], code)
+        done = finished.is_finished(code, finished.drawn_by, path, "k")
+        finished.describe(tmp_path, [SimpleNamespace(path=path, key="k", done=done)], code, finished.drawn_by)
         assert done == (note is sound), note[:99]
 
 # ---- encoded files ---------------------------------------------------------------------------------------------------
@@ -207,8 +225,25 @@ def test_an_older_cache_says_nothing(data, tmp_path, monkeypatch):
         path, tensors, {k: v for k, v in meta.items() if k != "code"}, *more))
     make_cache(data, tmp_path / "c")
     monkeypatch.undo()
-    monkeypatch.setattr(sources, "encoding", lambda: "other")
+    monkeypatch.setattr(sources, "encoding", lambda *about: "other")
     assert make_cache(data, tmp_path / "c").err == ""
+
+def test_the_quantizing_decides_texts_where_it_is_asked_for_alone(edit):
+    latents, text = Path("c/latents/0.safetensors"), Path("c/text/0.safetensors")
+    before = [sources.encoding(file, mode) for file in (latents, text) for mode in ("none", "int8")]
+    edit("extras/quantize.py", "x = 1\n")
+    after = [sources.encoding(file, mode) for file in (latents, text) for mode in ("none", "int8")]
+    assert [a == b for a, b in zip(before, after)] == [True, True, True, False]
+
+@pytest.mark.parametrize("folder", [b"c", b"caf\xe9"])
+def test_a_few_files_of_others_among_many_are_told_of_in_a_folder_of_any_name(tmp_path, capsys, folder):
+    """Of 200 the 10 in the middle: no header at either end says it."""
+    files = [Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), folder)), "text", f"{n:032x}") for n in range(200)]
+    for n, file in enumerate(files):
+        code = "other" if 95 <= n < 105 else sources.encoding(file, "none")
+        common.write_tensors(file, {"a": torch.zeros(1)}, dict(code=code))
+    sources.warn_of_encoding(files, "none", 3)
+    assert capsys.readouterr().err.count("another cache.py") == 1
 
 # ---- finished means whole --------------------------------------------------------------------------------------------
 
@@ -217,7 +252,7 @@ def test_a_picture_with_any_bit_flipped_any_part_cut_or_zeroed_is_not_finished(t
     predict.save_png(paint_picture((12, 12)), path, "key", {"predict.py": "1"})
     sound = path.read_bytes()
     assert is_whole(path, "key") and not is_whole(path, "other")
-    assert drawn.drawn_by(path, "key") == {"predict.py": "1"}
+    assert finished.drawn_by(path, "key") == {"predict.py": "1"}
     for place in range(len(sound)):
         damaged = bytearray(sound)
         damaged[place] ^= 1 << rng.randrange(8)
@@ -230,6 +265,14 @@ def test_a_picture_with_any_bit_flipped_any_part_cut_or_zeroed_is_not_finished(t
             assert damaged == sound or not is_whole(path, "key"), place
     path.write_bytes(sound + b"more")
     assert not is_whole(path, "key")
+
+def test_a_start_reads_a_finished_picture_once(photo, monkeypatch):
+    """Though its name is chosen by what it is, and a line says by which versions it was drawn."""
+    photo()
+    read, real = [], finished.drawn_by
+    monkeypatch.setattr(finished, "drawn_by", lambda path, key: read.append(Path(path).name) or real(path, key))
+    assert "2 of 2 pictures are there already" in photo()
+    assert sorted(read) == ["a.png", "b.png"]
 
 def test_a_damaged_picture_is_drawn_again_at_its_place_and_shown_in_the_sheet(photo, tmp_path):
     """Of a folder, and of a file, where another photograph's result would get another name."""
@@ -274,3 +317,13 @@ def test_no_list_of_planned_files_is_left_when_a_script_ends_with_an_error(data,
     except (KeyboardInterrupt, RuntimeError):
         pass
     assert len(seen) == len(seen[0]) == 1 and not list(tmp_path.glob("c/.planned-*"))
+
+def test_two_commands_on_the_same_pictures_have_a_list_each(tmp_path):
+    """The first one to end took the list of the other away."""
+    files = {tmp_path / "text/0.safetensors": None}
+    with keep_from_prune(["a"], tmp_path, lambda sample: files):
+        with keep_from_prune(["a"], tmp_path, lambda sample: files):
+            assert len(list(tmp_path.glob(".planned-*"))) == 2
+        left, = tmp_path.glob(".planned-*")
+        assert left.read_text() == "text/0.safetensors"
+    assert not list(tmp_path.glob(".planned-*"))

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 import cache
 import common
@@ -80,7 +81,7 @@ REPLACED = {
     "VAE, gone": (lambda f: shutil.rmtree(f / "model/vae"), "vae"),
     "text encoder": (lambda f: change_weight(f / "model/text_encoder"), "text_encoder"),
     "tokenizer": (other_words, "tokenizer"),
-    "pipeline": (lambda f: edit_json(f / "model/model_index.json", x=["a", "b"]), "model_index.json")}
+    "scheduler": (lambda f: edit_json(f / "model/scheduler/scheduler_config.json", max_shift=2.0), "scheduler")}
 DECODED = {"LoRA", "LoRA, gone", "transformer", "transformer's config", "transformer, gone", "VAE", "VAE, gone"}
 
 def before(monkeypatch, module, name, act, times=1):
@@ -119,14 +120,50 @@ def test_what_changes_before_it_is_loaded_is_one_line_and_no_picture(here, monke
     assert "Traceback" not in result.err and not list((here / "out").glob("*.png"))
 
 @pytest.mark.parametrize("module, moment", [(common, "start_processes"), (cache, "load_pipeline"),
-                                            (cache, "plan_samples")])
+                                            (cache, "encoder_fingerprints"), (cache, "plan_samples")])
 @pytest.mark.parametrize("what", ["lora1/" + predict.LORA_FILE, "model/model_index.json", "model/vae"])
 def test_what_is_gone_before_it_is_hashed_or_behind_is_one_line(here, monkeypatch, module, moment, what):
     """At any moment, though the line says it in other words where the file was never seen."""
     before(monkeypatch, module, moment, lambda: (here / what).rename(here / "elsewhere"))
     result = draw_in(here)
+    if moment == "plan_samples" and what.endswith("model_index.json"): # all of it has been read
+        assert result.status == 0
+        return
     assert result.status == 1 and is_one_line(result.errors[-1], (here / what).name), result.err
     assert not list((here / "out").glob("*.png"))
+
+def test_the_class_of_a_pipeline_that_is_replaced_later_changes_nothing(here, monkeypatch):
+    """The keys have the class that was loaded, and its encoders encode on."""
+    want = draw_in(here, "--out_dir", here / "want", "--cache_dir", here / "other")
+    before(monkeypatch, cache, "plan_samples",
+           lambda: edit_json(here / "model/model_index.json", _class_name="QwenImageEditPipeline"))
+    result = draw_in(here, "--cache_dir", here / "new")
+    assert want.status == result.status == 0, result.err
+    assert {*cached_files(here / "other")} == {*cached_files(here / "new")}
+    pictures = [Image.open(here / name / "a.png") for name in ("want", "out")]
+    assert pictures[0].info["key"] == pictures[1].info["key"] and pictures[0].tobytes() == pictures[1].tobytes()
+
+@pytest.mark.parametrize("script", ["predict", "train"])
+@pytest.mark.parametrize("change", [False, True], ids=["same", "other"])
+def test_another_machine_has_the_same_files_elsewhere(here, monkeypatch, script, change):
+    """What the first process sends holds no path of its own hub cache: here each path below model/ or lora1/ that is
+    sent becomes one that is not there. A file that changes is named as this process finds it."""
+    real = common.on_first_process
+
+    def sent(value):
+        if isinstance(value, dict):
+            return {sent(key): sent(one) for key, one in value.items()}
+        own = str(value).startswith((f"{here}/model", f"{here}/lora1"))
+        return type(value)(f"/elsewhere{value}") if own else value
+    monkeypatch.setattr(common, "on_first_process", lambda make: sent(real(make)))
+    if change:
+        before(monkeypatch, predict, "place_transformer", lambda: change_weight(here / "model/transformer"))
+    else:
+        shutil.rmtree(here / "cache")
+    result = (draw_in if script == "predict" else train_in)(here)
+    assert result.status == change, result.err
+    if change:
+        assert is_one_line(result.errors[-1], here / "model/transformer", "changed"), result.err
 
 def test_a_lora_that_was_replaced_and_put_back_has_left_no_wrong_picture(here, monkeypatch):
     """The report: the old file put back, and the same command, said that the other LoRA's pictures were its own."""
@@ -139,7 +176,7 @@ def test_a_lora_that_was_replaced_and_put_back_has_left_no_wrong_picture(here, m
     lora.write_bytes(sound)
     again = draw_in(here)
     assert want.status == again.status == 0 and "there already" not in again.out
-    pictures = [predict.Image.open(here / name / "a.png").tobytes() for name in ("want", "out")]
+    pictures = [Image.open(here / name / "a.png").tobytes() for name in ("want", "out")]
     assert pictures[0] == pictures[1]
 
 @pytest.mark.parametrize("change", [
@@ -200,7 +237,7 @@ def test_what_is_replaced_when_it_has_been_read_stops_nothing_and_changes_nothin
     pictures = [path.relative_to(here / "want") for path in here.glob("want/samples/*/data/*.png")]
     assert pictures
     for file in pictures:
-        assert predict.Image.open(here / "run" / file).tobytes() == predict.Image.open(here / "want" / file).tobytes()
+        assert Image.open(here / "run" / file).tobytes() == Image.open(here / "want" / file).tobytes()
 
 def test_a_run_folders_lora_is_looked_up_once(here, monkeypatch):
     """Its newest checkpoint would be another one at each look, while it is being trained."""

@@ -282,7 +282,9 @@ def test_prune_leaves_alone_what_another_process_is_encoding_or_has_encoded_befo
     monkeypatch.setattr(common, "write_tensors", write_tensors)
     assert make_cache(data, tmp_path / "c").status == 0 and kept == [True] * 2
     assert done.items() <= cached_files(tmp_path / "c").items()
-    assert len(index_of(tmp_path / "c")) == 2 and not list(tmp_path.glob("c/.planned-*"))
+    assert len(index_of(tmp_path / "c")) == 2 and len(list(tmp_path.glob("c/.planned-*"))) == 1 # the killed one's
+    assert ".planned-" not in run_script("tools/prune.py", tmp_path / "c", "--delete").out
+    assert not list(tmp_path.glob("c/.planned-*")) and done.items() <= cached_files(tmp_path / "c").items()
 
 def test_prune_leaves_alone_what_predict_is_about_to_draw(tmp_path, photos, monkeypatch):
     real = predict.generate

@@ -182,10 +182,11 @@ def test_all_that_may_be_set_is_a_flag_of_some_script():
         assert f"  --{name} " in helps or f"  --{name}," in helps, name
 
 def test_every_script_with_a_model_reads_the_file_through_the_list():
-    """common.parse_args alone calls what reads it."""
+    """extras/defaults.py alone reads it; tools/convert_lora.py writes what that has read."""
     readers = [path.name for pattern in ("*.py", "extras/*.py", "tools/*.py") for path in HERE.glob(pattern)
                if "defaults.json" in path.read_text().replace("tiny/defaults.json", "")]
-    assert readers == ["defaults.py"]
+    assert readers == ["defaults.py", "convert_lora.py"]
+    assert "defaults.read_sections(" in (HERE / "tools/convert_lora.py").read_text()
 
 # ---- all other JSON files of a model ---------------------------------------------------------------------------------
 

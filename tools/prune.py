@@ -2,7 +2,7 @@
 Counts the files in a cache folder that no index there lists, i.e. that no dataset needs; --delete deletes them.
 cache.py and train.py keep such files, so that you can return to earlier flags or samples without encoding them again.
 predict.py's files are among them: it writes no index, and encodes again what is missing. What a script is about to
-encode or to generate is left alone: .planned-HASH lists it, also that of a script that was killed.
+encode or to generate is left alone: .planned-TOKEN lists it, also that of a script that was killed.
 
 $ python tools/prune.py cache
 $ python tools/prune.py cache --delete
@@ -38,9 +38,13 @@ def main():
              for sample in indexes.read_index(index)[0] for file in cache.files_of(sample)}
     kept = set() # of scripts at work, or killed
     for plan in plans:
-        kept |= {args.cache_dir / line for line in common.read_text(plan, common.LONG_TEXT).splitlines()} - known
-        common.tell(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, delete "
-                    "it")
+        needed = {args.cache_dir / line for line in common.read_text(plan, common.LONG_TEXT).splitlines()} - known
+        kept |= needed
+        if needed:
+            common.tell(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, "
+                        "delete it")
+        elif args.delete: # an index knows all of it by now
+            plan.unlink(missing_ok=True)
     # only what is named like ours: 32 digits of a hash
     here = [file for folder in folders for file in folder.glob("*.safetensors") if is_file(file)]
     unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)

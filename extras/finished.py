@@ -26,15 +26,16 @@ def drawn_by(path, key):
             return dict(json.loads(image.info.get("code", "{}"))) if whole else None
 
 
-def finished(code, path, key):
-    """Whether this picture is there, whole, with this key, and drawn by this code (sources.drawing)."""
-    return is_current(drawn_by(path, key), code)
+def is_finished(code, look, path, key):
+    """Whether this picture is there, whole, with this key, and drawn by this code (sources.drawing). look: drawn_by, or
+    one that remembers what it has read."""
+    return is_current(look(path, key), code)
 
 
-def describe(where, pictures, code):
+def describe(where, pictures, code, look):
     """Says how many of these pictures are there, and why others are drawn again. where: the folder; pictures: those of
-    predict.plan_pictures, with path and done; code: sources.drawing."""
-    drawn = [drawn_by(p.path, p.key) for p in pictures]
+    predict.plan_pictures, with path and done; code, look: as for is_finished."""
+    drawn = [look(p.path, p.key) for p in pictures]
     kept = [then or {} for p, then in zip(pictures, drawn) if p.done]
     if kept:
         common.say(f"{where}: {len(kept)} of {len(pictures)} pictures are there already, with the same settings")
