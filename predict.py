@@ -243,7 +243,7 @@ def read_lora(path):
         header = common.read_header(io.BytesIO(data)).get("__metadata__", {})
         ours = [key for key, text in header.items() if common.SIGNED.match(text)]
         if ours: # this project wrote the file, so it can be checked to the bit
-            state, meta = common.read_tensors(file, ours[0], data=data, note=bases.warn)
+            state, meta = common.read_tensors(file, ours[0], data=data, note=common.warn_once)
         else:
             state, meta = safetensors.torch.load(data), json.loads(header.get("lora_adapter_metadata", "{}"))
         config_of(state, meta)
@@ -253,7 +253,7 @@ def read_lora(path):
         plain = (not patterns and "alpha" not in " ".join(header) and file.name != PEFT_FILE
                  and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
     if not plain:
-        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file, data=data)
+        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file, data)
     if others:
         others.check_notes(file, state, meta)
     return state, meta
@@ -436,8 +436,9 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 
 @torch.no_grad()
 def decode(vae, latents, img_shapes):
-    """Packed latents (I, 64) -> PIL image; or the name of the model that has computed NaN or Inf, of which the picture
-    would be black. If a whole picture does not fit into the memory, it and all later ones are decoded in tiles."""
+    """Packed latents (I, 64) -> (PIL image, None); or (None, the model that has computed NaN or Inf, "transformer" or
+    "VAE"), as the picture would be black. If a whole picture does not fit into the memory, it and all later ones are
+    decoded in tiles."""
     # (1, 16, 1, 2h, 2w): one frame, as the VAE knows videos
     _, h, w = img_shapes[0]
     z = QwenImageEditPlusPipeline._unpack_latents(latents[None], 16 * h, 16 * w, 8).to(vae.device, vae.dtype)
@@ -453,8 +454,8 @@ def decode(vae, latents, img_shapes):
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
         pixels = vae.decode(z).sample
     if not finite.is_finite(pixels): # the VAE makes NaN of latents that are not finite
-        return "VAE" if finite.is_finite(latents) else "transformer"
-    return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
+        return None, "VAE" if finite.is_finite(latents) else "transformer"
+    return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0], None
 
 def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),
                      bar=None):
@@ -590,17 +591,15 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, seen, l
         if names:
             active = {name: strength for name, strength in zip(names, strengths) if strength} # 0 * Inf would be NaN
             transformer.set_adapters(list(active), list(active.values()))
-        for i, image in generate_samples(transformer, vae, pipe.scheduler.config, [p.sample for p in chosen],
-                                         args.max_tokens, args.transformer_device, bar=bar):
+        for i, (image, broken) in generate_samples(transformer, vae, pipe.scheduler.config,
+                                                   [p.sample for p in chosen], args.max_tokens,
+                                                   args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
-                if isinstance(image, str): # other pictures may be good
-                    cause = finite.cause_of(image, any(strengths), args.dtype,
-                                            picture.sample.settings["true_cfg_scale"])
-                    raise InputError(f"{picture.path}: {cause}")
+                finite.refuse_picture(picture, broken, args.dtype)
                 save_png(image, picture.path, picture.key, code, about(picture, args.jobs), picture.mark)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
-            except InputError as e: # NaN, or a full disk
+            except InputError as e: # NaN, or a full disk: other pictures may be good
                 problems.append(str(e))
                 tell(str(e), file=sys.stderr)
     bar.close()
