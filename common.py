@@ -4,6 +4,7 @@ wait: error lines, extras, flags, processes and devices, files that are written 
 """
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -84,12 +85,16 @@ class InputError(SystemExit):
 class Exists(InputError):
     """Something is where a file was to be written, and may not be replaced."""
 
-told = set() # lines that a run tells once, however often it finds their reason
-
 def tell(*lines, file=None):
     """Prints these lines, each shown(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
     for line in lines:
         tqdm.write(shown(line), file=file)
+
+@functools.cache # which parse_args empties
+def warn_once(line):
+    """Once in a run, however often it finds the reason; on the first process."""
+    if rank() == 0:
+        tell(line, file=sys.stderr)
 
 def flag_error(line):
     """Ends the script with status 2, as argparse does, for a flag that cannot be meant."""
@@ -242,7 +247,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
     def parse_args(self):
         sys.excepthook = end_by_ctrl_c
         show_streams()
-        told.clear()
+        warn_once.cache_clear()
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -757,7 +762,7 @@ def find_lora(path):
             file = folder / PEFT_FILE
         elif saved := checkpoints(folder): # of a run that has not finished, or was stopped
             file = saved[-1] / LORA_FILE
-            tell(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}", file=sys.stderr)
+            warn_once(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}")
     hub = re.fullmatch(r"([\w-]+/[\w.-]+)(?:/(.+\.safetensors))?", str(path))
     if hub and not file.parent.exists(): # not here
         from huggingface_hub import hf_hub_download

@@ -18,9 +18,9 @@ A folder, a dataset and a line of jobs.jsonl are samples as in cache.py; a line 
 height, width, size_from, seed, num_inference_steps, true_cfg_scale, sigmas and shift. All samples are encoded first,
 into --cache_dir; then the encoders are unloaded and the transformer is loaded. Another LoRA, seed or scale needs no new
 encoding. A picture that the folder has already, with the same settings, is not generated again; if you have edited the
-code that draws it, a new one takes its place. Files that predict.py has not made are never overwritten, and its own only where you name the
-file, by --out or `out`: a name that we choose gets -2, -3, ... if something is there when the picture is written
-(extras/names.py). Shape letters as in rope_patch.py.
+code that draws it, a new one takes its place. Files that predict.py has not made are never overwritten, and its own
+only where you name the file, by --out or `out`: a name that we choose gets -2, -3, ... if something is there when the
+picture is written (extras/names.py). Shape letters as in rope_patch.py.
 """
 import os
 import sys
@@ -240,7 +240,7 @@ def read_lora(path):
         header = common.read_header(io.BytesIO(data)).get("__metadata__", {})
         ours = [key for key, text in header.items() if common.SIGNED.match(text)]
         if ours: # this project wrote the file, so it can be checked to the bit
-            state, meta = common.read_tensors(file, ours[0], data=data, note=bases.warn)
+            state, meta = common.read_tensors(file, ours[0], data=data, note=common.warn_once)
         else:
             state, meta = safetensors.torch.load(data), json.loads(header.get("lora_adapter_metadata", "{}"))
         config_of(state, meta)
@@ -250,7 +250,7 @@ def read_lora(path):
         plain = (not patterns and "alpha" not in " ".join(header) and file.name != PEFT_FILE
                  and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
     if not plain:
-        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file, data=data)
+        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file, data)
     if others:
         others.check_notes(file, state, meta)
     return state, meta
@@ -433,8 +433,9 @@ def denoise(transformer, scheduler_config, jobs, max_tokens, bar=None):
 
 @torch.no_grad()
 def decode(vae, latents, img_shapes):
-    """Packed latents (I, 64) -> PIL image; or the name of the model that has computed NaN or Inf, of which the picture
-    would be black. If a whole picture does not fit into the memory, it and all later ones are decoded in tiles."""
+    """Packed latents (I, 64) -> (PIL image, None); or (None, the model that has computed NaN or Inf, "transformer" or
+    "VAE"), as the picture would be black. If a whole picture does not fit into the memory, it and all later ones are
+    decoded in tiles."""
     # (1, 16, 1, 2h, 2w): one frame, as the VAE knows videos
     _, h, w = img_shapes[0]
     z = QwenImageEditPlusPipeline._unpack_latents(latents[None], 16 * h, 16 * w, 8).to(vae.device, vae.dtype)
@@ -450,8 +451,8 @@ def decode(vae, latents, img_shapes):
         vae.decode = vae.tiled_decode # not enable_tiling, by which a training would encode in tiles too
         pixels = vae.decode(z).sample
     if not finite.is_finite(pixels): # the VAE makes NaN of latents that are not finite
-        return "VAE" if finite.is_finite(latents) else "transformer"
-    return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0]
+        return None, "VAE" if finite.is_finite(latents) else "transformer"
+    return VaeImageProcessor(16).postprocess(pixels[:, :, 0])[0], None
 
 def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, device, encoders=None, share=slice(None),
                      bar=None):
@@ -530,25 +531,26 @@ class Picture:
     strengths: tuple # of its LoRAs
     row: int # its sample's number
     title: str # what sets it apart in this row of a sheet
-    key: str # a hash of all that decides it
+    key: str # a hash of all that decides it, but for
+    code: dict # that draws it (sources.with_encoding)
     path: Path # the file that is wanted; from names.find_results, or from generate, the one that has it
     given: bool # whether the user has named that file
     mark: bytes = common.NOTHING # as for common.write_file: of what may be replaced there
     done: bool = False # whether it is there already
 
-def plan_pictures(samples, args, models, loras):
+def plan_pictures(samples, args, models, loras, code):
     """-> [Picture]. models: {part: hash} of transformer and scheduler; loras: hashes of args.lora, as one that is
-    trained on is another one."""
+    trained on is another one; code: sources.drawing."""
     pictures = []
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
         sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
         line = sample.settings.pop("line", None)
         strengths = tuple(lora_scale * scale for lora_scale in args.lora_scale)
         # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
-        encoded = [file.stem for file in cache.files_of(sample)]
+        files = cache.files_of(sample)
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
-        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
-                                 **settings)
+        key = common.content_key(files=[file.stem for file in files], **models, quantize=args.quantize,
+                                 loras=[*zip(loras, strengths)], **settings)
         # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
@@ -559,15 +561,16 @@ def plan_pictures(samples, args, models, loras):
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
         title = ", ".join(words) or "result"
-        pictures.append(Picture(sample, line, strengths, row, title, key, *names.wanted(sample, args, end)))
+        made = sources.with_encoding(code, files, args.quantize_text_encoder)
+        pictures.append(Picture(sample, line, strengths, row, title, key, made, *names.wanted(sample, args, end)))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------
 
-def generate(args, pipe, transformer_folder, transformer_file, pictures, given, refuse_replaced, code):
+def generate(args, pipe, transformer_folder, transformer_file, pictures, given, refuse_replaced):
     """Generates these pictures, many at once, and saves each when it is done -> problems: one that fails stops no
     others. Sets their paths to the files that have them. given: as for names.write_picture; refuse_replaced() raises
-    InputError if LoRAs or models are not what the pictures' keys say; code: sources.drawing."""
+    InputError if LoRAs or models are not what the pictures' keys say."""
     problems = []
     try:
         transformer = load_transformer(transformer_folder, args.dtype, file=transformer_file)
@@ -588,18 +591,16 @@ def generate(args, pipe, transformer_folder, transformer_file, pictures, given, 
         if adapters:
             active = {name: strength for name, strength in zip(adapters, strengths) if strength} # 0 * Inf would be NaN
             transformer.set_adapters(list(active), list(active.values()))
-        for i, image in generate_samples(transformer, vae, pipe.scheduler.config, [p.sample for p in chosen],
-                                         args.max_tokens, args.transformer_device, bar=bar):
+        for i, (image, broken) in generate_samples(transformer, vae, pipe.scheduler.config,
+                                                   [p.sample for p in chosen], args.max_tokens,
+                                                   args.transformer_device, bar=bar):
             picture = chosen[i]
             try:
-                if isinstance(image, str): # other pictures may be good
-                    cause = finite.cause_of(image, any(strengths), args.dtype,
-                                            picture.sample.settings["true_cfg_scale"])
-                    raise InputError(f"{picture.path}: {cause}")
-                png = png_of(image, picture.key, code, about(picture, args.jobs))
+                finite.refuse_picture(picture, broken, args.dtype)
+                png = png_of(image, picture.key, picture.code, about(picture, args.jobs))
                 picture.path = names.write_picture(picture, png, given)
                 tell(f"{picture.path}: {image.width}x{image.height} | {picture.sample.prompts[0]}")
-            except InputError as e: # NaN, or a full disk
+            except InputError as e: # NaN, or a full disk: other pictures may be good
                 problems.append(str(e))
                 tell(str(e), file=sys.stderr)
     bar.close()
@@ -642,13 +643,13 @@ def main(args):
         common.print_problems(hints.warnings(args, samples))
 
     # into which files: one for each sample, seed and scale; those that are there already stay
-    pictures = plan_pictures(samples, args, models, loras)
+    pictures = plan_pictures(samples, args, models, loras, code)
     look = lru_cache(maxsize=None)(finished.drawn_by) # which reads every byte of a picture
-    is_finished = partial(finished.is_finished, code, look)
+    is_finished = partial(finished.is_finished, {p.key: p.code for p in pictures}, look)
     pictures, given = common.on_first_process(lambda: names.find_results(pictures, inputs, args, is_finished))
     missing = [p for p in pictures if not p.done]
     if first:
-        finished.describe(args.out_dir, pictures, code, look)
+        finished.describe(args.out_dir, pictures, look)
 
     # encode everything, let the encoders go, then generate this process's share of what could be encoded
     chosen = [p.sample for p in missing]
@@ -661,8 +662,7 @@ def main(args):
         mine = encoded[common.rank()::common.world()]
         try:
             if mine:
-                problems += generate(args, pipe, transformer_folder, transformer_file, mine, given, refuse_replaced,
-                                     code)
+                problems += generate(args, pipe, transformer_folder, transformer_file, mine, given, refuse_replaced)
         except torch.OutOfMemoryError:
             raise InputError(f"--max_tokens {args.max_tokens}: out of memory; lower it, or give --quantize, --offload "
                              "or, where it decodes, --vae_device cpu. the same command continues with what is missing")

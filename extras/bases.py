@@ -5,25 +5,16 @@ A difference is no error, as mixing may be wanted: a LoRA of -2509 on a merged m
 of other programs say nothing, but for musubi-tuner's.
 """
 import contextlib
-import functools
 import json
-import sys
 
 import common
-from common import read_object, tell
+from common import read_object, warn_once
 
 PIPELINES = dict(QwenImageEditPipeline="v1", QwenImageEditPlusPipeline="Plus")
 # modelspec.architecture of musubi-tuner: the pipeline, and whether it is a 2511
 ARCHITECTURES = {"Qwen-Image-Edit": ("QwenImageEditPipeline", False),
                  "Qwen-Image-Edit-Plus": ("QwenImageEditPlusPipeline", False),
                  "Qwen-Image-Edit-2511": ("QwenImageEditPlusPipeline", True)}
-
-
-@functools.cache
-def warn(line):
-    """Once, although a file is read several times; in the first process."""
-    if common.rank() == 0:
-        tell(line, file=sys.stderr)
 
 
 def base_of(model, transformer, folder, transformer_folder, model_hash):
@@ -45,15 +36,17 @@ def compare(paths, here, geometry=None):
         there = notes_of(path)
         # what is not told is taken to be the same
         kind = {name: there.get(name, here[name]) for name in ("pipeline", "zero_cond_t")}
-        weights, sizes = there.get("model_hash"), other_sizes(there, geometry)
+        weights, sizes = there.get("model_hash"), geometry and other_sizes(there, geometry)
         if kind != {name: here[name] for name in kind}:
-            warn(f"warning: {path}: was trained on {name_of(there | kind)}; here is {name_of(here)}, which gets its "
-                 "pictures, or their noise level, in another way, so the LoRA may do less, or something else")
+            warn_once(f"warning: {path}: was trained on {name_of(there | kind)}; here is {name_of(here)}, which gets "
+                      "its pictures, or their noise level, in another way, so the LoRA may do less, or something else")
         elif weights and weights != here["model_hash"]:
-            warn(f"warning: {path}: was trained on {name_of(there | kind)}; here is {name_of(here)}, whose weights are "
-                 "others: a copy in fewer bits is fine, and a merged or trained one may want another strength")
+            warn_once(f"warning: {path}: was trained on {name_of(there | kind)}; here is {name_of(here)}, whose "
+                      "weights are others: a copy in fewer bits is fine, and a merged or trained one may want another "
+                      "strength")
         elif sizes:
-            warn(f"warning: {path}: was trained at {sizes} (the flags count, then the first LoRA)")
+            warn_once(f"warning: {path}: was trained at {sizes}; the flags win, and without them the first LoRA's "
+                      "sizes are used")
 
 
 def notes_of(path):
@@ -80,11 +73,9 @@ def name_of(base):
 
 def other_sizes(there, geometry):
     """-> in words, at which sizes a LoRA was trained, and those of this command, if they differ; or ""."""
-    trained = there.get("geometry")
-    if not trained or not geometry:
-        return ""
     here = geometry | dict(target_pixels=geometry["target_pixels"][0])
     if here["target_pixels"] in there.get("areas", []): # of which the geometry tells the first
-        trained = trained | dict(target_pixels=here["target_pixels"])
-    other = {name: value for name, value in here.items() if trained.get(name, value) != value}
-    return "; at ".join(f"{name} {trained[name]}, and here it is {value}" for name, value in other.items())
+        del here["target_pixels"]
+    trained = here | there.get("geometry", {})
+    return "; at ".join(f"{name} {trained[name]}, and here it is {value}" for name, value in here.items()
+                        if trained[name] != value)

@@ -7,13 +7,11 @@ may be given. So a validation's line in the log says what its loss and its pictu
 Lines of an older train.py do not, and are compared with each other.
 """
 import contextlib
-import functools
 import json
 import math
 import os
-import sys
 
-from common import LONG_TEXT, checkpoints, content_key, number_of, pictures_of, tell
+from common import LONG_TEXT, checkpoints, content_key, number_of, pictures_of, warn_once
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
 
@@ -95,19 +93,14 @@ def check_validation(record):
         raise ValueError("no objects")
 
 
-@functools.cache
-def say_left_aside(log): # once, as each validation reads the log several times
-    tell(f"warning: {log}: over {LONG_TEXT:,} bytes, and left aside: no validation is called the best, and --keep "
-         "keeps the newest checkpoints", file=sys.stderr)
-
-
 def read_validations(out_dir):
     """-> the validations in a run's log, as train.py wrote them; other lines are left out. Of a log that is too large
     to be read there are none, and a line says so."""
     log, lines, found = out_dir / "log.jsonl", [], []
     if log.is_file(): # only the first process has one
         if log.stat().st_size > LONG_TEXT:
-            say_left_aside(log)
+            warn_once(f"warning: {log}: over {LONG_TEXT:,} bytes, and left aside: no validation is called the best, "
+                      "and --keep keeps the newest checkpoints")
         else:
             lines = log.read_text(errors="replace").split("\n")
     for line in lines:

@@ -115,7 +115,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
 
         def original(n, path):
             try:
-                return common.read_image(path, sample.contents[path])
+                return common.read_image(path, sample.contents[path]), None
             except InputError as e:
                 if Path(path).exists():
                     tell(f"warning: {str(e).removeprefix('error: ')} (compared with what was encoded instead)")
@@ -123,15 +123,15 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                 return by_vae(n)
         target, control, *more = [original(n, path) for n, path in enumerate([sample.target, *sample.controls])]
         made = dict(control=control, base=base, lora=picture, vae=by_vae(0), target=target)
-        lost = {name: model for name, model in made.items() if isinstance(model, str)}
+        lost = {name: model for name, (_, model) in made.items() if model}
         # compared at the size that was generated
         size = 16 * shapes[0][2], 16 * shapes[0][1]
-        shown = {name: image.resize(size, Image.LANCZOS) for name, image in made.items() if name not in lost}
+        shown = {name: image.resize(size, Image.LANCZOS) for name, (image, _) in made.items() if image}
         psnrs = []
         if not lost:
             psnrs = [psnr(shown[name], shown["target"]) for name in ("control", "base", "lora", "vae")]
-        for n, image in enumerate(more, 1):
-            if not isinstance(image, str):
+        for n, (image, _) in enumerate(more, 1):
+            if image:
                 shown[f"control_{n}"] = ImageOps.contain(image, size)
         # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
@@ -153,7 +153,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for _, record in rows:
             lost += [(name, model, record["file"]) for name, model in record.pop("lost").items()]
         if lost:
-            tell(finite.of_validation(lost, self.args.sample_lora))
+            tell(finite.of_validation(lost, self.args.sample_lora, self.settings["true_cfg_scale"]))
             rows = []
         for place, record in rows:
             sample = self.samples[place]

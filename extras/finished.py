@@ -26,29 +26,30 @@ def drawn_by(path, key):
             return dict(json.loads(image.info.get("code", "{}"))) if whole else None
 
 
-def is_finished(code, look, path, key):
-    """Whether this picture is there, whole, with this key, and drawn by this code (sources.drawing). look: drawn_by, or
-    one that remembers what it has read."""
-    return is_current(look(path, key), code)
+def is_finished(codes, look, path, key):
+    """Whether this picture is there, whole, with this key, and drawn by its code. codes: {key: sources.with_encoding};
+    look: drawn_by, or one that remembers what it has read."""
+    return is_current(look(path, key), codes[key])
 
 
-def describe(where, pictures, code, look):
-    """Says how many of these pictures are there, and why others are drawn again. where: the folder; pictures: those of
-    predict.plan_pictures, with path and done; code, look: as for is_finished."""
+def describe(where, pictures, look):
+    """Says how many of these pictures (predict.Picture) are there, and why others are drawn again. where: the folder;
+    look: as for is_finished."""
     drawn = [look(p.path, p.key) for p in pictures]
     kept = [then or {} for p, then in zip(pictures, drawn) if p.done]
     if kept:
         common.say(f"{where}: {len(kept)} of {len(pictures)} pictures are there already, with the same settings")
-    old = [then for p, then in zip(pictures, drawn) if not p.done and then is not None]
+    old = [changes(then, p.code, packages=False) for p, then in zip(pictures, drawn) if not p.done and then is not None]
     if old:
-        names = list(dict.fromkeys(name for then in old for name in changes(then, code, packages=False)))
+        names = list(dict.fromkeys(sum(old, [])))
         why = "they were drawn by an older version"
         if names:
             why = f"{', '.join(names)} {'have' if names[1:] else 'has'} changed since they were drawn"
         common.say(f"{where}: {len(old)} pictures are drawn again: {why}")
     others = Counter()
+    here = pictures[0].code # whose packages are all pictures'
     for then in kept:
-        names = changes(then, code, packages=True)
-        others.update(f"{name} {then[name]!s:.30} (here {code[name]})" for name in names)
+        names = changes(then, here, packages=True)
+        others.update(f"{name} {then[name]!s:.30} (here {here[name]})" for name in names)
     for package, count in others.items():
         common.say(f"{where}: {count} pictures that are there were drawn with {package}")

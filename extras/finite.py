@@ -20,21 +20,23 @@ def is_finite(tensor):
     return math.isfinite(least) and math.isfinite(greatest)
 
 
-def cause_of(part, lora, dtype, cfg):
-    """-> what is wrong with a result, what may have caused it, and what helps. part: the model that computed NaN or
-    Inf, "transformer" or "VAE"; lora: whether a LoRA was at work; cfg: the CFG scale."""
-    suspects = []
-    if lora:
-        suspects.append("a LoRA that is too strong (lower --lora_scale)")
-    if dtype == "float16":
-        suspects.append("float16, which ends at 65,504 (give --dtype bfloat16 or float32)")
-    if cfg > 30:
-        suspects.append(f"--true_cfg_scale {cfg:g} (lower it)")
-    line = f"NaN or Inf in what the {part} computed, and no picture; the cause may be "
-    line += " or ".join(suspects or [f"damaged weights of the {part} (take another copy of them)"])
-    if lora:
-        line += "; --scales 0 shows whether the base alone has it, too"
-    return line
+def cause_of(model, lora, cfg, dtype=""):
+    """-> what may have made this model, "transformer" or "VAE", compute NaN or Inf, and what helps: those suspects that
+    are at work. lora: what makes a LoRA weaker, or "" if there is none; cfg: the CFG scale."""
+    suspects = {f"a LoRA that is too strong ({lora})": lora,
+                "float16, which ends at 65,504 (give --dtype bfloat16 or float32)": dtype == "float16",
+                f"--true_cfg_scale {cfg:g} (lower it)": cfg > 30}
+    at_work = [words for words, is_there in suspects.items() if is_there]
+    return " or ".join(at_work or [f"damaged weights of the {model} (take another copy of them)"])
+
+
+def refuse_picture(picture, model, dtype):
+    """InputError if this model has computed NaN or Inf for one of predict.plan_pictures; model may be None."""
+    if model:
+        lora = any(picture.strengths) and "lower --lora_scale; --scales 0 is the base alone"
+        cause = cause_of(model, lora, picture.sample.settings["true_cfg_scale"], dtype)
+        raise InputError(f"{picture.path}: NaN or Inf in what the {model} computed, and no picture; the cause may be "
+                         f"{cause}")
 
 
 def loss_line(step, loss):
@@ -45,19 +47,15 @@ def loss_line(step, loss):
             "too, start a new run with a lower --lr")
 
 
-def of_validation(lost, sample_lora):
+def of_validation(lost, sample_lora, cfg):
     """-> a line on the pictures of a validation that are lost: [(control, base, lora, vae or target, the model that
-    computed NaN or Inf, the picture's file)]. sample_lora: of the flags."""
-    name, model, file = lost[0]
-    whose = dict(lora="with the trained LoRA", base="of the base").get(name, f"for the {name}")
-    names = {name for name, *_ in lost}
-    remedy = "if that stays so, start a new run with a lower --lr"
-    if names != {"lora"}:
-        remedy = "the trained LoRA is not its cause: the base has damaged weights (take another copy of them)"
-        if sample_lora:
-            remedy += ", or --sample_lora is too strong"
+    computed NaN or Inf, the picture's file)]. The others: of the flags."""
+    name, model, file = max(lost, key=lambda row: row[0] != "lora") # one that the training did not spoil, if any
+    drawn = dict(lora=("with the trained LoRA", "if that stays so, start a new run with a lower --lr", cfg),
+                 base=("of the base", sample_lora and "leave --sample_lora out", cfg))
+    whose, lora, cfg = drawn.get(name, (f"for the {name}", "", 1))
     return (f"warning: NaN or Inf in {len(lost)} pictures, for instance in what the {model} computed {whose} ({file}); "
-            f"no PSNR of this validation is computed or ranked; {remedy}")
+            f"no PSNR of this validation is computed or ranked; the cause may be {cause_of(model, lora, cfg)}")
 
 
 def refuse(path, tensors, remedy):

@@ -52,10 +52,9 @@ def format_of(text, about):
     """The number of a file's format, or 0 if its entry is damaged. about: what this text says; a stranger's may say
     anything."""
     number = about.get("format")
-    if text.startswith('{"format": ') and type(number) is int and FORMAT < number < 1000:
-        return number
-    if text.startswith('{"format": ') and number == FORMAT and is_list_of_text(about.get("tensors")):
-        return FORMAT
+    if text.startswith('{"format": ') and type(number) is int:
+        ours = number == FORMAT and is_list_of_text(about.get("tensors"))
+        return number if ours or FORMAT < number < 1000 else 0
     if text.startswith('{"sha256": ') and is_list_of_text(about.get("dtypes")):
         return 2
     return 1 if text.startswith('{"digest": ') and isinstance(about["digest"], str) else 0

@@ -13,12 +13,10 @@ training: musubi-tuner's converter keeps it although it multiplies the alpha int
 files with kohya's names that have lost their alpha tensors.
 """
 import functools
-import hashlib
 import io
 import math
 import re
 from collections import Counter
-from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -28,8 +26,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
-                    read_text, tell)
-from extras.bases import warn
+                    read_text, tell, warn_once)
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -75,14 +72,20 @@ def check_notes(file, state, meta):
             if area != "native" and (type(area) is not int or not 32 * 32 <= area <= MAX_PIXELS):
                 raise error_of(file, f"{name} {words_of(area)} of train.geometry in its header is no area")
     alphas = [meta.get("transformer.lora_alpha", 1), *(meta.get("transformer.alpha_pattern") or {}).values()]
-    names = [key.removesuffix("A.weight") for key in state if key.endswith(".lora_A.weight")]
-    if not any(state[f"{name}A.weight"].any() and state[f"{name}B.weight"].any() for name in names):
-        warn(f"warning: {file}: has no effect: each layer's lora_A or lora_B is zero, as before the first step of a "
-             "training")
+    if not any(a.any() and b.any() for a, b in matrices_of(state).values()):
+        warn_once(f"warning: {file}: has no effect: each layer's lora_A or lora_B is zero, as before the first step of "
+                  "a training")
     elif not any(alphas):
-        warn(f"warning: {file}: has no effect: its alpha is 0")
+        warn_once(f"warning: {file}: has no effect: its alpha is 0")
     elif min(alphas) < 0:
-        warn(f"warning: {file}: has a negative alpha, {min(alphas):g}, so it does the opposite of what was trained")
+        warn_once(f"warning: {file}: has a negative alpha, {min(alphas):g}, so it does the opposite of what was "
+                  "trained")
+
+
+def matrices_of(state):
+    """What predict.read_lora returns -> {layer: [lora_A, lora_B]}."""
+    layers = [key[len("transformer."):-len(".lora_A.weight")] for key in state if key.endswith(".lora_A.weight")]
+    return {layer: [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"] for layer in layers}
 
 
 def words_of(value):
@@ -120,19 +123,15 @@ def find_layer(text):
     return name and name.replace(".0.", f".{int(block[1])}.", 1)
 
 
-def refuse_names(names):
-    """ValueError for more tensors, or longer names, than a LoRA has, before a regex sees them."""
+def refuse_header(header):
+    """ValueError for more tensors, or longer names, than a LoRA has, before a regex sees them; and for larger matrices,
+    before one is read: a file with holes takes no place on the disk. header: common.read_header's. Raises anything for
+    one that is none."""
+    names = header.keys() - {"__metadata__"}
     longest = max(names, key=len, default="")
     if len(names) > MOST_TENSORS or len(longest) > MOST_LETTERS:
         raise ValueError(f"it has {len(names):,} tensors, and names of up to {len(longest):,} letters "
                          f"({longest[:60]} ...)")
-
-
-def refuse_header(header):
-    """refuse_names, and ValueError for matrices larger than a LoRA's, before one is read: a file with holes takes no
-    place on the disk. header: common.read_header's. Raises anything for one that is none."""
-    names = header.keys() - {"__metadata__"}
-    refuse_names(names)
     total = 0
     for key in names:
         if PARTS.fullmatch(key): # a whole model, which may be larger, gets a better line
@@ -250,20 +249,17 @@ def note_ranks(file, configs, state):
             rank, said = len(state[layer]), of_layer(config["rank_pattern"], layer, config.get("r"))
             if said and said != rank:
                 scale = of_config(where, config, layer, rank)
-                return warn(f"warning: {file}: {layer} has rank {rank} now, and {said:g} by its header; the scale of "
-                            f"the header is kept, {scale:g}; if that is too much or too little, --lora_scale")
+                return warn_once(f"warning: {file}: {layer} has rank {rank} now, and {said:g} by its header; the scale "
+                                 f"of the header is kept, {scale:g}; if that is too much or too little, --lora_scale")
 
 
-def refuse_slow(where, config, layers):
-    """ValueError if it would take long to look up so many layers in the patterns of a checked() config."""
-    letters = sum(len(regex.pattern) for name in PATTERN_FIELDS for regex, _ in config[name])
+def checked(where, config, layers):
+    """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong, or
+    that it would take long to look up so many layers in the patterns."""
+    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERN_FIELDS}
+    letters = sum(len(regex.pattern) for regex, _ in sum(patterns.values(), []))
     if letters * layers > MOST_MATCHED:
         raise ValueError(f"the patterns of {where} have too many names: {letters:,} letters for {layers:,} layers")
-
-
-def checked(where, config):
-    """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong."""
-    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERN_FIELDS}
     root = config.get("use_rslora") or False
     if isinstance(root, str): # in a flat header
         root = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(root.lower())
@@ -315,9 +311,9 @@ def find_configs(file, header, tensors):
     if noted and any("lora_unet_" in key for key in tensors):
         sources.append(("ss_network_alpha in its header", noted))
     elif noted and noted["lora_alpha"] != noted.get("r"):
-        warn(f"warning: {file}: ss_network_alpha {header['ss_network_alpha']:.20} in its header is taken for a note "
-             "about the training, whose alpha is in the weights, as musubi-tuner's converter puts it there; if not, "
-             "--lora_scale")
+        warn_once(f"warning: {file}: ss_network_alpha {header['ss_network_alpha']:.20} in its header is taken for a "
+                  "note about the training, whose alpha is in the weights, as musubi-tuner's converter puts it there; "
+                  "if not, --lora_scale")
     for where, config in sources:
         for name in VARIANTS:
             if config.get(name):
@@ -326,8 +322,8 @@ def find_configs(file, header, tensors):
     if peft_s and not sources and not with_alpha:
         if file.name == PEFT_FILE:
             raise error_of(file, f"{PEFT_CONFIG} is not beside it, which tells its scale", "put it there")
-        warn(f"warning: {file}: has peft's names, and {PEFT_CONFIG}, which tells its scale, is not beside it; alpha is "
-             "taken for the rank")
+        warn_once(f"warning: {file}: has peft's names, and {PEFT_CONFIG}, which tells its scale, is not beside it; "
+                  "alpha is taken for the rank")
     return sources, train
 
 
@@ -407,23 +403,23 @@ def refuse_size(f):
 
 
 def share(lost, size):
-    """-> how far the LoRA of a LoKr or LoHa is off, as a share of its change of the weights. Both squared."""
+    """-> how far a change of the weights is off, as a share of it. Both squared."""
     return math.sqrt(lost / max(size, 1e-300))
 
 
-def has_factors(file):
-    """Whether a file is a LoKr or LoHa. False for one that cannot be read, which gets its error line later."""
-    try:
-        with open(file, "rb") as f:
-            return bool(re.search("lokr_|hada_", " ".join(common.read_header(f))))
-    except Exception: # a foreign file can fail in any way
-        return False
+def how_far(off):
+    """{layer: `share`'s arguments} -> the share of all layers, and in words."""
+    mean = share(*map(sum, zip(*off.values())))
+    worst, layer = max((share(*errors), layer) for layer, errors in off.items())
+    return mean, f"{mean:.2%} off, at worst {worst:.2%} ({layer})"
+
+
+def has_factors(data):
+    """Whether what read_file returns is a LoKr or LoHa."""
+    return bool(re.search("lokr_|hada_", " ".join(common.read_header(io.BytesIO(data)))))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-decomposed = {} # what convert has made of a LoKr or LoHa, by file, hash and rank: it takes a minute
-
 
 def read_file(file):
     """-> the bytes of a LoRA's file. InputError says what it is instead, or that it is larger than a LoRA, by its
@@ -454,19 +450,19 @@ def refuse_file(file, reason):
     foreign.refuse(file, reason, functools.partial(error_of, file), "give a LoRA in .safetensors")
 
 
-def read(file, rank=64, data=None):
+def read(file, data, rank=64):
     """A LoRA's file -> (state dict {transformer.LAYER.lora_A.weight: (r, inputs), ....lora_B.weight: (outputs, r)},
     metadata: transformer.lora_alpha, transformer.alpha_pattern, and our train. entries). rank: of what is made of a
-    LoKr or LoHa. data: the file's bytes, if read_file has been called. InputError says what the file is instead."""
-    file = Path(file)
-    data = data or read_file(file)
-    if not has_factors(file):
+    LoKr or LoHa. data: what read_file returns. InputError says what the file is instead."""
+    if not has_factors(data):
         return convert(file, data, rank)
-    key = file, hashlib.sha256(data).hexdigest(), rank
-    if key not in decomposed:
-        decomposed[key] = convert(file, data, rank)
-    state, meta = decomposed[key]
+    state, meta = decomposed(file, data, rank)
     return dict(state), dict(meta)
+
+
+@functools.lru_cache(2) # it takes a minute, and a command reads a file several times
+def decomposed(file, data, rank):
+    return convert(file, data, rank)
 
 
 def convert(file, data, rank):
@@ -480,12 +476,10 @@ def convert(file, data, rank):
     layers = sort_tensors(file, tensors)
     configs, train = find_configs(file, header, tensors)
     state, alphas, off = {}, {}, {}
-    factored = any({"A", "B"}.isdisjoint(parts) for parts in layers.values())
+    factored = has_factors(data)
     each = common.progress("decomposing", layers.items(), unit=" layers") if factored else layers.items()
     try:
-        configs = [(where, checked(where, config)) for where, config in configs]
-        for where, config in configs:
-            refuse_slow(where, config, len(layers))
+        configs = [(where, checked(where, config, len(layers))) for where, config in configs]
         for layer, parts in each:
             a, b, alphas[layer], off[layer] = to_lora(layer, parts, rank, configs)
             state[f"transformer.{layer}.lora_A.weight"], state[f"transformer.{layer}.lora_B.weight"] = a, b
@@ -494,15 +488,13 @@ def convert(file, data, rank):
     except Exception as e: # a foreign file can fail in any way
         raise error_of(file, f"{layer}: {first_words(e)}")
     if factored and common.rank() == 0:
-        worst, layer = max((share(*errors), layer) for layer, errors in off.items())
         tell(f"{file}: a LoRA of at most rank {rank} for its {len(layers)} layers; its change of the weights is "
-             f"{share(*map(sum, zip(*off.values()))):.2%} off, at worst {worst:.2%} ({layer}); a larger --rank of "
-             "tools/convert_lora.py is nearer")
+             f"{how_far(off)[1]}; a larger --rank of tools/convert_lora.py is nearer")
     note_ranks(file, configs, {layer: state[f"transformer.{layer}.lora_A.weight"] for layer in layers})
     without = [layer for layer, parts in layers.items() if "alpha" not in parts]
     if without and len(without) < len(layers) and not configs:
-        warn(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "
-             f"{without[0]}; theirs is taken for the rank, as ComfyUI does")
+        warn_once(f"warning: {file}: {len(without)} of its {len(layers)} layers have no alpha tensor, for instance "
+                  f"{without[0]}; theirs is taken for the rank, as ComfyUI does")
     return state, meta_of(alphas) | train
 
 
@@ -566,19 +558,18 @@ def unfold(file, state, meta):
         return state, meta
     folded, alphas, state = meta["train.folded"], {}, dict(state)
     try:
-        config = checked(file, {key.removeprefix("transformer."): value for key, value in meta.items()})
-        refuse_slow(file, config, len(state) // 2)
-        for key in [key for key in state if key.endswith(".lora_A.weight")]:
-            layer, rank = key[len("transformer."):-len(".lora_A.weight")], len(state[key])
+        layers = matrices_of(state)
+        config = {key.removeprefix("transformer."): value for key, value in meta.items()}
+        config = checked(file, config, len(layers))
+        for layer, (a, b) in layers.items():
             # of a file of ours the scale by its config is 1 now; another program may have changed its alpha
-            own = of_config(file, config, layer, rank) if "lora_alpha" in config else 1.0
+            own = of_config(file, config, layer, len(a)) if "lora_alpha" in config else 1.0
             scale = number(folded[layer], f"that of {layer}")
             if min(abs(scale), abs(own)) < 1e-6: # (`number` knows what is too large)
                 raise ValueError(f"that of {layer} is {scale:g}")
-            alphas[layer] = number(own * scale * rank, f"the alpha of {layer}")
-            key_of_b = f"transformer.{layer}.lora_B.weight"
-            state[key_of_b] = state[key_of_b].float() / scale
-            if not state[key_of_b].isfinite().all():
+            alphas[layer] = number(own * scale * len(a), f"the alpha of {layer}")
+            state[f"transformer.{layer}.lora_B.weight"] = b = b.float() / scale
+            if not b.isfinite().all():
                 raise ValueError(f"lora_B of {layer} would overflow")
     except (ArithmeticError, KeyError, TypeError, ValueError) as e:
         raise error_of(file, f"its entry train.folded is no scale of 1e-6 to 1e6 for each layer ({first_words(e)})",

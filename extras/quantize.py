@@ -14,13 +14,11 @@ that were measured.
 """
 import functools
 import math
-import os
-import sys
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from common import tell
+from common import first_line, warn_once
 
 TOP = dict(int8=127, fp8=448) # the greatest value of a format
 
@@ -76,10 +74,8 @@ def can_multiply(kind, device):
         for fast in (True, False): # the forward and the backward pass, whose layouts are the same
             eight_bit_product(rows, scale, rows, scale, kind, torch.bfloat16, fast).cpu()
     except (RuntimeError, ValueError) as e:
-        if os.environ.get("RANK", "0") == "0":
-            reason = str(e).partition("\n")[0][:90]
-            tell(f"warning: --quantize {kind}: {device} cannot multiply it as such ({reason}); its weights are "
-                 "unpacked for each product", file=sys.stderr)
+        warn_once(f"warning: --quantize {kind}: {device} cannot multiply it as such ({first_line(e)}); its weights are "
+                  "unpacked for each product")
         return False
     return True
 

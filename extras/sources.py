@@ -118,16 +118,26 @@ def encoding(file, quantize):
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
 
 
+def made_by(file):
+    """-> what an encoded file says of the functions that made it; None if it says nothing."""
+    with contextlib.suppress(Exception), open(file, "rb") as f: # a foreign file can fail in any way
+        return json.loads(common.read_header(f)["__metadata__"]["json"]).get("code")
+
+
+def with_encoding(code, files, quantize):
+    """drawing()'s answer -> the same, and which functions have encoded the files from which a picture is drawn: ours,
+    if they are not there yet. Someone who edits these may empty the cache, and not think of PREPROCESSING."""
+    found = {made_by(file) if file.is_file() else encoding(file, quantize) for file in files}
+    return code | {"cache.py's encoding": " ".join(sorted(map(str, found)))}
+
+
 def warn_of_encoding(files, quantize, preprocessing):
     """A warning if some of these encoded files were made by other functions than ours. Only the headers of 32 are read,
     evenly spread, as a cache may hold a hundred thousand: of a mixture the few can be missed. Files of an older
     cache.py, or of another program, say nothing."""
     files = sorted(files) if common.rank() == 0 else []
     for file in files[::len(files) // 32 + 1]:
-        made_by = None
-        with contextlib.suppress(Exception), open(file, "rb") as f: # a foreign file can fail in any way
-            made_by = json.loads(common.read_header(f)["__metadata__"]["json"]).get("code")
-        if made_by not in (None, encoding(file, quantize)):
+        if made_by(file) not in (None, encoding(file, quantize)):
             tell("warning: cache: encoded by another cache.py than this one (its encoding functions differ); if they "
                  f"compute something else now, add 1 to PREPROCESSING ({preprocessing}) in cache.py", file=sys.stderr)
             return

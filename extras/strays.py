@@ -8,7 +8,6 @@ beside cat; so the line names them as the pictures that they are, and a person m
 """
 import os
 import re
-import sys
 
 import common
 
@@ -47,18 +46,11 @@ def unused_line(folder, paths, why=""):
     are not."""
     if not paths:
         return None
-    pictures = list(filter(begins_like_picture, paths))
-    ordered = dict.fromkeys([*pictures, *paths]) # pictures first
+    ordered = dict.fromkeys([*filter(begins_like_picture, paths), *paths]) # pictures first
     names = [os.path.relpath(path, folder) for path in ordered][:NAMED]
     files = "1 file is" if len(ordered) == 1 else f"{len(ordered):,} files are"
     line = f"warning: {folder}: {files} not used: {', '.join(names)}{', ...' if len(ordered) > NAMED else ''}"
-    if why:
-        return f"{line}; {why}"
-    if any(map(is_named_picture, paths)):
-        line += "; pictures beside the folders that are read belong to no sample"
-    if unnamed := sum(not is_named_picture(path) for path in pictures):
-        return f"{line}; pictures by their first bytes, {unnamed}: rename to .jpg those that are whole"
-    return f"{line}; convert what is a picture to PNG or JPEG"
+    return f"{line}; {why or 'to use a picture of them, make it a whole .jpg or .png in a folder that is read'}"
 
 
 def sort_out(folder, found):
@@ -75,7 +67,6 @@ def sort_out(folder, found):
     read = set(sum(found.values(), []))
     beside = [path for path in sorted(folder.glob("[!.]*")) if is_named_picture(path) and path not in read]
     line = unused_line(folder, beside + kinds["unknown"])
-    if line and line not in common.told and common.rank() == 0:
-        common.told.add(line)
-        common.tell(line, file=sys.stderr)
+    if line:
+        common.warn_once(line)
     return [common.error_line(f"{path}: not used: {NOT_FOLLOWED}") for path in kinds["link"]]

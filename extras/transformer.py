@@ -17,7 +17,6 @@ import inspect
 import json
 import math
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 import extras.configs as configs
 import extras.foreign as foreign # so that load_extra can name it, where it is missing
-from common import InputError, first_words, tell
+from common import InputError, first_words
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
@@ -225,8 +224,7 @@ def check_folder(args, find_model):
             continue
         words = f"{field} {a} in its transformer/config.json, and {b} in that of --model {model}"
         if field == "num_layers": # a pruned model, which works beside the encoders of the whole one
-            if common.rank() == 0:
-                tell(f"warning: --transformer {name}: {words}", file=sys.stderr)
+            common.warn_once(f"warning: --transformer {name}: {words}")
         else:
             mark = " (the mark of a 2511)" if field == "zero_cond_t" else ""
             raise error_of(name, f"{words}{mark}", remedy)

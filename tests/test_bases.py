@@ -11,12 +11,12 @@ import safetensors.torch
 import common
 import predict
 from extras import bases
-from tests.harness import (ON_DEVICE, TINY, as_v1, change_weight, copy_model, lora_tensors, paint_picture, run_script,
-                           save)
+from tests.harness import (ON_DEVICE, TINY, as_v1, change_weight, copy_model, lora_file, lora_tensors, paint_picture,
+                           run_script, save)
 
 @pytest.fixture(autouse=True)
 def lines_begin_anew():
-    bases.warn.cache_clear() # each is printed once in a process
+    common.warn_once.cache_clear() # each is printed once in a process
 
 @pytest.fixture(scope="module")
 def made(small, tmp_path_factory):
@@ -52,7 +52,6 @@ def test_a_lora_on_another_base_gets_one_line_in_predict(tmp_path, made, kind):
 
 def test_a_lora_on_another_base_gets_one_line_where_it_is_merged(tmp_path, made):
     for kind in ("v1", "other", "same"):
-        bases.warn.cache_clear()
         result = run_script("tools/convert_lora.py", made.run, "--to", "model", "--model", made.models[kind], "--out",
                             tmp_path / kind)
         assert [WORDS[kind] in line for line in warnings_of(result)] == [True] * (kind != "same"), result.err
@@ -94,7 +93,16 @@ def test_the_greatest_difference_is_told_and_only_that(tmp_path, capfd):
 def test_any_of_the_areas_of_a_training_is_its_own(tmp_path, capfd):
     path = written(tmp_path / "x.safetensors", **PLUS, geometry=SIZES, areas=[1024**2, 512**2])
     assert not lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[512**2]))
-    assert lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[768**2]))
+    line, = lines_of(capfd, path, PLUS, SIZES | dict(target_pixels=[768**2]))
+    assert line.endswith(f"at target_pixels {1024**2}, and here it is {768**2}; the flags win, and without them the "
+                         "first LoRA's sizes are used")
+
+def test_a_second_command_of_a_process_says_it_again(tmp_path):
+    """As in a notebook, or in tests; within one command each line comes once, however often the file is read."""
+    file = lora_file(tmp_path, {key: 0 * tensor for key, tensor in lora_tensors().items()})
+    for n in range(2):
+        result = run_script("tools/convert_lora.py", file, file, "--to", "model", "--out", tmp_path / f"{n}")
+        assert result.status == 0 and result.err.count("has no effect") == 1, result.err
 
 def test_what_a_file_does_not_say_is_not_compared(tmp_path, capfd):
     """Files of diffusers, of an older version, and of strangers, who may say anything."""

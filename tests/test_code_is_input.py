@@ -7,6 +7,7 @@ import ast
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,6 +136,15 @@ def test_pictures_of_other_code_are_drawn_again_at_their_places_and_a_line_says_
         edit(file, sources.TEXTS[file] + more)
     assert "drawn again: rope_patch.py, cache.py have changed since they were drawn" in photo()
 
+def test_pictures_of_encodings_that_other_functions_made_are_drawn_again(photo, tmp_path, edit):
+    """Also if the cache was emptied after an edit, and PREPROCESSING not raised: the names of the encodings are alike."""
+    photo()
+    edit("cache.py", sources.TEXTS["cache.py"] + "\ndef encode_image():\n    pass\n")
+    assert "2 of 2 pictures are there already" in photo() # these encodings are still those of before
+    shutil.rmtree(tmp_path / "cache")
+    assert "2 pictures are drawn again: cache.py's encoding has changed since they were drawn" in photo()
+    assert "2 of 2 pictures are there already" in photo()
+
 def test_a_file_that_is_saved_while_the_libraries_load_is_one_line(monkeypatch):
     """It was read by us, and perhaps not by Python yet: predict.py asks when all is imported."""
     sources.refuse_edits()
@@ -199,8 +209,9 @@ def test_a_strangers_note_of_the_code_is_no_reason_to_fail(tmp_path):
         for name, text in dict(key="k", code=note).items():
             meta.add_text(name, text)
         image.save(path, pnginfo=meta)
-        done = finished.is_finished(code, finished.drawn_by, path, "k")
-        finished.describe(tmp_path, [SimpleNamespace(path=path, key="k", done=done)], code, finished.drawn_by)
+        done = finished.is_finished(dict(k=code), finished.drawn_by, path, "k")
+        picture = SimpleNamespace(path=path, key="k", code=code, done=done)
+        finished.describe(tmp_path, [picture], finished.drawn_by)
         assert done == (note is sound), note[:99]
 
 # ---- encoded files ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 """tools/convert_lora.py: a LoRA in another form is the same LoRA, and a merged model is base + LoRAs."""
+import builtins
+import io
 import json
 import math
 import os
@@ -301,6 +303,16 @@ def test_a_small_change_keeps_its_strength_in_bf16_and_a_line_says_what_it_lost(
     assert in_words(said)[:2] == pytest.approx([share, mean], rel=0.02), said
     assert 0.05 < mean < worst and strength < kept < 1.05
     assert "warning" in said and "--dtype float32" in said and "predict.py --lora" in said
+    # and what is added to keep it
+    plain = {name: (base[f"{name}.weight"].float() + change).bfloat16() for name, change in wanted.items()}
+    stronger = sum(not torch.equal(got[f"{name}.weight"], weight) for name, weight in plain.items())
+    told = re.search(r"; in (\d+) of (\d+) layers it is added up to ([\d.]+) times as strong, as rounding", said)
+    if share == 0.0075:
+        assert stronger == 0 and not told, said
+    else:
+        count, layers, factor = map(float, told.groups())
+        assert count == stronger > 0 and layers == len(wanted) and 1 < factor <= 4, said
+        show("up to times as strong", factor, 4)
 
 def test_a_merged_weight_that_overflows_is_one_line_that_names_it(tmp_path, three_loras):
     paths, _ = three_loras
@@ -357,6 +369,33 @@ def test_a_lora_is_read_once(tmp_path, two_loras, monkeypatch, to):
     got, want = [load_file(path / WEIGHTS if to == "model" else path)
                  for path in (tmp_path / "out.safetensors", tmp_path / "want.safetensors")]
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+@pytest.mark.parametrize("flags", [["--rank", 3], ["--unchecked"], []], ids=str)
+def test_a_lokr_s_file_is_opened_once(tmp_path, monkeypatch, flags):
+    """What is looked at is what is used."""
+    model, _ = trained(peft.LoKrConfig, r=4, alpha=6)
+    model.save_pretrained(folder := tmp_path / "peft")
+    file, opened, real = as_lycoris(folder, tmp_path / "lokr.safetensors", 6), [], open
+    for module in (builtins, io): # the second is pathlib's
+
+        def counting(path, *args, **kwargs):
+            opened.append(str(path))
+            return real(path, *args, **kwargs)
+        monkeypatch.setattr(module, "open", counting)
+    convert(file, *flags, "--to", "diffusers", "--out", tmp_path / "out.safetensors")
+    assert opened.count(str(file)) == 1
+
+def test_of_decomposed_lokrs_the_last_two_are_kept(tmp_path, capsys):
+    """Each takes a minute, and hundreds of MB."""
+    model, _ = trained(peft.LoKrConfig, r=4, alpha=6)
+    model.save_pretrained(folder := tmp_path / "peft")
+    files = [as_lycoris(folder, tmp_path / f"{n}.safetensors", n) for n in (1, 2, 3)]
+
+    def is_decomposed(file):
+        predict.read_lora(file)
+        return "at most rank 64" in capsys.readouterr().out
+    assert [is_decomposed(file) for file in [*files, *files[1:], files[0], files[0]]] == [True] * 3 + [False] * 2 + [
+        True, False]
 
 @pytest.mark.parametrize("what", ["file", "empty folder", "folder"])
 @pytest.mark.parametrize("to", ["model", "comfyui"])

@@ -107,14 +107,28 @@ def test_one_latent_that_is_not_finite_is_the_transformer_s(dtype, tiled):
     for bad in (math.nan, math.inf, -math.inf):
         for place in ((0, 0), (77, 31)):
             latents = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(vae.dtype)
-            assert not isinstance(predict.decode(vae, latents, [(1, 8, 12)]), str)
+            assert predict.decode(vae, latents, [(1, 8, 12)])[1] is None
             latents[place] = bad
-            assert predict.decode(vae, latents, [(1, 8, 12)]) == "transformer"
+            assert predict.decode(vae, latents, [(1, 8, 12)]) == (None, "transformer")
 
 def test_float16_and_a_large_cfg_scale_are_named_where_they_are_at_work():
-    assert "bfloat16 or float32" in finite.cause_of("VAE", False, "float16", 4.0)
-    assert "--true_cfg_scale 1e+06" in finite.cause_of("transformer", False, "float32", 1e6)
-    assert "cfg" not in finite.cause_of("transformer", True, "bfloat16", 4.0)
+    assert "bfloat16 or float32" in finite.cause_of("VAE", "", 4.0, "float16")
+    assert "--true_cfg_scale 1e+06" in finite.cause_of("transformer", "", 1e6, "float32")
+    assert "cfg" not in finite.cause_of("transformer", "lower it", 4.0, "bfloat16")
+
+@pytest.mark.parametrize("names, flags, words, others", [
+    (["lora"], {}, ["with the trained LoRA (1.png)", "lower --lr"], ["damaged", "--sample_lora", "--true_cfg_scale"]),
+    (["lora"], dict(cfg=99), ["with the trained LoRA", "lower --lr) or --true_cfg_scale 99"], ["damaged"]),
+    (["lora", "base"], {}, ["of the base (0.png)", "damaged weights of the transformer"], ["LoRA", "--lr"]),
+    (["lora", "base"], dict(sample_lora=["x"]), ["of the base", "leave --sample_lora out"], ["damaged", "--lr"]),
+    (["lora", "vae"], dict(sample_lora=["x"], cfg=99), ["for the vae", "damaged weights of the VAE"],
+     ["--sample_lora", "--lr", "--true_cfg_scale"])], ids=str)
+def test_a_validation_s_line_names_the_suspects_that_are_at_work(names, flags, words, others):
+    """Of several pictures it names one that the training cannot have spoilt, as its cause is not the LoRA."""
+    lost = [(name, "VAE" if name == "vae" else "transformer", f"{name != 'base':d}.png") for name in names]
+    line = finite.of_validation(lost, **dict(sample_lora=[], cfg=4.0) | flags)
+    assert line.startswith("warning: ") and "\n" not in line
+    assert all(word in line for word in words) and not any(word in line for word in others), line
 
 @pytest.mark.parametrize("name", ["control_latent", "prompt_embed"])
 def test_nan_in_an_encoded_file_is_encoded_again(tmp_path, photos, name):

@@ -34,7 +34,7 @@ name_of = lambda path: "-".join(path.relative_to(FORMATS).with_suffix("").parts)
 
 @pytest.fixture(autouse=True)
 def lines_begin_anew():
-    bases.warn.cache_clear() # each is printed once in a process
+    common.warn_once.cache_clear() # each is printed once in a process
 
 def is_old(line):
     return "an older version of this project" in line and "damaged" not in line

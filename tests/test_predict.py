@@ -369,7 +369,7 @@ def test_the_shipped_base_copies_and_follows(tmp_path, folder, edit, vae, follow
     cache.load_encoder(pipe, "vae", encoder_flags())
     for sample in common.read_dataset(tmp_path / "known")[0]:
         target = common.read_image(sample.target)
-        ceiling = predict.decode(pipe.vae, cache.encode_image(pipe, target),
+        ceiling, _ = predict.decode(pipe.vae, cache.encode_image(pipe, target),
                                  [(1, target.height // 16, target.width // 16)])
         drawn = Image.open(tmp_path / "o" / (sample.name.replace("/", "-") + ".png"))
         found.setdefault(Path(sample.name).parts[0], []).append([psnr(p, target) for p in (drawn, ceiling)])

@@ -345,7 +345,7 @@ def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypa
                         empty(0) if size == (0,) else empty(*size, **kwargs))
     def decode(vae, latents, shapes):
         seen.append((devices_of(vae), latents.device.type))
-        return paint_picture() if latents.is_meta else real(vae, latents, shapes)
+        return (paint_picture(), None) if latents.is_meta else real(vae, latents, shapes)
     monkeypatch.setattr(predict, "decode", decode)
     monkeypatch.setattr(predict.VaeImageProcessor, "postprocess", lambda self, image: [(image, paint_picture())[1]])
     for flag, want in (("transformer", ({"cpu"}, "meta")), ("vae", ({"meta"}, "cpu")),

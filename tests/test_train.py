@@ -930,7 +930,7 @@ def test_the_real_share_of_preserve_is_told(tmp_path):
 def effect_of(run):
     """It returns what a run's LoRA adds to each weight."""
     state, meta = predict.read_lora(run)
-    config = lora_files.checked(run, {key.removeprefix("transformer."): value for key, value in meta.items()})
+    config = lora_files.checked(run, {key.removeprefix("transformer."): value for key, value in meta.items()}, 0)
     added = {}
     for key in [key for key in state if key.endswith(".lora_A.weight")]:
         layer = key.removeprefix("transformer.").removesuffix(".lora_A.weight")

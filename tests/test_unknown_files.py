@@ -89,7 +89,7 @@ def test_a_folder_of_pictures_with_any_suffix_is_edited_whole(tmp_path):
     assert len([path for path in (tmp_path / "out").glob("*.png") if path.name != "sheet.png"]) == len(names)
     line, = lines_about_unused(result)
     assert line.startswith(f"warning: {tmp_path / 'in'}: 2 files are not used: part.jpg.part, layers.psd; ")
-    assert "1: rename to .jpg those that are whole" in line
+    assert "make it a whole .jpg or .png" in line
 
 def test_a_folder_without_pictures_says_what_it_holds(tmp_path):
     """In the line before the error."""
@@ -99,8 +99,8 @@ def test_a_folder_without_pictures_says_what_it_holds(tmp_path):
     result = run_script("predict.py", "--image", tmp_path / "in", "--out_dir", tmp_path / "out", *DRAW)
     assert result.status == 1 and is_one_line(result.errors[0], "no picture in it"), result.err
     line, = lines_about_unused(result)
-    assert line == (f"warning: {tmp_path / 'in'}: 3 files are not used: 0.psd, 1.psd, ...; convert what is a picture "
-                    "to PNG or JPEG")
+    assert line == (f"warning: {tmp_path / 'in'}: 3 files are not used: 0.psd, 1.psd, ...; to use a picture of them, "
+                    "make it a whole .jpg or .png in a folder that is read")
 
 def test_a_picture_that_is_called_txt_is_no_caption(tmp_path):
     """It is named, in a folder to edit as in a dataset."""
@@ -110,7 +110,7 @@ def test_a_picture_that_is_called_txt_is_no_caption(tmp_path):
                            ["cache.py", "--data", tmp_path / "data"]):
         result = run_script(script, *flags, "--cache_dir", tmp_path / "c")
         line, = lines_about_unused(result)
-        assert "1 file is not used: " in line and "cat.txt; pictures by their first bytes, 1" in line
+        assert "1 file is not used: " in line and "cat.txt; to use a picture of them" in line
         assert result.status == (script == "cache.py") and "no caption" in "".join(result.errors or ["no caption"])
 
 def test_a_link_to_a_folder_is_called_that(tmp_path):
@@ -227,7 +227,7 @@ def test_the_line_names_two_files_and_pictures_first(tmp_path):
         (tmp_path / f"{n:04}.npz").touch()
     put(tmp_path / "z.png_old")
     line = strays.unused_line(tmp_path, sorted(tmp_path.iterdir()))
-    assert line.startswith(f"warning: {tmp_path}: 1,201 files are not used: z.png_old, 0000.npz, ...; pictures by")
+    assert line.startswith(f"warning: {tmp_path}: 1,201 files are not used: z.png_old, 0000.npz, ...; to use")
     line = strays.unused_line(tmp_path, [tmp_path / "0001.npz"])
-    assert line.startswith(f"warning: {tmp_path}: 1 file is not used: 0001.npz; convert")
+    assert line.startswith(f"warning: {tmp_path}: 1 file is not used: 0001.npz; to use")
     assert strays.unused_line(tmp_path, []) is None

@@ -16,7 +16,6 @@ $ python predict.py --model merged ...
 """
 import contextlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -35,18 +34,17 @@ LARGE = 2**26 # bytes: larger files are linked, not copied
 
 # ---- one LoRA as a file ----------------------------------------------------------------------------------------------
 
-def scales_of(path, state, meta):
-    """What predict.read_lora returns of a file -> {layer: the factor of its lora_B @ lora_A}."""
+def layers_of(path, state, meta):
+    """What predict.read_lora returns of a file -> {layer: (scale, lora_A, lora_B)}; the change of its weight is scale *
+    lora_B @ lora_A."""
     import predict
     from extras import lora_files
-    ranks = {key.removeprefix("transformer.").removesuffix(".lora_A.weight"): len(matrix)
-             for key, matrix in state.items() if key.endswith(".lora_A.weight")}
+    layers = lora_files.matrices_of(state)
     try: # our own patterns, but of layers and ranks that a stranger may have made up
-        config = lora_files.checked(path, predict.config_of(state, meta))
-        lora_files.refuse_slow(path, config, len(ranks))
+        config = lora_files.checked(path, predict.config_of(state, meta), len(layers))
     except ValueError as e:
         raise lora_files.error_of(path, common.first_words(e))
-    return {layer: lora_files.of_config(path, config, layer, rank) for layer, rank in ranks.items()}
+    return {layer: (lora_files.of_config(path, config, layer, len(a)), a, b) for layer, (a, b) in layers.items()}
 
 def convert(path, state, meta, to, out):
     """Writes a LoRA that predict.py has read as a file for ComfyUI or diffusers."""
@@ -57,9 +55,8 @@ def convert(path, state, meta, to, out):
         meta = predict.with_prefix("transformer", predict.config_of(state, meta)) | train
         return common.write_tensors(out, state, meta, "lora_adapter_metadata", NOTHING)
     tensors = {k.replace("transformer.", "diffusion_model.", 1): v for k, v in state.items()}
-    for layer, scale in scales_of(path, state, meta).items(): # ComfyUI divides an alpha by the rank
-        rank = len(state[f"transformer.{layer}.lora_A.weight"])
-        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * rank)
+    for layer, (scale, a, _) in layers_of(path, state, meta).items(): # ComfyUI divides an alpha by the rank
+        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(scale * len(a))
     # not as lora_adapter_metadata: diffusers would read rank and alpha there, and apply them a second time
     common.write_tensors(out, tensors, train, "train", NOTHING)
 
@@ -71,7 +68,7 @@ def merge(loras, scales, model, dtype, out):
     folder appears under its name only when it is complete."""
     import cache
     import predict
-    from extras import defaults
+    from extras import defaults, unchanged
     from safetensors import SafetensorError
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
     copied = [file for part in cache.ENCODERS for file in (folder / part).rglob("*") if file.is_file()]
@@ -79,7 +76,7 @@ def merge(loras, scales, model, dtype, out):
     for file in copied:
         common.refuse_outside(file, folder)
     read = [*copied, *(folder / "transformer").iterdir()]
-    before = [identity(file) for file in read]
+    before = list(map(identity, read))
     sections = defaults.read_sections(folder)
     compare_bases(loras, model, folder)
     transformer = predict.load_transformer(folder, dtype)
@@ -94,9 +91,8 @@ def merge(loras, scales, model, dtype, out):
         os.umask(umask := os.umask(0))
         for file in (tmp / "transformer").iterdir(): # safetensors lets only the owner read them
             file.chmod(0o666 & ~umask)
-        for file, was in zip(read, before): # half of the one and half of the other would look like a model
-            if identity(file) != was:
-                raise InputError(f"{file}: changed while it was merged; run the same command again")
+        # half of the one and half of the other would look like a model
+        unchanged.refuse_replaced(read, before, identity)
         give_name(tmp, out)
     except (OSError, SafetensorError) as e:
         raise InputError(f"--out {out}: cannot be written ({e}); free some space, or correct the path")
@@ -115,11 +111,10 @@ def give_name(tmp, out):
         raise
 
 def identity(file):
-    """What is another if another file has come to this place, or other content; None if it is gone. (Not the time of
-    its last change of any kind, which a hard link to it changes, too.)"""
-    with contextlib.suppress(FileNotFoundError):
-        found = file.stat()
-        return found.st_size, found.st_mtime_ns, found.st_ino
+    """What is another if another file has come to this place, or other content. (Not the time of its last change of any
+    kind, which a hard link to it changes, too.)"""
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 def stored_weights(folder):
     """-> a function: the name of a weight -> it, in the dtype in which this folder's files have it."""
@@ -137,69 +132,63 @@ def add_loras(transformer, folder, loras, scales, dtype):
     """Adds the LoRAs, each at its scale, to the weights of a transformer, whose files are in this folder: in fp32,
     layer by layer, so that each weight is rounded once to `dtype` -> a line that says what rounding costs."""
     import predict
-    from extras import finite
+    from extras import finite, lora_files
     stored, parts = stored_weights(folder), {} # {layer: [(factor, lora_A, lora_B)] of all LoRAs}
     for (path, state, meta), strength in zip(loras, scales):
         predict.check_fit(transformer, state, path)
-        for layer, scale in scales_of(path, state, meta).items():
-            a, b = [state[f"transformer.{layer}.lora_{half}.weight"] for half in "AB"]
+        for layer, (scale, a, b) in layers_of(path, state, meta).items():
             parts.setdefault(layer, []).append((strength * scale, a, b))
-    errors, sizes, weights = {}, {}, 0 # squared norms
+    # squared norms: {layer: (what rounding adds to its change, the change)}, of all weights; the factors of `rounded`
+    off, weights, factors = {}, 0, []
     for layer in common.progress("merging", parts, unit="layer"):
         weight = stored(f"{layer}.weight").float()
         change = sum(factor * (b.float() @ a.float()) for factor, a, b in parts[layer])
         p = transformer.get_submodule(layer).weight
-        p.data = rounded(weight, change, p.dtype)
-        errors[layer] = norm(p.data.float() - weight - change) ** 2
-        sizes[layer] = norm(change) ** 2
+        p.data, factor = rounded(weight, change, p.dtype)
+        factors.append(factor)
         weights += norm(weight) ** 2
-    for name, p in transformer.named_parameters():
-        if not finite.is_finite(p):
-            remedy = "lower --scale" if dtype != "float16" else "give --dtype bfloat16 or float32"
-            raise InputError(f"--dtype {dtype}: NaN or Inf in the merged {name}; {remedy}, or take another copy of "
-                             "--model")
-    return describe(errors, sizes, weights, dtype)
+        if change.any():
+            off[layer] = norm(p.data.float() - weight - change) ** 2, norm(change) ** 2
+    remedy = "lower --scale" if dtype != "float16" else "give --dtype bfloat16 or float32"
+    finite.refuse(f"--dtype {dtype}", dict(transformer.named_parameters()),
+                  f"{remedy}, or take another copy of --model")
+    if not off:
+        return "the merged model is the base: the LoRAs change nothing"
+    share, words = lora_files.how_far(off)
+    size = lora_files.share(sum(size for _, size in off.values()), weights)
+    line = f"the change by the LoRAs, {size:.2%} of the weights, is {words}, as {dtype} rounds it"
+    if max(factors) > 1:
+        stronger = sum(factor > 1 for factor in factors)
+        line += (f"; in {stronger} of {len(factors)} layers it is added up to {max(factors):.1f} times as strong, as "
+                 "rounding would weaken it")
+    if share > 0.05:
+        return f"warning: {line}; --dtype float32 keeps it, and predict.py --lora, without merging, does too"
+    return line
 
 def norm(tensor):
     import torch
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 def rounded(weight, change, dtype):
-    """weight + change, both fp32 -> in this dtype, rounded once, to the nearest number. If the change is small compared
-    to the dtype's steps, most weights stay as they are, and what is left of it is weaker: bf16 keeps 0.85 of a change
-    by 0.19 % of the weights, 0.35 of one by 0.04 %. Then the change is added with a factor, at most 4, that gives its
-    strength back. The weights are no nearer to the exact ones for it, but what tiny predicts is, as all layers lose
-    strength together: a change by 0.19 % is then 9 % off in the prediction, and not 16 %; one by 0.04 % 20 %, and not
-    62 %. (Stochastic rounding: 13 % and 33 %. Errors carried along a row: 13 % and 48 %.)"""
+    """weight + change, both fp32 -> (in this dtype, rounded once, to the nearest number; the change's factor: 1). If
+    the change is small compared to the dtype's steps, most weights stay as they are, and what is left of it is weaker:
+    bf16 keeps 0.85 of a change by 0.19 % of the weights, 0.35 of one by 0.04 %. Then the change is added with a factor,
+    at most 4, that gives its strength back. The weights are no nearer to the exact ones for it, but what tiny predicts
+    is, as all layers lose strength together: a change by 0.19 % is then 9 % off in the prediction, and not 16 %; one by
+    0.04 % 20 %, and not 62 %. (Stochastic rounding: 13 % and 33 %. Errors carried along a row: 13 % and 48 %.)"""
     size = norm(change) ** 2
 
     def strength(factor):
         kept = (weight + factor * change).to(dtype).float() - weight
         return (kept * change).sum().item() / size
     if not size or not strength(1) < 0.98: # (nor for NaN)
-        return (weight + change).to(dtype)
-    low, high = 1, 4
-    for _ in range(8):
-        middle = (low + high) / 2
-        if strength(middle) < 1:
-            low = middle
-        else:
-            high = middle
-    return (weight + high * change).to(dtype)
-
-def describe(errors, sizes, weights, dtype):
-    """Squared norms of what rounding has added to the change of each layer, of the changes, and of all weights -> a
-    line."""
-    size = sum(sizes.values())
-    if not size:
-        return "the merged model is the base: the LoRAs change nothing"
-    off = math.sqrt(sum(errors.values()) / size)
-    worst, layer = max((math.sqrt(errors[layer] / sizes[layer]), layer) for layer in sizes if sizes[layer])
-    line = (f"the change by the LoRAs, {math.sqrt(size / weights):.2%} of the weights, is {off:.2%} off, as {dtype} "
-            f"rounds it; at worst {worst:.2%} ({layer})")
-    if off > 0.05:
-        return f"warning: {line}; --dtype float32 keeps it, and predict.py --lora, without merging, does too"
-    return line
+        return (weight + change).to(dtype), 1
+    factor = 4
+    for n in range(1, 9): # bisection
+        less = factor - 3 / 2**n
+        if not strength(less) < 1:
+            factor = less
+    return (weight + factor * change).to(dtype), factor
 
 def compare_bases(loras, model, folder):
     """A line for each LoRA that was trained on another model than this one, which is in this folder."""
@@ -247,28 +236,32 @@ def main():
     import predict
     from extras import lora_files
     sources = [predict.find_lora(path) for path in args.lora]
-    if args.rank and not any(map(lora_files.has_factors, sources)):
-        raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
-    if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa
-        read = [lora_files.read(source, args.rank or 64) for source in sources] # which does not look at a digest
-        for source, (state, meta) in zip(sources, read):
+    loras, factored = [], False # no file is read a second time
+    for source in sources:
+        if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa
+            data = lora_files.read_file(source)
+            factored |= lora_files.has_factors(data)
+            state, meta = lora_files.read(source, data, args.rank or 64) # which does not look at a digest
             lora_files.check_notes(source, state, meta)
-    else:
-        read = [predict.read_lora(source) for source in sources]
-    loras = [(source, state, meta) for source, (state, meta) in zip(sources, read)] # no file is read a second time
-    if args.to == "model":
-        line = merge(loras, args.scale or [1.0] * len(loras), args.model or "tiny", args.dtype or "bfloat16", args.out)
-    else:
-        convert(*loras[0], args.to, args.out)
-    tell(f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}")
+        else:
+            state, meta = predict.read_lora(source)
+        loras.append((source, state, meta))
+    if args.rank and not factored:
+        raise InputError(f"--rank: {args.lora[0]} is no LoKr or LoHa; leave --rank out")
+    lines = [f"{args.out}: {' + '.join(map(str, args.lora))} as {args.to}"]
     trained = [meta["train.geometry"] for _, _, meta in loras if meta.get("train.geometry")]
     if args.to == "model":
-        tell(line)
-    if args.to == "model" and trained: # predict.py reads them from a LoRA; for a merged model it needs the flags
+        scales = args.scale or [1.0] * len(loras)
+        lines.append(merge(loras, scales, args.model or "tiny", args.dtype or "bfloat16", args.out))
+    else:
+        convert(*loras[0], args.to, args.out)
+        trained = []
+    if trained: # predict.py reads them from a LoRA; for a merged model it needs the flags
         sizes = [f"--{k} {v}" for k, v in trained[0].items() if k != "upscale"]
         sizes += ["--no-upscale"] * (not trained[0]["upscale"])
         words = ["python", "predict.py", "--model", args.out, *" ".join(sizes).split()]
-        tell(f"to edit at the sizes of the training: {common.command(words)}")
+        lines.append(f"to edit at the sizes of the training: {common.command(words)}")
+    tell(*lines)
 
 if __name__ == "__main__":
     main()

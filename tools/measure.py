@@ -98,10 +98,9 @@ def prepare(sample, size, pipe):
     target = reference = whole.resize(size, Image.Resampling.LANCZOS)
     if pipe:
         latents = cache.encode_image(pipe, target)
-        reference = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
-        if isinstance(reference, str):
-            raise InputError(f"{sample.target}: the {reference} computes NaN or Inf of it; take another copy of "
-                             "--model")
+        reference, broken = decode(pipe.vae, latents, [(1, target.height // 16, target.width // 16)])
+        if broken:
+            raise InputError(f"{sample.target}: the {broken} computes NaN or Inf of it; take another copy of --model")
     control, edited, keep = None, np.zeros(target.size[::-1], bool), None
     if sample.controls:
         original = common.read_image(sample.controls[0])
