@@ -36,7 +36,7 @@ def describe(where, pictures, look):
     """Says how many of these pictures (predict.Picture) are there, and why others are drawn again. where: the folder;
     look: as for is_finished."""
     drawn = [look(p.path, p.key) for p in pictures]
-    kept = [then or {} for p, then in zip(pictures, drawn) if p.done]
+    kept = [(p.code, then or {}) for p, then in zip(pictures, drawn) if p.done]
     if kept:
         common.say(f"{where}: {len(kept)} of {len(pictures)} pictures are there already, with the same settings")
     old = [changes(then, p.code, packages=False) for p, then in zip(pictures, drawn) if not p.done and then is not None]
@@ -47,8 +47,7 @@ def describe(where, pictures, look):
             why = f"{', '.join(names)} {'have' if names[1:] else 'has'} changed since they were drawn"
         common.say(f"{where}: {len(old)} pictures are drawn again: {why}")
     others = Counter()
-    here = pictures[0].code # whose packages are all pictures'
-    for then in kept:
+    for here, then in kept:
         names = changes(then, here, packages=True)
         others.update(f"{name} {then[name]!s:.30} (here {here[name]})" for name in names)
     for package, count in others.items():

@@ -137,7 +137,7 @@ def test_pictures_of_other_code_are_drawn_again_at_their_places_and_a_line_says_
     assert "drawn again: rope_patch.py, cache.py have changed since they were drawn" in photo()
 
 def test_pictures_of_encodings_that_other_functions_made_are_drawn_again(photo, tmp_path, edit):
-    """Also if the cache was emptied after an edit, and PREPROCESSING not raised: the names of the encodings are alike."""
+    """Also if the cache was emptied after an edit, and PREPROCESSING not raised: the names of encodings are alike."""
     photo()
     edit("cache.py", sources.TEXTS["cache.py"] + "\ndef encode_image():\n    pass\n")
     assert "2 of 2 pictures are there already" in photo() # these encodings are still those of before

@@ -193,7 +193,7 @@ def flags(folder):
 def ask(folder, stem, key, **settings):
     """A picture as predict.plan_pictures returns it."""
     sample = SimpleNamespace(name=stem, settings=settings)
-    return predict.Picture(sample, 1, (), 0, "result", key, *names.wanted(sample, flags(folder), ""))
+    return predict.Picture(sample, 1, (), 0, "result", key, {}, *names.wanted(sample, flags(folder), ""))
 
 def find(folder, *pictures, inputs=(), finished=is_whole):
     """-> the places that are given."""
