@@ -75,7 +75,8 @@ def read_row(manifest, n, line, is_job):
     try:
         row = read_object(line)
         remedy = "correct this line"
-        controls = as_list(row.pop("image" if is_job and "control" not in row else "control"))
+        name = "image" if is_job and ("image" in row or "control" not in row) else "control"
+        controls = as_list(row.pop(name))
         prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
         if not target and not is_job:
             raise KeyError("target")

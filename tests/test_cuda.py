@@ -241,6 +241,7 @@ def test_a_card_that_refuses_eight_bits_unpacks_them_and_says_so_once(fast, tria
     trials.refused.append(("fp8", fast))
     for rank, warnings in ((None, 1), ("0", 1), ("1", 0)): # of torchrun's processes one speaks
         low_bit.can_multiply.cache_clear()
+        common.warn_once.cache_clear()
         if rank:
             monkeypatch.setenv("RANK", rank)
         assert not any(low_bit.can_multiply("fp8", "cuda:0") for _ in range(60))

@@ -22,6 +22,7 @@ import common
 import predict
 from extras import plan
 from extras import quantize as low_bit
+from extras import unchanged
 from tests.harness import (ADAMW, DEVICE, EXACT, FULL, NATIVE, TINY, add_item, assert_bitwise, copy_model, curve,
                            hot_model, is_one_line, log_of, lora_of, lora_tensors, losses_of, make_batch, patched_copy,
                            rel, run, run_script, show, start_ranks, train)
@@ -298,6 +299,7 @@ def status_of_process(key):
 
 def load_and_tell(folder):
     """For a child process: what loading the transformer takes, in KiB, and what its weights are."""
+    unchanged.SMALL = 0 # as if it were the real one: small models are copied
     before = status_of_process("RssAnon")
     transformer = predict.load_transformer(Path(folder), "bfloat16")
     print("MEMORY", status_of_process("RssAnon") - before, sum(p.nbytes for p in transformer.parameters()) // 1024)
