@@ -305,7 +305,7 @@ def encode_latents(pipe, sample, encoding, pictures=None):
     # resizing has averaged the mask: one value a token, from 0 (black) to 1
     if mask:
         out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
-    return check_finite(out, sample)
+    return refuse_overflow(sample, out)
 
 def encode_text(pipe, sample, text_key, pictures=None):
     """-> prompt_embed (T, 3584) and prompt_embeds_mask (T,) of a prompt, with the sample's controls or without. For the
@@ -313,13 +313,11 @@ def encode_text(pipe, sample, text_key, pictures=None):
     prompt, _ = text_key
     embed = encode_prompt(pipe, prompt, pictures or read_pictures(pipe, sample, "text", text_key))
     name = "prompt_embed" if prompt else "empty_prompt_embed"
-    return check_finite({name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)}, sample)
+    return refuse_overflow(sample, {name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)})
 
-def check_finite(tensors, sample):
+def refuse_overflow(sample, tensors):
     # half precision can overflow, and one NaN in a batch would make all weights NaN
-    for name, t in tensors.items():
-        if not t.isfinite().all():
-            raise InputError(f"{sample.target or sample.controls[0]}: {name} has NaN or Inf; try --dtype float32")
+    finite.refuse(sample.target or sample.controls[0], tensors, "try --dtype float32")
     return tensors
 
 # ---- the plan: what will be encoded of each sample, and in which file ------------------------------------------------

@@ -542,15 +542,17 @@ def plan_pictures(samples, args, models, loras, code):
     """-> [Picture]. models: {part: hash} of transformer and scheduler; loras: hashes of args.lora, as one that is
     trained on is another one; code: sources.drawing."""
     pictures = []
+    # asked once for a sample, as it reads the headers of its encoded files
+    codes = [sources.with_encoding(code, cache.files_of(s), args.quantize_text_encoder) for s in samples]
     for (row, sample), seed, scale in product(enumerate(samples), args.seed, args.scales):
         sample = replace(sample, settings=dict(seed=seed) | sample.settings) # a line's own seed is the only one
         line = sample.settings.pop("line", None)
         strengths = tuple(lora_scale * scale for lora_scale in args.lora_scale)
         # its key: the encoded files stand for pictures, prompts, sizes, the encoders and VAE, and --dtype
-        files = cache.files_of(sample)
+        encoded = [file.stem for file in cache.files_of(sample)]
         settings = {k: v for k, v in sample.settings.items() if k not in ("out", "size_from")}
-        key = common.content_key(files=[file.stem for file in files], **models, quantize=args.quantize,
-                                 loras=[*zip(loras, strengths)], **settings)
+        key = common.content_key(files=encoded, **models, quantize=args.quantize, loras=[*zip(loras, strengths)],
+                                 **settings)
         # its title, and the end of its name, where there are several of a sample
         words = []
         end = ""
@@ -561,8 +563,7 @@ def plan_pictures(samples, args, models, loras, code):
             words.append(f"LoRA x {scale:g}")
             end += f"-x{scale:g}"
         title = ", ".join(words) or "result"
-        made = sources.with_encoding(code, files, args.quantize_text_encoder)
-        pictures.append(Picture(sample, line, strengths, row, title, key, made, *names.wanted(sample, args, end)))
+        pictures.append(Picture(sample, line, strengths, row, title, key, codes[row], *names.wanted(sample, args, end)))
     return pictures
 
 # ---- generating ------------------------------------------------------------------------------------------------------

@@ -600,14 +600,14 @@ transformer_folder, transformer_file = predict.find_transformer(args, weights=no
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
     predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), sample_lora_files)
-models = [Path(transformer_file or transformer_folder / "transformer"), model_folder / "scheduler",
-          model_folder / "vae"]
+models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
+              vae=model_folder / "vae")
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
-model_hashes = []
+hashes = {}
 # 58 GB take a minute: the first process reads them, and the others find its answers (on other machines they read, too)
 if not args.plan:
-    common.on_first_process(lambda: list(map(hash_part, models)))
-    model_hashes = list(map(hash_part, models))
+    common.on_first_process(lambda: list(map(hash_part, models.values())))
+    hashes = {part: hash_part(place) for part, place in models.items()}
 samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, encode=args.use_cache and not args.plan)
 # --repeats: one pass through the data has some samples several times
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
@@ -661,8 +661,8 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 # if there are several), and --resume compares the config.
 areas = geometry["target_pixels"]
 geometry = geometry | dict(target_pixels=areas[0])
-config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=model_hashes[0],
-               scheduler_hash=model_hashes[1])
+config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=hashes["model"],
+               scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, config["model_hash"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
@@ -687,7 +687,7 @@ elif val_samples:
     say("extras/draw.py is missing: validations draw no pictures")
 # All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
 # again. A file that changes from here on does not matter.)
-unchanged.refuse_replaced(models, model_hashes, hash_part)
+unchanged.refuse_replaced(models.values(), hashes.values(), hash_part)
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
 track = None

@@ -5,10 +5,10 @@ A difference is no error, as mixing may be wanted: a LoRA of -2509 on a merged m
 of other programs say nothing, but for musubi-tuner's.
 """
 import contextlib
-import json
 
 import common
 from common import read_object, warn_once
+from extras import configs
 
 PIPELINES = dict(QwenImageEditPipeline="v1", QwenImageEditPlusPipeline="Plus")
 # modelspec.architecture of musubi-tuner: the pipeline, and whether it is a 2511
@@ -22,7 +22,7 @@ def base_of(model, transformer, folder, transformer_folder, model_hash):
     transformer is that of a 2511, and the hash of its weights (if cache.hash_part changes, this wants another name, as
     what older files have would differ). The folders are --model's, and find_transformer's."""
     files = folder / "model_index.json", transformer_folder / "transformer/config.json"
-    index, config = [json.loads(file.read_text()) for file in files]
+    index, config = map(configs.read_json, files)
     named = dict(model=model, transformer=transformer) if transformer else dict(model=model)
     return named | dict(pipeline=index["_class_name"], zero_cond_t=bool(config.get("zero_cond_t")),
                         model_hash=model_hash)

@@ -567,6 +567,22 @@ def flip(bit):
     """It returns a function that flips this bit of bytes."""
     return lambda data: data[:bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1:]
 
+def assert_no_flip_is_silent(path, sound, want, bits):
+    """Of a LoRA's file, at this path: with one of these bits flipped it is refused with a line, or read as it was ->
+    how many were read. sound: its bytes; want: what predict.read_lora makes of them."""
+    passed = 0
+    for bit in bits:
+        path.write_bytes(flip(bit)(sound))
+        try:
+            got, got_meta = predict.read_lora(path)
+        except common.InputError as e:
+            assert is_one_line(str(e), path)
+            continue
+        assert_bitwise(got, want[0])
+        assert got_meta == want[1]
+        passed += 1
+    return passed
+
 def damage_tensors(path):
     """It flips one bit near the end of the file, where the tensors are."""
     path.write_bytes(flip(8 * (path.stat().st_size - 100))(path.read_bytes()))

@@ -23,8 +23,8 @@ import safetensors.torch
 
 import common
 import predict
-from extras import bases, indexes, resume
-from tests.harness import TINY, assert_bitwise, flip, is_one_line, refused, renamed, run_script
+from extras import indexes, resume
+from tests.harness import TINY, assert_bitwise, assert_no_flip_is_silent, is_one_line, refused, renamed, run_script
 
 FORMATS = Path(__file__).with_name("formats")
 LORAS = sorted(path for path in FORMATS.rglob("*.safetensors") if path.parent.name not in ("latents", "text")
@@ -70,19 +70,10 @@ def test_no_flipped_bit_of_an_older_lora_is_silent(tmp_path):
     """It is refused, or read as before, with the line that it is older."""
     for commit in ("a0de35c", "8323e9b"):
         source = FORMATS / commit / "checkpoint-000002" / predict.LORA_FILE
-        sound, (state, meta), rng = source.read_bytes(), predict.read_lora(source), random.Random(0)
-        path, passed = tmp_path / "x.safetensors", 0
-        for bit in rng.sample(range(8 * len(sound)), 400):
-            path.write_bytes(flip(bit)(sound))
-            try:
-                got, got_meta = predict.read_lora(path)
-            except common.InputError as e:
-                assert is_one_line(str(e), path)
-                continue
-            assert_bitwise(got, state)
-            assert got_meta == meta
-            passed += 1
-        assert passed < 10
+        sound = source.read_bytes()
+        bits = random.Random(0).sample(range(8 * len(sound)), 400)
+        want = predict.read_lora(source)
+        assert assert_no_flip_is_silent(tmp_path / "x.safetensors", sound, want, bits) < 10
 
 @pytest.mark.parametrize("commit", ["a0de35c", "2113f1a", "8323e9b"])
 def test_a_checkpoint_of_an_older_format_is_refused_as_older(tmp_path, small, commit):
