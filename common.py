@@ -699,6 +699,8 @@ def content_key(**fields):
 
 def refuse_outside(path, folder):
     """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
+    if (why := load_extra("strays", path).why_gone(path)) and os.path.islink(path):
+        raise InputError(f"{path}: {why}")
     if not is_inside(path, folder):
         raise InputError(f"{path}: a link that leads out of {folder}, and so is not read; if you trust it, make a copy "
                          "with the files themselves: cp -rL")
@@ -822,27 +824,27 @@ def find_folders(data):
     return folders
 
 def find_files(folder):
-    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, "link" for a link to
-    a folder, which is not followed, or "unknown": see extras/strays.py. Stems are NFC, so that names from macOS match.
+    """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or of those that
+    extras/strays.py takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from macOS match.
     """
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
     found, strays = {}, load_extra("strays", folder)
     for root, dirs, names in os.walk(folder, onerror=unreadable):
-        dirs[:] = [name for name in dirs if not name.startswith(".")]
-        links = [name for name in dirs if Path(root, name).is_symlink()]
-        for name in sorted(names + links):
+        folders = {name: strays.kind_of_folder(Path(root, name)) for name in dirs}
+        dirs[:] = [name for name in dirs if not folders[name]] # those to walk
+        for name in sorted([*names, *folders.keys() - dirs]):
             path = Path(root, name)
-            kind = "link" if name in links else KINDS.get(path.suffix.lower()) or strays.kind_of(path)
-            if kind and not name.startswith("."):
-                stem = path.relative_to(folder).with_suffix("").as_posix()
-                found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
+            stem = path.relative_to(folder).with_suffix("").as_posix()
+            kind = folders.get(name) or strays.kind_of(path)
+            found.setdefault((unicodedata.normalize("NFC", stem), kind), []).append(path)
     return dict(sorted(found.items()))
 
 def read_folder(data, folders):
     """What find_folders has found -> (samples, problems). Without a folder of controls they are pictures alone."""
-    for path in data.glob("[!.]*/"): # a misspelt control/ would silently mean pictures alone
-        if path not in folders.values():
+    strays = load_extra("strays", data)
+    for path in data.glob("*/"): # a misspelt control/ would silently mean pictures alone
+        if path not in folders.values() and not strays.is_junk(path.name):
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
                              "is one of these, or move it elsewhere")
     for folder in folders.values():
@@ -850,7 +852,7 @@ def read_folder(data, folders):
     # what no sample has taken yet
     left = {(role, *key): paths for role, folder in folders.items() for key, paths in find_files(folder).items()}
     samples = []
-    problems = load_extra("strays", data).sort_out(data, left)
+    problems = strays.sort_out(data, left)
     for role, name, kind in list(left):
         if (role, kind) == ("target", "picture"):
             with noted(problems):
@@ -923,6 +925,7 @@ def read_text(path, most=2**20):
             raise InputError(f"{path}: over {most:,} bytes, which is no text of this kind; shorten it")
         # a FIFO would hang; UTF-16 can pass for UTF-8
         if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
+            load_extra("strays", path).refuse_pointer(path, text.encode())
             return text.replace("\ufeff", "")
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
@@ -1027,7 +1030,8 @@ def open_image(path, content=None):
     which the file's bytes, read once, must have."""
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         remedy = "download it first" if re.match("https?:", str(path)) else "add it"
-        raise InputError(f"{path}: no file of that name; {remedy}")
+        why = load_extra("strays", path).why_gone(path)
+        raise InputError(f"{path}: {why or 'no file of that name; ' + remedy}")
     source = path if content is None else None # what cannot be read is not opened without its hash, either
     try:
         if content is not None:

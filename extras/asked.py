@@ -12,6 +12,7 @@ from PIL import PngImagePlugin
 
 import common
 from common import InputError, make_sample
+from extras import strays
 
 
 def read_samples(args):
@@ -20,16 +21,17 @@ def read_samples(args):
         if args.jobs.is_file() and args.jobs.suffix != ".jsonl":
             raise InputError(f"--jobs {args.jobs}: the name of a list ends in .jsonl; rename it")
         return common.read_dataset(args.jobs, is_job=True)
-    folder = args.image[0]
-    if args.image[1:] and any(map(Path.is_dir, args.image)):
+    images = list(map(strays.on_disk, args.image))
+    folder = images[0]
+    if images[1:] and any(map(Path.is_dir, images)):
         raise InputError("--image: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
-        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
+        return [make_sample("--prompt", folder, folder.stem, None, images, [args.prompt])], []
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt
     samples, found = [], common.find_files(folder)
-    problems = common.load_extra("strays", "--image").sort_out(folder, found)
+    problems = strays.sort_out(folder, found)
     for (stem, kind), paths in found.items(): # of kind other: GIF and the like, each of which becomes an error line
         if kind == "caption":
             continue

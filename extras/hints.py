@@ -15,6 +15,7 @@ from pydoc import locate
 
 import common
 from common import InputError
+from extras import strays
 
 # bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -159,6 +160,9 @@ def near_path(path):
 
 def no_dataset(root):
     """-> why there is no dataset at `root`, and what may be meant."""
+    for place in (root, root / "metadata.jsonl"):
+        if why := strays.why_gone(place):
+            return f"{place}: {why}"
     if not root.exists():
         return f"{root}: does not exist; {near_path(root)}"
     if not (root.is_file() or root.is_dir()): # bash's <(...), which names no folder, and can be read only once
@@ -167,7 +171,7 @@ def no_dataset(root):
     for folder in (root, *root.parents):
         if folder.name in sum(common.FOLDERS.values(), ()) and is_dataset(folder.parent):
             return f"{root}: {what}; give {common.command([folder.parent])}"
-    names = sorted(path.name for path in root.glob("*"))
+    names = [path.name for path in strays.listed(root, "*")]
     holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
     # nearly a folder of a dataset, such as Targets or controls
     renames = [f"rename {name} to {near}" for name in names if (near := name.lower().rstrip("s")) in common.FOLDERS]
@@ -176,8 +180,10 @@ def no_dataset(root):
 
 def is_dataset(folder):
     """Whether it has a folder of targets with a picture in it."""
-    return any(common.KINDS.get(path.suffix.lower()) == "picture" for name in common.FOLDERS["target"]
-               for path in (folder / name).glob("**/*"))
+    for target in filter(Path.is_dir, [folder / name for name in common.FOLDERS["target"]]):
+        if any(kind == "picture" for _, kind in common.find_files(target)):
+            return True
+    return False
 
 
 def fold(lines):

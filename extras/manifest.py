@@ -16,11 +16,13 @@ import contextlib
 import json
 import os
 import re
+import unicodedata
 from functools import partial
 from pathlib import Path
 
 from common import (LONG_TEXT, MOST_CONTROLS, SAMPLE_FLAGS, InputError, command, first_words, is_inside, make_sample,
                     noise_level, noted, png_name, read_object, read_text, refuse_outside, seed_number)
+from extras import strays
 
 
 def as_list(value):
@@ -106,7 +108,7 @@ def read_row(manifest, n, line, is_job):
     controls = list(map(find, controls))
     target, mask = target and find(target), mask and find(mask)
     if target:
-        name = os.path.splitext(os.path.relpath(target, manifest.parent))[0]
+        name = unicodedata.normalize("NFC", os.path.splitext(strays.seen_from(manifest.parent, target))[0])
     else:
         name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
     if is_job:
@@ -118,13 +120,18 @@ def find_picture(manifest, where, anywhere, name):
     """A manifest's path -> file. A dataset's stays in its folder, also after following links; with `anywhere` it may be
     any file."""
     folder = manifest.parent
+    why = None
     with contextlib.suppress(Exception): # `name` may be a number, hold NUL, or lead through links in a circle
-        file = Path(os.path.normpath(folder / name))
+        file = strays.on_disk(os.path.normpath(folder / name))
         if anywhere and file.is_file():
             return file
         if not file.is_relative_to(folder): # its absolute path, where the folder was given as a link
             file = folder / os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
-        if file.is_file() and ".." not in file.relative_to(folder).parts and is_inside(file, folder):
+        inside = ".." not in file.relative_to(folder).parts
+        if file.is_file() and inside and is_inside(file, folder):
             return file
+        why = inside and strays.why_gone(file)
+    if why:
+        raise InputError(f"{where}: {name!r:.200}: {why}")
     raise InputError(f"{where}: {name!r:.200} is no file; paths begin at {folder}, and a dataset's must stay inside "
                      "it, also after links (cp -rL makes a copy without links)")

@@ -14,8 +14,10 @@ from PIL import Image, ImageCms
 from PIL.ImageCms import Flags, Intent
 
 from common import InputError, tell
+from extras import strays
 
-PAGE_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 258, 262, 284, 339, 50706 # tags of TIFF
+PAGE_KIND, OLD_KIND, BITS, WHITE_IS_ZERO, PLANES, SIGNED, DNG = 254, 255, 258, 262, 284, 339, 50706 # tags of TIFF
+SMALLER, MASK = 1, 4 # bits of PAGE_KIND
 HDR, WIDE = (16, 18), (9, 12) # of ITU-T H.273: curves of PQ and HLG, primaries of BT.2020 and P3
 ROWS = 256 # of a strip
 MOST_SCANS = 100
@@ -40,6 +42,7 @@ def open_photo(path, source):
         image.filename = "" # or PIL maps the file into memory, and scrambles a TIFF that has to be turned
         if image.format == "TIFF":
             check_tiff(path, image)
+            check_pages(path, source)
         elif "icc_profile" not in image.info:
             check_numbers(path)
     except Exception: # a damaged picture can fail in any way
@@ -53,7 +56,8 @@ def open_photo(path, source):
 def why_not(path, formats):
     """What is wrong with a file that none of these formats can open, and what to do."""
     with open(path, "rb") as file:
-        head = file.read(12)
+        head = file.read(32)
+    strays.refuse_pointer(path, head)
     if not head:
         return "an empty file; replace it"
     # HEIC begins with the length of its first box, "ftyp", and heic, heix, hevc, mif1, ...
@@ -64,7 +68,8 @@ def why_not(path, formats):
     return "no PNG, JPEG, WebP, BMP, TIFF, AVIF or HEIC picture; replace it"
 
 def check_tiff(path, image):
-    """InputError for a TIFF whose first page is not the picture, or whose numbers PIL would take for others."""
+    """InputError for a TIFF whose first page is not the picture, or not the only one, or whose numbers PIL would take
+    for others."""
     tags = image.tag_v2
     if tags.get(PAGE_KIND, 0) & 1 or DNG in tags:
         raise InputError(f"{path}: a raw file, of which only the preview could be read; develop it, and export a JPEG")
@@ -75,6 +80,17 @@ def check_tiff(path, image):
                          "save it with 8 or 16 bits")
     if tags.get(PLANES) == 2 and bits[0] == 16: # PIL takes them for another order
         raise InputError(f"{path}: 16 bits with each colour apart (planar), which is not read; save it interleaved")
+
+def check_pages(path, source):
+    """InputError for a TIFF of several pictures, such as layers or a scanned book. Its further pages may be smaller
+    copies of the first one, or its mask, as cameras and editors write them."""
+    # read apart, as PIL would mix what two pages say of themselves
+    with Image.open(path if source is path else io.BytesIO(source.getvalue()), formats=["TIFF"]) as pages:
+        for n in range(1, pages.n_frames):
+            pages.seek(n)
+            tags = pages.tag_v2
+            if not tags.get(PAGE_KIND, 0) & (SMALLER | MASK) and tags.get(OLD_KIND) != 2: # 2: smaller
+                raise InputError(f"{path}: {pages.n_frames} pages; export one")
 
 def check_numbers(path):
     """InputError for an AVIF or HEIC whose colours are told by numbers of ITU-T H.273, as those of an ICC profile would

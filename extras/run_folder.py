@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common import LONG_TEXT, InputError, checkpoints, is_inside
 from extras.strangers import is_utf8
+from extras.strays import is_broken
 
 FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
 
@@ -25,6 +26,9 @@ def check(folder, tracker):
                          "--tracker out")
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read ({e.strerror}); mend its permissions, or give another one")
+    for place in (folder, *folder.parents):
+        if is_broken(place):
+            raise InputError(f"{place}: a link that leads nowhere; delete it, or make the folder that it leads to")
     if not folder.is_dir(): # a new run's
         return
     for root, folders, files in os.walk(folder, onerror=unreadable):

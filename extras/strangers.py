@@ -64,8 +64,12 @@ def command(words):
 
 def is_inside(path, folder):
     """Whether a path that a file names, or a link that stands in a folder, leads to a place in this folder. Links are
-    followed, also the folder's own. (A snapshot in the hub's cache has links to ../../blobs, which are its files.)"""
+    followed, also the folder's own. (A snapshot in the hub's cache has links to ../../blobs, which are its files; and
+    a folder that older versions have downloaded to leads there from elsewhere. A file there is named by its hash, which
+    nobody knows who does not have the file.)"""
     folder, path = [Path(os.path.realpath(place)) for place in (folder, path)]
+    if path.parent.name == "blobs" and re.match("(datasets|models|spaces)--", path.parent.parent.name):
+        return True
     inside = [folder]
     for above in (folder, *folder.parents):
         if above.parent.name == "snapshots":

@@ -1,28 +1,140 @@
 """
-What lies in a folder of pictures and has none of the suffixes that common.py knows: pictures without a suffix, which
-are taken; what systems leave everywhere, which is passed over; and all others, which one line counts.
+What lies in a folder of pictures beside those that common.py knows by their suffixes: pictures without a suffix, which
+are taken; what systems and programs leave everywhere, which is passed over, and counted in one line; what is not on
+this disk; links to folders; and all others, which one more line counts. Names of a table may be spelled in another
+form of Unicode than those on the disk.
 
 Only a name without any suffix is looked into. One that we do not know often says something of its own: cat.png.part is
 not whole yet, cat.jpg_original and cat.jpg~ are copies from before an edit. Taken, they would be trained, or edited,
 beside cat; so the line names them as the pictures that they are, and a person may rename them.
 """
+import functools
 import os
 import re
+import unicodedata
+from pathlib import Path
 
 import common
 
-JUNK = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r") # of Windows and macOS; names that begin with a dot, too
+# What systems and programs leave in folders, beside names that begin with a dot: .DS_Store, ._cat.png, .Trashes, QNAP's
+# .@__thumb, .stfolder, .dropbox.cache, .ipynb_checkpoints, .git. A bin holds what its owner has deleted, and a folder
+# of thumbnails each picture once more. A name that a person could choose (backup, Recycle, Originals) is none of it.
+JUNK = re.compile(r"""(?xi)
+    \.(?!\.?\Z) .*
+    | @eaDir | \#recycle | \#snapshot | @tmp | SYNO(FILE|PHOTO)_THUMB.* | .*@?Syno(Resource|EAStream) # Synology
+    | @Recycle | @Recently-Snapshot | ~snapshot # QNAP, NetApp
+    | (eh)?thumbs(_vista)?\.db(:encryptable)? | desktop\.ini | .*[:\uf03a]Zone\.Identifier.* # Windows
+    | \$RECYCLE\.BIN | RECYCLER | System\ Volume\ Information | found\.\d{3} | ~\$.*
+    | __MACOSX | Icon[\r\uf00d] | Network\ Trash\ Folder | Temporary\ Items # macOS
+    | lost\+found | __pycache__
+    | picasa\.ini | zbthumbnail\.info | .+\.(xmp|lrdata) # notes and previews of programs for photographs
+    | ~syncthing~.*""", re.DOTALL)
+# what programs that keep folders equal call the other one of two versions: nearly the same picture twice
+CONFLICT = re.compile(r"(?i)\.sync-conflict-\d{8}-|\(.*(conflict(ed)? copy|case conflict|sfconflict).*\)")
+# before and behind the name of a file that is only in a cloud
+AWAY = {(".", ".icloud"): "iCloud", ("", ".nextcloud"): "Nextcloud", ("", ".owncloud"): "ownCloud"}
+POINTER = re.compile(rb"version https://git-lfs|/annex/objects/") # in the place of a file that was not fetched
 # how files begin that common.open_image can open: PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC
 PICTURE = re.compile(rb"(?s)\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp(avi|he|mif1|msf1)")
 NAMED = 2 # files in a line
-NOT_FOLLOWED = "a link to a folder, which is not followed; put the folder itself there, or delete it"
+ERRORS = ("link", "away") # kinds that are an error, as a picture is missed
+
+
+def away_name(name):
+    """.cat.png.icloud -> cat.png, where it stands for a file of common.KINDS; else None."""
+    for before, after in AWAY:
+        inner = name.removeprefix(before).removesuffix(after)
+        if before + inner + after == name and Path(inner).suffix.lower() in common.KINDS:
+            return inner
+
+
+def is_junk(name):
+    """Whether a file or folder of this name is none of a person's."""
+    return bool(JUNK.fullmatch(name)) and not away_name(name)
+
+
+def kind_of_folder(path):
+    """-> None if it is to be read, else "junk", "link", or "unknown" for a folder that stands twice."""
+    if is_junk(path.name):
+        return "junk"
+    if path.is_symlink():
+        return "link"
+    return "unknown" if CONFLICT.search(path.name) else None
 
 
 def kind_of(path):
-    """A file without a known suffix -> "picture", "unknown", or None for junk."""
-    if path.name.startswith(".") or path.name.lower() in JUNK:
-        return None
+    """A file -> one of common.KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown"."""
+    if away_name(path.name):
+        return "away"
+    if is_junk(path.name):
+        return "junk"
+    if CONFLICT.search(path.name):
+        return "unknown"
+    if kind := common.KINDS.get(path.suffix.lower()):
+        return kind
+    if is_broken(path):
+        return "link"
     return "unknown" if path.suffix or not begins_like_picture(path) else "picture"
+
+
+def listed(folder, pattern):
+    """-> what glob finds in a folder, sorted, without junk and second versions."""
+    found = sorted(folder.glob(pattern))
+    return [path for path in found if not is_junk(path.name) and not CONFLICT.search(path.name)]
+
+
+def is_broken(path):
+    return os.path.islink(path) and not os.path.exists(path)
+
+
+def why_gone(path):
+    """Why nothing is at this path, and what to do; None if there is no special reason."""
+    path = Path(path)
+    if is_broken(path):
+        return "a link that leads nowhere; mount what it should lead to, or delete it"
+    for (before, after), cloud in AWAY.items():
+        if not os.path.exists(path) and os.path.exists(path.parent / f"{before}{path.name}{after}"):
+            return f"is in {cloud}, and not on this disk; download it first"
+
+
+def why_not(path):
+    """-> an error line for a file of one of ERRORS."""
+    path = path.with_name(away_name(path.name) or path.name)
+    why = why_gone(path) or "a link to a folder, which is not followed; put the folder itself there, or delete it"
+    return common.error_line(f"{path}: not used: {why}")
+
+
+def refuse_pointer(path, data):
+    """InputError if a file's first bytes are those of git, which has the file itself elsewhere."""
+    if POINTER.match(data):
+        raise common.InputError(f"{path}: a pointer of git lfs or git annex, not the file itself; fetch that: git lfs "
+                                "pull, or git annex get")
+
+
+@functools.lru_cache(64)
+def spellings(folder, changed):
+    """{a name in NFC: the same as the disk has it, maybe several} of what is in a folder; changed: when it was."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        found.setdefault(unicodedata.normalize("NFC", name), []).append(name)
+    return found
+
+
+def on_disk(path):
+    """A path as the disk spells it: macOS and its archives take letters apart (NFD), which others write as one (NFC). A
+    path that is there, or nowhere, stays as it is. InputError if it could be either of two."""
+    path = Path(path)
+    if str(path).isascii() or os.path.lexists(path):
+        return path
+    folder, names = on_disk(path.parent), []
+    try:
+        names = spellings(folder, os.stat(folder).st_mtime_ns).get(unicodedata.normalize("NFC", path.name), [])
+    except (OSError, ValueError): # there is no such folder, or the name is none
+        pass
+    if names[1:]:
+        raise common.InputError(f"{path}: {len(names)} files have this name, in other forms of Unicode; keep one of "
+                                "them")
+    return folder / (names[0] if names else path.name)
 
 
 def begins_like_picture(path):
@@ -41,13 +153,30 @@ def is_named_picture(path):
     return common.KINDS.get(path.suffix.lower()) in ("picture", "other") and path.is_file()
 
 
+def seen_from(folder, path):
+    """A path as seen from a folder: the same text on each system. What lies on another drive of Windows is whole."""
+    try:
+        path = os.path.relpath(path, folder)
+    except ValueError:
+        pass
+    return Path(path).as_posix()
+
+
+def junk_line(folder, paths):
+    """-> a line that counts what is_junk; None if there is none."""
+    names = list(dict.fromkeys(path.name for path in sorted(paths)))
+    if names:
+        return (f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(paths))} "
+                f"({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})")
+
+
 def unused_line(folder, paths, why=""):
     """-> a warning that these files, named as seen from the folder, are not used; None if there are none. why: they
     are not."""
     if not paths:
         return None
     ordered = dict.fromkeys([*filter(begins_like_picture, paths), *paths]) # pictures first
-    names = [os.path.relpath(path, folder) for path in ordered][:NAMED]
+    names = [seen_from(folder, path) for path in ordered][:NAMED]
     files = "1 file is" if len(ordered) == 1 else f"{len(ordered):,} files are"
     line = f"warning: {folder}: {files} not used: {', '.join(names)}{', ...' if len(ordered) > NAMED else ''}"
     return f"{line}; {why or 'to use a picture of them, make it a whole .jpg or .png in a folder that is read'}"
@@ -55,18 +184,19 @@ def unused_line(folder, paths, why=""):
 
 def sort_out(folder, found):
     """Takes all but captions and pictures out of `found`: {(..., kind): paths}, as common.find_files has it -> error
-    lines for links to folders. It tells how many files of the folder are not used, pictures beside those that were
-    found too, and pictures that are called .txt: once a run, as a script reads a dataset before its libraries are
-    loaded, and once more behind."""
-    kinds = {kind: [] for kind in ("link", "unknown")}
+    lines for links to folders, and for what is in a cloud. It tells how many files of the folder are not used, pictures
+    beside those that were found too, and pictures that are called .txt; and how much junk there is: once a run, as a
+    script reads a dataset before its libraries are loaded, and once more behind."""
+    kinds = {kind: [] for kind in ("junk", "unknown", *ERRORS)}
     for key in list(found):
         if key[-1] in kinds:
             kinds[key[-1]] += found.pop(key)
         elif key[-1] == "caption" and begins_like_picture(found[key][0]):
             kinds["unknown"] += found.pop(key)
     read = set(sum(found.values(), []))
-    beside = [path for path in sorted(folder.glob("[!.]*")) if is_named_picture(path) and path not in read]
-    line = unused_line(folder, beside + kinds["unknown"])
-    if line:
-        common.warn_once(line)
-    return [common.error_line(f"{path}: not used: {NOT_FOLLOWED}") for path in kinds["link"]]
+    beside = [path for path in listed(folder, "*") if is_named_picture(path) and path not in read]
+    kinds["junk"] += [path for path in folder.iterdir() if is_junk(path.name)]
+    for line in (unused_line(folder, beside + kinds["unknown"]), junk_line(folder, kinds["junk"])):
+        if line:
+            common.warn_once(line)
+    return [why_not(path) for kind in ERRORS for path in kinds[kind]]

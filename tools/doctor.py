@@ -55,6 +55,7 @@ from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
 
 try:
+    from extras import strays
     from extras.flight import room_for
     from extras.hints import how_many
     from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
@@ -439,7 +440,7 @@ def read_flags():
          "sheet_mask_*.png (default: none)", choices=["auto"])
     flag("--align", None, "new folder for a copy with moved targets repaired", type=Path, metavar="DIR")
     args = parser.parse_args()
-    if args.align and not (args.align.is_dir() and not any(args.align.iterdir())):
+    if args.align and not (args.align.is_dir() and not strays.listed(args.align, "*")):
         common.refuse_to_replace(args.align)
     if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
         raise InputError(f"--align {args.align}: lies in a dataset; give another folder")

@@ -90,7 +90,7 @@ ENDINGS = [mark + word for mark in "-_ ." for word in (
     .split())]
 BESIDE = {"_mask": "mask", "-masklabel": "mask", "-condlabel": ("control", 0, 0)} # endings of pictures beside a target
 WHY_NOT = dict(dict.fromkeys(["picture", "caption"], "no target has this name; rename or delete it"),
-               other="this script cannot read such pictures; convert it to PNG or delete it", link=strays.NOT_FOLLOWED)
+               other="this script cannot read such pictures; convert it to PNG or delete it")
 
 def find_folders(source):
     """-> {role: folder}, by the names in FOLDERS. InputError if two folders have the same role."""
@@ -135,7 +135,8 @@ def why_none_agrees(files, folders):
     shown = []
     for role in [role for role in folders if role != "mask"]:
         pictures = [paths[0].name for (r, _, kind), paths in files.items() if (r, kind) == (role, "picture")]
-        others = {path.suffix.lower() for path in folders[role].rglob("[!.]*") if path.is_file()} - {".txt", ".json"}
+        others = [paths[0].suffix.lower() for (r, _, kind), paths in files.items() if (r, kind) == (role, "unknown")]
+        others = set(others) - {"", ".json"}
         if not pictures and others:
             return f"{folders[role]} has no picture that is read, only {', '.join(sorted(others))}: export them as JPEG"
         shown += pictures[:1]
@@ -193,10 +194,13 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
     beside = {stem for stem in images for end in BESIDE if stem.endswith(end) and stem.removesuffix(end) in images}
     beside -= stems_of("target", "caption", files) # only targets have captions
     targets, samples, problems = {name: {} for name in sorted(images - beside)}, [], []
-    unknown, read = [], set()
+    unknown, junk, read = [], [], set()
     for key, paths in files.items():
-        if key[2] == "unknown":
-            unknown += paths
+        if key[2] in ("unknown", "junk"):
+            (unknown if key[2] == "unknown" else junk).extend(paths)
+            continue
+        if key[2] in strays.ERRORS:
+            problems += map(strays.why_not, paths)
             continue
         owners = meanings(*key, targets)
         for name, what in owners:
@@ -219,10 +223,15 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
                                               *own.get("mask", [])))
     if source: # found by its names; pictures elsewhere in it belong to nothing
         with contextlib.suppress(InputError): # a folder of other things may be unreadable
-            for path in sum(common.find_files(source).values(), []):
-                if strays.is_named_picture(path) and not any(map(path.is_relative_to, folders.values())):
-                    unknown.append(path)
+            for (_, kind), paths in common.find_files(source).items():
+                beside = [path for path in paths if not any(map(path.is_relative_to, folders.values()))]
+                if kind == "junk":
+                    junk += beside
+                else:
+                    unknown += filter(strays.is_named_picture, beside)
     tell_unused(source or target, [path for path in unknown if path not in read])
+    if line := strays.junk_line(source or target, junk):
+        tell(line)
     return samples, problems
 
 def tell_unused(folder, paths, why=""):
@@ -268,7 +277,7 @@ def read_captions(files, controls, suffix, prompts, trigger, wordings, allowed):
     target = files["target"][0]
     captions = files.get("caption", []) + files.get("spare caption", [])
     if suffix != ".txt":
-        beside = [path.with_suffix(suffix) for path in (target, *controls)] if suffix else []
+        beside = [strays.on_disk(path.with_suffix(suffix)) for path in (target, *controls)] if suffix else []
         captions = list(filter(os.path.exists, beside)) # (Path.exists raises for a long name)
     if captions and suffix == ".json":
         raise InputError(f"{captions[0]}: captions in JSON are not supported; write it as .txt, then {ASK}")
@@ -439,9 +448,9 @@ def find_file(table, anywhere, folder, where, cell):
     base = table.parent
     if not isinstance(cell, str) or not cell:
         raise InputError(f"{where}: {cell!r:.100} is not a picture or path; name another column: --columns")
-    file = Path(os.path.normpath(base / cell)) # link/../a.png need not be a.png: normalise it first
-    if anywhere and not os.path.isfile(file) and os.path.isfile(cell):
-        file = Path(cell)
+    file = strays.on_disk(os.path.normpath(base / cell)) # link/../a.png need not be a.png: normalise it first
+    if anywhere and not os.path.isfile(file) and os.path.isfile(elsewhere := strays.on_disk(cell)):
+        file = elsewhere
     if os.path.isfile(file):
         if common.is_inside(file, base):
             return file
@@ -450,6 +459,8 @@ def find_file(table, anywhere, folder, where, cell):
             return file
         raise InputError(f"{where}: {cell!r:.200} lies outside of {base}; if you trust the table, give {table} itself "
                          "as SOURCE")
+    if file.is_relative_to(base) and (why := strays.why_gone(file)):
+        raise InputError(f"{where}: {cell!r:.200}: {why}")
     raise InputError(f"{where}: {cell!r:.200} is not a file in {base}; correct the path, or move the table")
 
 def read_tables(tables, anywhere, folder, columns, alone):
@@ -480,14 +491,22 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 def tell_beside(samples, folder):
     """Prints how many files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
-    used = {os.path.realpath(path) for sample in samples for path in [*common.pictures_of(sample), sample.mask] if path}
-    for place in sorted({Path(path).parent for path in used} - {folder.resolve()}):
-        unused = []
-        for path in sorted(place.glob("[!.]*")):
-            kind = common.KINDS.get(path.suffix.lower()) or strays.kind_of(path)
-            if path.is_file() and kind in ("picture", "other", "unknown") and str(path) not in used:
+    named = [path for sample in samples for path in [*common.pictures_of(sample), sample.mask] if path]
+    used = set(map(os.path.realpath, named))
+    # the place of a link is its own, as it may lead to the hub's blobs
+    places = {os.path.realpath(Path(path).parent): Path(path).parent for path in named}
+    places.pop(os.path.realpath(folder), None)
+    for _, place in sorted(places.items()):
+        unused, junk = [], []
+        for path in sorted(place.iterdir()):
+            kind = strays.kind_of(path)
+            if kind == "junk":
+                junk.append(path)
+            elif path.is_file() and kind in ("picture", "other", "unknown") and os.path.realpath(path) not in used:
                 unused.append(path)
         tell_unused(place, [path for path in unused if path.suffix not in ABOUT], "no row names them")
+        if line := strays.junk_line(place, junk):
+            tell(line)
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 
@@ -614,7 +633,7 @@ def locate(config, name):
     configuration, or at one of the two folders above it, as the trainer is started there: where something exists."""
     folder = config.resolve().parent
     places = [Path(name), config.parent / name, *[above / name for above in folder.parents[:2]]]
-    return next((path for path in places if path.exists()), config.parent / name)
+    return next((path for path in map(strays.on_disk, places) if path.exists()), config.parent / name)
 
 def caption_suffix(extension):
     """txt or .txt -> .txt. ValueError if no file name can end in it."""
@@ -814,8 +833,8 @@ def find_parts(source, columns, alone):
         return read_config(source)
     if source.is_file():
         return [dict(tables=[source], anywhere=True)]
-    parquets = sorted([*source.glob("*.parquet"), *source.glob("data/*.parquet")])
-    files = [path for name in (".", "train", "data") for path in sorted(source.glob(f"{name}/metadata.*"))]
+    parquets = sorted(strays.listed(source, "*.parquet") + strays.listed(source, "data/*.parquet"))
+    files = [path for name in (".", "train", "data") for path in strays.listed(source, f"{name}/metadata.*")]
     for found in (*parquets, *files):
         common.refuse_outside(found, source)
     if parquets:
@@ -831,14 +850,14 @@ def find_parts(source, columns, alone):
     if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
         return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)]
-    names = ", ".join([path.name for path in sorted(source.glob("*"))][:5]) or "nothing"
+    names = ", ".join([path.name for path in strays.listed(source, "*")][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
 
 def convert(args, columns, tmp):
     """Writes TMP/out from what the flags name -> (samples, problems)."""
     source = args.target or args.source
-    old = [path for path in [source, *sorted(source.glob("*"))] if path.suffix in CACHES]
+    old = [path for path in [source, *strays.listed(source, "*")] if path.suffix in CACHES]
     if old and not args.target and not args.alone and not find_folders(source):
         if args.prompt:
             raise InputError(f"--prompt: {source} is a cache of version 1.0, with encoded prompts; leave --prompt out")

@@ -570,6 +570,11 @@ def settings(run):
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
+def name_beside(folder, folders):
+    """-> a path as seen from what these have in common; on Windows two of them may lie on different drives."""
+    shared = [above for above in folder.parents if all(other.is_relative_to(above) for other in folders)]
+    return folder.relative_to(*shared[:1]).as_posix() if shared else folder.as_posix()
+
 def make_page(folders, page, most, watched=False, roots=()):
     """Reads the runs and writes their page -> the lines to print: the hardest samples, and where the page is. watched:
     browsers load it again and again, until the runs are done. roots: the datasets that were trained."""
@@ -578,7 +583,7 @@ def make_page(folders, page, most, watched=False, roots=()):
     for n, run in enumerate(runs):
         run.colour, run.accent, run.title = "ink", "c0", ""
         if names.count(run.name) > 1:
-            run.name = os.path.relpath(run.folder, os.path.commonpath([os.path.abspath(r.folder) for r in runs]))
+            run.name = name_beside(Path(os.path.abspath(run.folder)), [Path(os.path.abspath(r.folder)) for r in runs])
         if len(runs) > 1:
             run.colour = run.accent = f"c{n % 6}"
             run.title = f": {run.name}"
