@@ -5,6 +5,7 @@ sRGB. common.py asks here only about a picture that has one of these.
 The model and all else take pixels to be sRGB. Display P3 (phones), Adobe RGB (cameras), CMYK (print) and gray of
 another gamma hold other numbers for the same colours, so they are converted.
 """
+import contextlib
 import functools
 import io
 import sys
@@ -86,11 +87,12 @@ def check_pages(path, source):
     copies of the first one, or its mask, as cameras and editors write them."""
     # read apart, as PIL would mix what two pages say of themselves
     with Image.open(path if source is path else io.BytesIO(source.getvalue()), formats=["TIFF"]) as pages:
-        for n in range(1, pages.n_frames):
-            pages.seek(n)
-            tags = pages.tag_v2
-            if not tags.get(PAGE_KIND, 0) & (SMALLER | MASK) and tags.get(OLD_KIND) != 2: # 2: smaller
-                raise InputError(f"{path}: {pages.n_frames} pages; export one")
+        with contextlib.suppress(EOFError): # behind the last page
+            while True:
+                pages.seek(pages.tell() + 1)
+                tags = pages.tag_v2
+                if not tags.get(PAGE_KIND, 0) & (SMALLER | MASK) and tags.get(OLD_KIND) != 2: # 2: smaller
+                    raise InputError(f"{path}: several pages; export one")
 
 def check_numbers(path):
     """InputError for an AVIF or HEIC whose colours are told by numbers of ITU-T H.273, as those of an ICC profile would

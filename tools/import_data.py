@@ -135,8 +135,8 @@ def why_none_agrees(files, folders):
     shown = []
     for role in [role for role in folders if role != "mask"]:
         pictures = [paths[0].name for (r, _, kind), paths in files.items() if (r, kind) == (role, "picture")]
-        others = [paths[0].suffix.lower() for (r, _, kind), paths in files.items() if (r, kind) == (role, "unknown")]
-        others = set(others) - {"", ".json"}
+        unread = [paths for (r, _, kind), paths in files.items() if r == role and kind in ("other", "unknown")]
+        others = {path.suffix.lower() for path in sum(unread, [])} - {".json"}
         if not pictures and others:
             return f"{folders[role]} has no picture that is read, only {', '.join(sorted(others))}: export them as JPEG"
         shown += pictures[:1]
@@ -850,7 +850,7 @@ def find_parts(source, columns, alone):
     if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
         return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)]
-    names = ", ".join([path.name for path in strays.listed(source, "*")][:5]) or "nothing"
+    names = ", ".join([path.name for path in sorted(source.glob("*"))][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
 
