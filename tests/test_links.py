@@ -1,0 +1,158 @@
+"""
+Links and spellings: one rule for folders and tables. A link to a file is followed where it stays inside or leads to
+the hub's blobs; one that leads nowhere, or to a folder, is called that; NFC and NFD meet.
+"""
+import json
+import os
+import shutil
+import unicodedata
+from pathlib import Path, PureWindowsPath
+
+import pytest
+
+import common
+from extras import asked, manifest, run_folder, strays
+from tests.harness import add_item, is_one_line, paint_picture, refused, run_script, save
+from tools import page
+
+NFC, NFD = [unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")]
+ROW = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
+
+def image_flags(*images, out_dir="out"):
+    return type("Flags", (), dict(jobs=None, image=list(map(Path, images)), prompt="go", out_dir=Path(out_dir)))
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+def to_blobs(data, blobs):
+    """Each file of a folder becomes a link to one that is named by a hash."""
+    blobs.mkdir(parents=True)
+    for n, path in enumerate(sorted(filter(Path.is_file, data.rglob("*")))):
+        shutil.move(path, blobs / f"{n:064x}")
+        path.symlink_to(os.path.relpath(blobs / f"{n:064x}", path.parent))
+
+@pytest.mark.parametrize("place", ["hub/datasets--me--pairs/snapshots/0a1b", "downloaded", "own/snapshots/main"])
+@pytest.mark.parametrize("form", ["folders", "metadata.jsonl", "a table", "a table in a folder"])
+def test_links_into_the_hubs_blobs_are_files_in_folders_and_tables(tmp_path, place, form):
+    """In its cache, and in a folder that an older version has downloaded to; the table is a link itself."""
+    data = tmp_path / place
+    if form == "folders":
+        add_item(data, "cat")
+    else:
+        for n, name in enumerate(("before/cat.png", "after/cat.png")):
+            save(paint_picture(seed=n), data / name)
+        row = dict(target="after/cat.png", control=["before/cat.png"], prompt="go")
+        (data / ("rows.jsonl" if form == "a table" else "metadata.jsonl")).write_text(json.dumps(row))
+    to_blobs(data, data.parents[1] / "blobs" if "snapshots" in place else tmp_path / "hub/datasets--me--pairs/blobs")
+    if form in ("folders", "metadata.jsonl"):
+        for root in [data, data / "metadata.jsonl"][:2 - (form == "folders")]:
+            samples, problems = common.read_dataset(root)
+            assert len(samples) == 1 and not problems
+            common.look_at_sample(samples[0])
+    source = data / "rows.jsonl" if form == "a table" else data
+    result = run_script("tools/import_data.py", source, tmp_path / "out")
+    assert result.status == 0 and ": 1 samples" in result.out and "not used" not in result.out, result.err
+    samples, problems = common.read_dataset(tmp_path / "out")
+    assert len(samples) == 1 and not problems and not os.path.islink(samples[0].target)
+
+def test_a_link_to_other_blobs_is_not_followed(data, tmp_path):
+    """A folder of this name is not the hub's."""
+    to_blobs(data, tmp_path / "mine/blobs")
+    (data / "rows.jsonl").write_text(json.dumps(ROW))
+    assert all("leads out" in problem for problem in common.read_dataset(data)[1])
+    assert not common.read_dataset(data / "rows.jsonl")[0]
+
+def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path):
+    """In each folder, in tables, to edit, to import; of a picture, a caption, a folder, a table."""
+    why = "a link that leads nowhere"
+    for file in ("control/cat.png", "target/cat.txt", "target/gone", "metadata.jsonl"):
+        folder = tmp_path / file.replace("/", "-")
+        shutil.copytree(data, folder)
+        (folder / file).unlink(missing_ok=True)
+        (folder / file).symlink_to("/nowhere/at/all")
+        (folder / "rows.jsonl").write_text(json.dumps(ROW))
+        (folder / "rows.csv").write_text("target,control,prompt\ntarget/cat.png,control/cat.png,go")
+        if file == "metadata.jsonl":
+            shutil.rmtree(folder / "target")
+            with refused(folder / file, why):
+                common.read_dataset(folder)
+            continue
+        problems = common.read_dataset(folder)[1]
+        result = run_script("tools/import_data.py", folder, tmp_path / "out")
+        assert result.status == 1 and not (tmp_path / "out").exists()
+        problems += result.errors
+        tables = common.read_dataset(folder / "rows.jsonl")[1]
+        tables += run_script("tools/import_data.py", folder / "rows.csv", tmp_path / f"out-{folder.name}").errors
+        assert len(problems) == 2 and all(is_one_line(problem, folder / file, why) for problem in problems), problems
+        assert len(tables) == 2 * (file == "control/cat.png")
+        assert all(is_one_line(problem, file, why) for problem in tables), tables
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.png").symlink_to("nowhere")
+    (tmp_path / "in/b").symlink_to("nowhere")
+    samples, problems = asked.read_samples(image_flags(tmp_path / "in"))
+    assert not samples and len(problems) == 2 and all(is_one_line(problem, why) for problem in problems)
+    with refused(tmp_path / "in/a.png", why):
+        common.open_image(tmp_path / "in/a.png")
+
+def test_a_run_folder_that_is_a_link_to_nowhere_is_called_that(tmp_path):
+    """Not "File exists"; also where only a folder above it is one."""
+    (tmp_path / "out").symlink_to(tmp_path / "unmounted")
+    for folder in (tmp_path / "out", tmp_path / "out/run"):
+        with refused(tmp_path / "out", "leads nowhere"):
+            run_folder.check(folder, "none")
+
+# ---- spellings -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(params=[(NFC, NFD), (NFD, NFC)], ids=["NFD on the disk", "NFC on the disk"])
+def spelled(request, tmp_path):
+    """A dataset whose files and folders are spelled in another form than its tables name them: (folder, a row)."""
+    word, other = request.param
+    data = add_item(tmp_path / "data", f"{other}/{other}", mask=paint_picture(mode="L"))
+    row = dict(target=f"target/{word}/{word}.png", control=[f"control/{word}/{word}.png"], prompt="go",
+               mask=f"mask/{word}/{word}.png")
+    return data, row
+
+def test_a_table_may_spell_names_in_another_form(spelled, tmp_path):
+    """metadata.jsonl, jobs.jsonl, --image and the tables of import_data.py, each picture once; a sample's name is NFC,
+    as from a folder."""
+    data, row = spelled
+    (data / "rows.jsonl").write_text(json.dumps(row))
+    samples, problems = common.read_dataset(data / "rows.jsonl")
+    assert [sample.name for sample in samples] == [f"target/{NFC}/{NFC}"] and samples[0].mask and not problems
+    common.look_at_sample(samples[0])
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(dict(image=f"data/{row['control'][0]}", prompt="go")))
+    samples, problems = manifest.read(tmp_path / "jobs.jsonl", is_job=True)
+    assert len(samples) == 1 and not problems and Path(samples[0].controls[0]).is_file()
+    for image in (data / row["control"][0], data / Path(row["control"][0]).parent):
+        samples, problems = asked.read_samples(image_flags(image))
+        assert len(samples) == 1 and not problems and Path(samples[0].controls[0]).is_file()
+    (data / "rows.csv").write_text("target,control,mask,prompt\n" + ",".join(
+        [row["target"], *row["control"], row["mask"], "go"]), encoding="utf-8")
+    result = run_script("tools/import_data.py", data / "rows.csv", tmp_path / "out")
+    assert result.status == 0 and ": 1 samples" in result.out and "not used" not in result.out, result.err
+
+def test_of_two_names_in_different_forms_none_is_chosen(tmp_path):
+    """Neither in a folder nor in a table that spells it in a third way."""
+    word = "caf\u00e9 \u00fc"
+    forms = [unicodedata.normalize(form, word) for form in ("NFC", "NFD")]
+    data = add_item(tmp_path / "data", forms[0])
+    save(paint_picture(), data / f"target/{forms[1]}.png")
+    problems = common.read_dataset(data)[1]
+    assert any("has the same name; keep one" in problem for problem in problems)
+    mixed = "cafe\u0301 \u00fc"
+    (data / "rows.jsonl").write_text(json.dumps(dict(target=f"target/{mixed}.png", control=[], prompt="go")))
+    [problem] = common.read_dataset(data / "rows.jsonl")[1]
+    assert is_one_line(problem, f"{mixed}.png", "2 files have this name", "keep one")
+
+# ---- separators and drives -------------------------------------------------------------------------------------------
+
+def test_names_have_slashes_on_windows_and_another_drive_is_no_error(monkeypatch):
+    """os.path.relpath writes backslashes there, and raises for a path on another drive, as os.path.commonpath does."""
+    import ntpath
+    monkeypatch.setattr(strays, "Path", PureWindowsPath)
+    monkeypatch.setattr(strays.os, "path", ntpath)
+    monkeypatch.setattr(ntpath, "abspath", ntpath.normpath)
+    assert strays.seen_from(r"C:\data", r"C:\data\target\a.png") == "target/a.png"
+    assert strays.seen_from(r"C:\data", r"D:\target\a.png") == "D:/target/a.png"
+    folders = [PureWindowsPath(path) for path in (r"C:\out\a\run", r"C:\out\b\run", r"D:\out\run")]
+    assert page.name_beside(folders[0], folders[:2]) == "a/run"
+    assert page.name_beside(folders[2], folders) == "D:/out/run"
