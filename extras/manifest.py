@@ -127,10 +127,12 @@ def find_picture(manifest, where, anywhere, name):
             return file
         if not file.is_relative_to(folder): # its absolute path, where the folder was given as a link
             file = folder / os.path.relpath(os.path.realpath(file), os.path.realpath(folder))
-        inside = ".." not in file.relative_to(folder).parts
-        if file.is_file() and inside and is_inside(file, folder):
-            return file
-        why = inside and strays.why_gone(file)
+        if ".." not in file.relative_to(folder).parts:
+            if file.is_file() and is_inside(file, folder):
+                return file
+            why = strays.why_gone(file)
+            if file.is_file():
+                why = f"a link that leads out of {folder}; if you trust it, make a copy without links: cp -rL"
     if why:
         raise InputError(f"{where}: {name!r:.200}: {why}")
     raise InputError(f"{where}: {name!r:.200} is no file; paths begin at {folder}, and a dataset's must stay inside "

@@ -59,7 +59,8 @@ def test_a_link_to_other_blobs_is_not_followed(data, tmp_path):
     to_blobs(data, tmp_path / "mine/blobs")
     (data / "rows.jsonl").write_text(json.dumps(ROW))
     assert all("leads out" in problem for problem in common.read_dataset(data)[1])
-    assert not common.read_dataset(data / "rows.jsonl")[0]
+    [problem] = common.read_dataset(data / "rows.jsonl")[1]
+    assert is_one_line(problem, "rows.jsonl:1", "control/cat.png", "leads out", "cp -rL")
 
 def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path):
     """In each folder, in tables, to edit, to import; of a picture, a caption, a folder, a table."""
