@@ -47,6 +47,7 @@ from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, I
 from extras import finished, names, sources, unchanged
 from extras.asked import about, png_of, read_samples, refuse_nothing
 from extras.keep_from_prune import keep_from_prune
+from extras.strays import on_disk
 
 def read_flags():
     """-> args. Flags that contradict each other end the script here."""
@@ -54,7 +55,7 @@ def read_flags():
                            "[--num_inference_steps N] [--true_cfg_scale X] [--quantize int8] [--offload N]")
     common.add_model_flags(parser)
     flag = parser.group("what to generate")
-    flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=Path)
+    flag("--image", None, "control picture(s), or one folder: each of its pictures", nargs="+", type=on_disk)
     flag("--prompt", None, "the instruction")
     flag("--jobs", None, "jobs.jsonl, or a dataset: many samples in one batch", type=Path)
     flag("--out", None, "PNG to write for --image FILES (default: NAME.png in --out_dir, named after the first, or "

@@ -21,12 +21,11 @@ def read_samples(args):
         if args.jobs.is_file() and args.jobs.suffix != ".jsonl":
             raise InputError(f"--jobs {args.jobs}: the name of a list ends in .jsonl; rename it")
         return common.read_dataset(args.jobs, is_job=True)
-    images = list(map(strays.on_disk, args.image))
-    folder = images[0]
-    if images[1:] and any(map(Path.is_dir, images)):
+    folder = args.image[0]
+    if args.image[1:] and any(map(Path.is_dir, args.image)):
         raise InputError("--image: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
-        return [make_sample("--prompt", folder, folder.stem, None, images, [args.prompt])], []
+        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt

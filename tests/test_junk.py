@@ -15,7 +15,8 @@ from tests.harness import add_item, is_one_line, paint_picture, refused, run_scr
 LEFT = {
     "Synology": ("@eaDir #recycle #snapshot @tmp", "SYNOFILE_THUMB_M.png cat.png@SynoResource cat.png@SynoEAStream"),
     "QNAP": (".@__thumb @Recycle @Recently-Snapshot", ""),
-    "Windows": ("$RECYCLE.BIN RECYCLER found.000", "Thumbs.db ehthumbs.db DESKTOP.INI ~$cat.png cat.png:Zone.Identifier"),
+    "Windows": ("$RECYCLE.BIN RECYCLER found.000",
+                "Thumbs.db ehthumbs.db DESKTOP.INI ~$cat.png cat.png:Zone.Identifier"),
     "macOS": (".AppleDouble .Trashes .fseventsd .Spotlight-V100 __MACOSX", ".DS_Store ._cat.png ._cat.txt Icon\r"),
     "Linux": ("lost+found .Trash-1000 .thumbnails", ".directory .nfs0001"),
     "programs that keep folders equal": (".stfolder .stversions .dropbox.cache .tmp.drivedownload .~tmp~ .sync",
@@ -153,7 +154,8 @@ def test_a_picture_that_is_only_in_a_cloud_is_named(data, tmp_path, form, cloud)
     with refused(place, cloud):
         common.open_image(place)
 
-POINTERS = ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "/annex/objects/MD5E-s1--1.png\n")
+POINTERS = ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            "/annex/objects/MD5E-s1--1.png\n")
 
 @pytest.mark.parametrize("pointer", POINTERS)
 @pytest.mark.parametrize("file", ["target/cat.png", "control/cat.png", "target/cat.txt", "metadata.jsonl", "rows.csv"])

@@ -5,12 +5,14 @@ the hub's blobs; one that leads nowhere, or to a folder, is called that; NFC and
 import json
 import os
 import shutil
+import sys
 import unicodedata
 from pathlib import Path, PureWindowsPath
 
 import pytest
 
 import common
+import predict
 from extras import asked, manifest, run_folder, strays
 from tests.harness import add_item, is_one_line, paint_picture, refused, run_script, save
 from tools import page
@@ -18,8 +20,11 @@ from tools import page
 NFC, NFD = [unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")]
 ROW = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
 
-def image_flags(*images, out_dir="out"):
-    return type("Flags", (), dict(jobs=None, image=list(map(Path, images)), prompt="go", out_dir=Path(out_dir)))
+def edited(image, monkeypatch):
+    """What predict.py would edit by this command -> (samples, problems)."""
+    monkeypatch.setattr(sys, "argv", ["predict.py", "--image", str(image), "--prompt", "go"])
+    monkeypatch.setattr(predict, "refuse_nothing", lambda args: None)
+    return asked.read_samples(predict.read_flags())
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
@@ -62,7 +67,7 @@ def test_a_link_to_other_blobs_is_not_followed(data, tmp_path):
     [problem] = common.read_dataset(data / "rows.jsonl")[1]
     assert is_one_line(problem, "rows.jsonl:1", "control/cat.png", "leads out", "cp -rL")
 
-def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path):
+def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path, monkeypatch):
     """In each folder, in tables, to edit, to import; of a picture, a caption, a folder, a table."""
     why = "a link that leads nowhere"
     for file in ("control/cat.png", "target/cat.txt", "target/gone", "metadata.jsonl"):
@@ -89,7 +94,7 @@ def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.png").symlink_to("nowhere")
     (tmp_path / "in/b").symlink_to("nowhere")
-    samples, problems = asked.read_samples(image_flags(tmp_path / "in"))
+    samples, problems = edited(tmp_path / "in", monkeypatch)
     assert not samples and len(problems) == 2 and all(is_one_line(problem, why) for problem in problems)
     with refused(tmp_path / "in/a.png", why):
         common.open_image(tmp_path / "in/a.png")
@@ -112,7 +117,7 @@ def spelled(request, tmp_path):
                mask=f"mask/{word}/{word}.png")
     return data, row
 
-def test_a_table_may_spell_names_in_another_form(spelled, tmp_path):
+def test_a_table_may_spell_names_in_another_form(spelled, tmp_path, monkeypatch):
     """metadata.jsonl, jobs.jsonl, --image and the tables of import_data.py, each picture once; a sample's name is NFC,
     as from a folder."""
     data, row = spelled
@@ -124,7 +129,7 @@ def test_a_table_may_spell_names_in_another_form(spelled, tmp_path):
     samples, problems = manifest.read(tmp_path / "jobs.jsonl", is_job=True)
     assert len(samples) == 1 and not problems and Path(samples[0].controls[0]).is_file()
     for image in (data / row["control"][0], data / Path(row["control"][0]).parent):
-        samples, problems = asked.read_samples(image_flags(image))
+        samples, problems = edited(image, monkeypatch)
         assert len(samples) == 1 and not problems and Path(samples[0].controls[0]).is_file()
     (data / "rows.csv").write_text("target,control,mask,prompt\n" + ",".join(
         [row["target"], *row["control"], row["mask"], "go"]), encoding="utf-8")
