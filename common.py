@@ -699,7 +699,7 @@ def content_key(**fields):
 
 def refuse_outside(path, folder):
     """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
-    if (why := load_extra("strays", path).why_gone(path)) and os.path.islink(path):
+    if why := load_extra("strays", path).why_gone(path):
         raise InputError(f"{path}: {why}")
     if not is_inside(path, folder):
         raise InputError(f"{path}: a link that leads out of {folder}, and so is not read; if you trust it, make a copy "
