@@ -616,6 +616,7 @@ def main(args):
 
     # what to generate, at which sizes, with which models. Models and LoRAs are hashed before they are loaded (the sizes
     # that the first LoRA's header wants are in the pictures' keys, too)
+    common.on_first_process(lambda: load_extra("disk", "--cache_dir").try_cache(args))
     code = sources.drawing(args)
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
