@@ -39,7 +39,7 @@ from pathlib import Path
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
                     is_index, load_extra, print_problems, read_image, read_mask, read_tensors, tell)
-from extras import sources, unchanged
+from extras import disk, sources, unchanged
 from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
@@ -156,7 +156,7 @@ def find_pipeline(args, weights=True):
     only the VAE, for the pictures of validations)."""
     indexes = all(map(is_index, args.data + args.val_data))
     if not indexes and weights: # (--plan writes nothing)
-        common.on_first_process(lambda: load_extra("disk", "--cache_dir").try_cache(args))
+        common.on_first_process(lambda: disk.try_cache(args))
     folder = find_model(args.model, ["scheduler", "vae"] if indexes else ENCODERS, weights)
     return folder, None if indexes else load_pipeline(folder, args.cache_dir)
 
@@ -464,10 +464,7 @@ def remove_damaged(files, pipe):
             if pipe is None:
                 raise InputError(f"{file}: {what}, and an index alone cannot encode it again; give the dataset as "
                                  "--data, or copy the cache once more")
-            try:
-                file.unlink()
-            except OSError as e:
-                raise InputError(f"{file}: {what}, and cannot be deleted ({e.strerror}); give another --cache_dir")
+            disk.delete(file, what)
             tell(f"{file}: {what}; encoding it again", file=sys.stderr)
 
 def encode_files(pipe, jobs, args):

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import signal
 import sys
 import textwrap
@@ -565,7 +564,7 @@ def write_file(path, data, mark=b""):
         if not (mark and link_new(tmp, path)):
             refuse_to_replace(path, mark) # it may have come since we looked
             os.replace(tmp, path)
-        sync_folder(path.parent)
+        disk.sync_folder(path.parent)
     except OSError as e:
         raise disk.refusal(path, e, f"{len(data):,} bytes cannot be written") from e
     finally:
@@ -594,19 +593,6 @@ def link_new(source, target):
     except OSError as e:
         load_extra("disk", target).say_lack(target.parent, e, "hard links", "of two scripts that write one file at "
                                             "once the last one wins")
-
-def sync_folder(path):
-    """A rename is safe from power loss only when the folder is on the disk too (Windows and some disks cannot)."""
-    if os.name != "nt":
-        disk = load_extra("disk", path)
-        try:
-            folder = os.open(path, os.O_RDONLY)
-        except PermissionError as e: # one that may only be written
-            return disk.say_unsynced(path, e)
-        try:
-            disk.sync(folder, path)
-        finally:
-            os.close(folder)
 
 def prepare_folder(path):
     """Makes the folder. InputError if it cannot be written as write_file does."""
@@ -722,15 +708,6 @@ def numbered(folder, name):
 def checkpoints(run):
     """The checkpoints in a run's folder, oldest first: those with a LoRA, which is written last and deleted first."""
     return [path for path in numbered(run, "checkpoint") if (path / LORA_FILE).is_file()]
-
-def remove_checkpoint(folder):
-    """A warning if it cannot be deleted: NFS keeps files that somebody reads, and Windows, too."""
-    try:
-        (folder / LORA_FILE).unlink(missing_ok=True)
-        shutil.rmtree(folder)
-    except OSError as e:
-        warn_once(f"warning: {folder.parent}: an old checkpoint cannot be deleted ({e.strerror}); tried again after the "
-                  "next one")
 
 def find_run_folder(args, name):
     """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number."""

@@ -139,7 +139,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, bases, finite, unchanged
+from extras import agree, bases, disk, finite, unchanged
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -363,27 +363,27 @@ def write_log(record, sync=False):
             f.write(json.dumps(record) + "\n")
             if sync:
                 f.flush()
-                load_extra("disk").sync(f.fileno(), out_dir)
+                disk.sync(f.fileno(), out_dir)
     except OSError as e:
         raise InputError(f"{out_dir}/log.jsonl: cannot be written ({e.strerror}); free some space, then --resume")
 
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
 def save_checkpoint(step, transformer, lora, optimizer, meta):
-    """Writes a checkpoint, whose LoRA comes last: a folder without one is none (common.checkpoints). So no disk needs to
-    rename a folder. The newest --keep, with this one, and the best stay."""
+    """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
+    rename folders. The newest --keep, with this one, and the best stay."""
     path = out_dir / f"checkpoint-{step:06d}"
     with averaged_weights(optimizer):
         if resume:
             resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
-    common.sync_folder(out_dir)
+    disk.sync_folder(out_dir)
     # whatever is left of others, as of one whose deletion failed, goes too
     kept = [*checkpoints(out_dir)[-args.keep:], path]
     best_steps = best.steps_to_keep(out_dir) if best else ()
     for old in common.numbered(out_dir, "checkpoint"):
         if old not in kept and number_of(old) not in best_steps:
-            common.remove_checkpoint(old)
+            disk.remove_checkpoint(old)
 
 def save_the_rest(step, *state):
     """Before an error ends the run: saves the steps since the last checkpoint. state: as for save_checkpoint."""
@@ -394,8 +394,8 @@ def save_the_rest(step, *state):
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
 def make_model(folder, file, weights):
-    """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns). Without
-    weights: their shapes."""
+    """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns), without
+    weights for their shapes alone."""
     load = partial(predict.load_transformer, folder, args.dtype, weights, file)
     transformer = load()
     if pretrained_file:
@@ -598,11 +598,11 @@ if args.plan:
 # memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
-# On a model without weights: LoRA flags that do not fit it, or a disk without room for checkpoints, end the run now, not
-# after the encoding.
+# On a model without weights: LoRAs or flags that do not fit it, and a disk without room for checkpoints, end the run
+# now, not after the encoding.
 _, lora = make_model(transformer_folder, transformer_file, weights=False)
 if rank == 0 and not args.plan:
-    load_extra("disk").check_room(out_dir, sum(p.numel() for p in lora.values()), args.keep)
+    disk.check_room(out_dir, sum(p.numel() for p in lora.values()), args.keep)
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
               vae=model_folder / "vae")
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)

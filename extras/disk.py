@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import common
-from common import InputError, warn_once
+from common import LORA_FILE, InputError, warn_once
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -32,15 +32,16 @@ def refusal(place, e, what="cannot be written"):
     """-> the InputError of an OSError; what: what failed at this place."""
     reason = reason_of(e)
     if e.errno in (errno.EEXIST, errno.ENOTDIR):
-        return InputError(f"{e.filename or place}: no folder, or a link that leads nowhere ({reason}); move it "
-                          "elsewhere, or give another folder")
-    if getattr(e, "winerror", None) and e.errno == errno.EACCES:
+        return InputError(f"{e.filename or place}: cannot be written, as it is no folder, or a link that leads nowhere "
+                          f"({reason}); move it elsewhere, or give another folder")
+    plain = what.endswith("cannot be written")
+    if os.name == "nt" and e.errno == errno.EACCES:
         remedy = "close the program that has it open, or mend the permissions"
-    elif e.filename2 and e.errno in LACKING: # of os.replace alone
+    elif plain and e.filename2 and e.errno in LACKING: # only os.replace has two names
         what, remedy = "this disk cannot rename files", "give a folder on another disk"
     elif e.errno in FULL:
         remedy = "free some space, and run again"
-    elif e.errno in FORBIDDEN and what.endswith("cannot be written"):
+    elif plain and e.errno in FORBIDDEN:
         remedy = "mend its permissions, or give another folder"
     elif e.errno == errno.ENAMETOOLONG:
         remedy = "give shorter names"
@@ -63,6 +64,31 @@ def say_unsynced(place, e):
     say_lack(place, e, "fsync", "a power loss may cost what was written last")
 
 
+def sync_folder(path):
+    """A rename is safe from power loss only when the folder is on the disk, too (Windows cannot do that)."""
+    if os.name == "nt":
+        return
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except PermissionError as e: # one that may only be written
+        return say_unsynced(path, e)
+    try:
+        sync(folder, path)
+    finally:
+        os.close(folder)
+
+
+def remove_checkpoint(folder):
+    """Its LoRA goes first, without which it is none. A warning if it cannot be deleted: NFS keeps files that somebody
+    reads, as Windows does."""
+    try:
+        (folder / LORA_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as e:
+        warn_once(f"warning: {folder.parent}: an old checkpoint cannot be deleted ({reason_of(e)}); tried again after "
+                  "the next one")
+
+
 def say_lack(place, e, what, then):
     """Once for a disk, which its mount point names; nothing if this OSError is about another thing."""
     if e.errno in LACKING:
@@ -70,6 +96,14 @@ def say_lack(place, e, what, then):
         while not os.path.ismount(disk):
             disk = disk.parent
         warn_once(f"{disk}: no {what} on this disk ({reason_of(e)}): {then}")
+
+
+def delete(file, what):
+    """InputError if a file of the cache, which is damaged as `what` says, cannot be deleted."""
+    try:
+        file.unlink()
+    except OSError as e:
+        raise InputError(f"{file}: {what}, and cannot be deleted ({reason_of(e)}); give another --cache_dir")
 
 
 def try_out(folder, append=False):
@@ -103,7 +137,7 @@ def try_renames(folder):
         trial.mkdir(parents=True)
         os.replace(trial, trial.with_suffix(".2"))
     except OSError as e:
-        raise InputError(f"{folder}: this disk cannot rename folders ({reason_of(e)}); give a folder on another disk")
+        raise refusal(folder, e, "this disk cannot rename folders")
     finally:
         for path in (trial, trial.with_suffix(".2")):
             with contextlib.suppress(OSError):
@@ -116,7 +150,7 @@ def try_cache(args):
     try:
         try_out(Path(args.cache_dir))
     except InputError as e:
-        if not Path(args.cache_dir, "latents").is_dir():
+        if not Path(args.cache_dir, "latents").is_dir() and vars(args).get("use_cache", True):
             raise
         warn_once(f"warning: {str(e).removeprefix('error: ').split('; ')[0]}: it serves only if it is complete")
 
@@ -164,8 +198,8 @@ def check_room(folder, numbers, keep):
     if size <= min(free, TRIED):
         free = min(free, room_for(folder, files))
     if free < size:
-        raise InputError(f"{folder}: has room for {free / 1e9:.3g} GB, and a checkpoint takes {size / 1e9:.3g} GB; free "
-                         "some space, or give a folder on another disk")
+        raise InputError(f"{folder}: has room for {free / 1e9:.3g} GB, and a checkpoint takes {size / 1e9:.3g} GB; "
+                         "free some space, or give a folder on another disk")
     if free < more * size + files[0]:
         warn_once(f"warning: {folder}: has room for {int(free // size)} more checkpoints of {size / 1e9:.3g} GB, and "
                   f"--keep {keep} will need {more}, and the finished LoRA; free some space")

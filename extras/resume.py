@@ -25,8 +25,8 @@ import torch
 
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, find_extra, first_words,
-                    is_index, load_extra, number_of, numbered, read_header, read_tensors, remove_checkpoint, say,
-                    write_tensors)
+                    is_index, load_extra, number_of, numbered, read_header, read_tensors, say, write_tensors)
+from extras.disk import remove_checkpoint
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -174,8 +174,8 @@ def from_its_lora(out_dir):
 def clean_folder(out_dir, step):
     """Removes what an earlier process has left: half-written files and checkpoints, and what marks a run as finished.
     The checkpoints after this step, which are damaged, get another name: they must not count for --keep -> the lines of
-    the log that stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have left
-    half a line."""
+    the log that stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have
+    left half a line."""
     for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
