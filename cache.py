@@ -464,7 +464,7 @@ def remove_damaged(files, pipe):
             if pipe is None:
                 raise InputError(f"{file}: {what}, and an index alone cannot encode it again; give the dataset as "
                                  "--data, or copy the cache once more")
-            disk.delete(file, what)
+            disk.delete(file, what, "give another --cache_dir")
             tell(f"{file}: {what}; encoding it again", file=sys.stderr)
 
 def encode_files(pipe, jobs, args):

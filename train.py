@@ -383,7 +383,7 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     best_steps = best.steps_to_keep(out_dir) if best else ()
     for old in common.numbered(out_dir, "checkpoint"):
         if old not in kept and number_of(old) not in best_steps:
-            disk.remove_checkpoint(old)
+            disk.remove_old(old)
 
 def save_the_rest(step, *state):
     """Before an error ends the run: saves the steps since the last checkpoint. state: as for save_checkpoint."""
@@ -394,8 +394,8 @@ def save_the_rest(step, *state):
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
 def make_model(folder, file, weights):
-    """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns), without
-    weights for their shapes alone."""
+    """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: what learns). Without
+    weights they are shapes alone."""
     load = partial(predict.load_transformer, folder, args.dtype, weights, file)
     transformer = load()
     if pretrained_file:

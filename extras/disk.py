@@ -78,15 +78,15 @@ def sync_folder(path):
         os.close(folder)
 
 
-def remove_checkpoint(folder):
-    """Its LoRA goes first, without which it is none. A warning if it cannot be deleted: NFS keeps files that somebody
-    reads, as Windows does."""
+def remove_old(folder):
+    """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder of a run. A warning if
+    that fails: NFS keeps files that somebody reads, as Windows does."""
     try:
         (folder / LORA_FILE).unlink(missing_ok=True)
         shutil.rmtree(folder)
     except OSError as e:
-        warn_once(f"warning: {folder.parent}: an old checkpoint cannot be deleted ({reason_of(e)}); tried again after "
-                  "the next one")
+        old = folder.name.rstrip("0123456789") # one line for all of them
+        warn_once(f"warning: {folder.parent}: an old {old}... cannot be deleted ({reason_of(e)}); tried again later")
 
 
 def say_lack(place, e, what, then):
@@ -98,12 +98,12 @@ def say_lack(place, e, what, then):
         warn_once(f"{disk}: no {what} on this disk ({reason_of(e)}): {then}")
 
 
-def delete(file, what):
-    """InputError if a file of the cache, which is damaged as `what` says, cannot be deleted."""
+def delete(file, why, remedy):
+    """Deletes a file of a cache. why: what is wrong with it; InputError if that cannot be done."""
     try:
-        file.unlink()
+        file.unlink(missing_ok=True)
     except OSError as e:
-        raise InputError(f"{file}: {what}, and cannot be deleted ({reason_of(e)}); give another --cache_dir")
+        raise InputError(f"{file}: {why}, and cannot be deleted ({reason_of(e)}); {remedy}")
 
 
 def try_out(folder, append=False):

@@ -26,7 +26,7 @@ import torch
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, find_extra, first_words,
                     is_index, load_extra, number_of, numbered, read_header, read_tensors, say, write_tensors)
-from extras.disk import remove_checkpoint
+from extras.disk import remove_old
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -186,7 +186,7 @@ def clean_folder(out_dir, step):
         if number_of(path) > step and path in damaged:
             put_aside(path)
         elif number_of(path) > step:
-            remove_checkpoint(path)
+            remove_old(path)
     for name in ("DONE", LORA_FILE):
         (out_dir / name).unlink(missing_ok=True)
     log = out_dir / "log.jsonl"
@@ -205,7 +205,7 @@ def put_aside(folder):
             os.replace(file, aside / file.name)
     except OSError as e:
         raise InputError(f"{folder}: is damaged, and cannot be moved aside ({e.strerror}); delete it")
-    remove_checkpoint(folder)
+    remove_old(folder)
 
 
 def is_record(line, step):

@@ -128,17 +128,17 @@ def test_a_damaged_checkpoint_is_put_aside_file_by_file(tmp_path, unbroken):
 def test_a_checkpoint_that_cannot_be_deleted_is_one_warning_and_goes_later(tmp_path, small, monkeypatch, faults):
     """NFS keeps what somebody reads. What is left over is no half checkpoint, and the next one deletes it."""
     run, flags = tmp_path / "run", [*small.flags, "--out_dir", tmp_path / "run", "--save_every", 1, "--keep", 1]
-    real = disk.remove_checkpoint
+    real = disk.remove_old
 
     def refuse(folder):
         with bad_disk(run, faults):
             real(folder)
-    monkeypatch.setattr(disk, "remove_checkpoint", refuse)
+    monkeypatch.setattr(disk, "remove_old", refuse)
     result = run_script("train.py", *flags, "--max_steps", 3)
-    assert result.status == 0 and count("an old checkpoint cannot be deleted", result) == 1, result.err
+    assert result.status == 0 and count("an old checkpoint-... cannot be deleted", result) == 1, result.err
     assert len(list(run.glob("checkpoint-*"))) == 3 and steps_of(run) == ([3] if "rmdir" in faults else [1, 2, 3])
     assert_checkpoints_whole(run)
-    monkeypatch.setattr(disk, "remove_checkpoint", real)
+    monkeypatch.setattr(disk, "remove_old", real)
     assert run_script("train.py", *flags, "--max_steps", 4, "--resume").status == 0
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000004"]
 
@@ -197,6 +197,23 @@ def test_less_room_than_keep_needs_is_a_warning(tmp_path, monkeypatch, capsys):
     assert "room for 2 more checkpoints of 0.012 GB, and --keep 2 will need 3" in capsys.readouterr().err
     disk.check_room(tmp_path, 10**6, 1)
     assert not capsys.readouterr().err
+
+def test_a_tool_that_renames_a_folder_at_its_end_tries_that_first(tmp_path, small, two_loras, no_models):
+    data = small.folder / "data"
+    with bad_disk(tmp_path, "bucket"):
+        for script, *flags in (["tools/convert_lora.py", two_loras[0], "--to", "model", "--out", tmp_path / "x"],
+                               ["tools/import_data.py", data, tmp_path / "x"],
+                               ["tools/doctor.py", data, "--out", tmp_path / "o", "--align", tmp_path / "x"]):
+            result = run_script(script, *flags)
+            assert result.status == 1 and is_one_line(result.errors[-1], tmp_path, "cannot rename folders"), result.err
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
+
+def test_what_prune_cannot_delete_is_one_line(tmp_path, small):
+    folder = shutil.copytree(small.cache, tmp_path / "c")
+    (folder / "tiny-data.json").unlink()
+    with bad_disk(folder, dict(write=errno.EROFS)):
+        result = run_script("tools/prune.py", folder, "--delete")
+    assert result.status == 1 and is_one_line(result.errors[0], folder, "cannot be deleted"), result.err
 
 # ---- locks -----------------------------------------------------------------------------------------------------------
 
