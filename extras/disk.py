@@ -137,7 +137,8 @@ def try_renames(folder):
         trial.mkdir(parents=True)
         os.replace(trial, trial.with_suffix(".2"))
     except OSError as e:
-        raise refusal(folder, e, "this disk cannot rename folders")
+        if e.errno in LACKING: # what else is wrong the tool will say
+            raise refusal(folder, e, "this disk cannot rename folders")
     finally:
         for path in (trial, trial.with_suffix(".2")):
             with contextlib.suppress(OSError):
