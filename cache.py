@@ -39,7 +39,7 @@ from pathlib import Path
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
                     is_index, load_extra, print_problems, read_image, read_mask, read_tensors, tell)
-from extras import sources, unchanged
+from extras import disk, sources, unchanged
 from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
@@ -155,6 +155,8 @@ def find_pipeline(args, weights=True):
     """-> (the folder of --model, load_pipeline of it, or None where all datasets are indexes: these need no encoders,
     only the VAE, for the pictures of validations)."""
     indexes = all(map(is_index, args.data + args.val_data))
+    if not indexes and weights: # (--plan writes nothing)
+        common.on_first_process(lambda: disk.try_cache(args))
     folder = find_model(args.model, ["scheduler", "vae"] if indexes else ENCODERS, weights)
     return folder, None if indexes else load_pipeline(folder, args.cache_dir)
 
@@ -462,8 +464,8 @@ def remove_damaged(files, pipe):
             if pipe is None:
                 raise InputError(f"{file}: {what}, and an index alone cannot encode it again; give the dataset as "
                                  "--data, or copy the cache once more")
+            disk.delete(file, what, "give another --cache_dir")
             tell(f"{file}: {what}; encoding it again", file=sys.stderr)
-            file.unlink()
 
 def encode_files(pipe, jobs, args):
     """Encodes and writes {file: (sample, encoder, what)}, all latents before all texts -> {file: error line}. Other
@@ -594,7 +596,7 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
     failed = {}
-    with keep_from_prune(samples + val_samples if encode and pipe else [], args.cache_dir, files_of):
+    with keep_from_prune(samples + val_samples if encode and pipe else [], args.cache_dir, files_of) as writable:
         if encode:
             failed = encode_samples(pipe, samples + val_samples, args, verify)
             # a sample whose encoding failed is no sample
@@ -607,7 +609,7 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
         if not samples:
             raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
         indexes = common.find_extra("indexes")
-        if encode and pipe and indexes and common.rank() == 0: # which another machine can train from
+        if encode and pipe and indexes and writable and common.rank() == 0: # which another machine can train from
             indexes.write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
     if masks := common.find_extra("mask"): # behind the indexes, which serve other weights, too
         samples, val_samples = masks.check_weights(args, samples, val_samples)

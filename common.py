@@ -15,7 +15,6 @@ import re
 import secrets
 import signal
 import sys
-import tempfile
 import textwrap
 import unicodedata
 import weakref
@@ -553,6 +552,7 @@ def write_file(path, data, mark=b""):
     """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
     there is the old file or the new one, never a part. mark: a regular expression for the first bytes of what may be
     replaced; by default all may be. Exists if something else is there, InputError if the disk is full or read-only."""
+    disk = load_extra("disk", path)
     refuse_to_replace(path, mark)
     tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
@@ -560,14 +560,13 @@ def write_file(path, data, mark=b""):
         with open(tmp, "xb") as f:
             f.write(data)
             f.flush()
-            os.fsync(f.fileno())
+            disk.sync(f.fileno(), path.parent)
         if not (mark and link_new(tmp, path)):
             refuse_to_replace(path, mark) # it may have come since we looked
             os.replace(tmp, path)
-        sync_folder(path.parent)
+        disk.sync_folder(path.parent)
     except OSError as e:
-        raise InputError(f"{path}: {len(data):,} bytes cannot be written ({e.strerror}); free some space, or fix the "
-                         "folder's permissions, and run again")
+        raise disk.refusal(path, e, f"{len(data):,} bytes cannot be written") from e
     finally:
         with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
             tmp.unlink(missing_ok=True)
@@ -588,31 +587,23 @@ def refuse_to_replace(path, mark=NOTHING):
 def link_new(source, target):
     """Gives a file one more name -> whether it has it: not if anything had it before, which is one act, whoever else
     tries; nor on a disk without hard links, where two processes may both see that nothing is there."""
-    with contextlib.suppress(OSError):
+    try:
         os.link(source, target)
         return True
-
-def sync_folder(path):
-    """A rename is safe from power loss only when the folder is on the disk too (Windows cannot do that)."""
-    if os.name != "nt":
-        folder = os.open(path, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+    except OSError as e:
+        load_extra("disk", target).say_lack(target.parent, e, "hard links", "of two scripts that write one file at "
+                                            "once the last one wins")
 
 def prepare_folder(path):
-    """Makes the folder. InputError if no file can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as e:
-        raise InputError(f"{path}: cannot be written ({e.strerror}); choose another folder")
+    """Makes the folder. InputError if it cannot be written as write_file does."""
+    load_extra("disk", path).try_out(path)
 
 def remove_unused(folder):
     """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""
     with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
         if os.listdir(folder) == [".lock"]:
             os.unlink(folder / ".lock")
-            os.rmdir(folder)
+        os.rmdir(folder) # only if it is empty
 
 FORMAT = 3 # of the files of write_tensors: add 1 when they change. extras/formats.py knows the others
 NO_DIGEST = "0" * 64
@@ -717,8 +708,8 @@ def numbered(folder, name):
     return sorted(found, key=number_of)
 
 def checkpoints(run):
-    """The checkpoints in a run's folder, oldest first."""
-    return numbered(run, "checkpoint")
+    """The checkpoints in a run's folder, oldest first: those with a LoRA, which is written last and deleted first."""
+    return [path for path in numbered(run, "checkpoint") if (path / LORA_FILE).is_file()]
 
 def find_run_folder(args, name):
     """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number."""
@@ -738,18 +729,21 @@ def lock_folder(args, folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
     --out_dir has just taken this folder, ours is the next number."""
     import filelock
-    made = not folder.exists()
-    prepare_folder(folder)
-    for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
-        refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
-    # the system releases a lock when its process dies, so a killed run leaves none behind
-    lock = filelock.FileLock(folder / ".lock")
+    made, lock, disk = not folder.exists(), filelock.FileLock(folder / ".lock"), load_extra("disk", "--out_dir")
+    disk.try_out(folder, append=True)
     try:
-        lock.acquire(blocking=False)
+        if os.path.isfile(folder / ".lock"):
+            with open(folder / ".lock", "rb") as f:
+                f.read(1) # Windows lets nobody read what another process has locked
+        for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
+            refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
+        # the system releases a lock when its process dies, so a killed run leaves none behind
+        if disk.has_locks(folder):
+            lock.acquire(blocking=False)
         if made:
             weakref.finalize(lock, remove_unused, folder) # if the run fails before its log begins
         return folder, lock
-    except filelock.Timeout:
+    except (filelock.Timeout, PermissionError):
         if args.out_dir or args.resume:
             raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
         return lock_folder(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)

@@ -44,7 +44,7 @@ from time import monotonic
 import common
 from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
                     is_one_file, load_extra, noise_level, number, pixels, png_name, positive, seed_number, tell)
-from extras import finished, names, sources, unchanged
+from extras import disk, finished, names, sources, unchanged
 from extras.asked import about, png_of, read_samples, refuse_nothing
 from extras.keep_from_prune import keep_from_prune
 from extras.strays import on_disk
@@ -650,6 +650,8 @@ def main(args):
     is_finished = partial(finished.is_finished, {p.key: p.code for p in pictures}, look)
     pictures, given = common.on_first_process(lambda: names.find_results(pictures, inputs, args, is_finished))
     missing = [p for p in pictures if not p.done]
+    if missing:
+        common.on_first_process(lambda: disk.try_cache(args))
     if first:
         finished.describe(args.out_dir, pictures, look)
 

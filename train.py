@@ -30,7 +30,6 @@ import contextlib
 import hashlib
 import json
 import math
-import shutil
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -140,7 +139,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, bases, finite, unchanged
+from extras import agree, bases, disk, finite, unchanged
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -364,39 +363,40 @@ def write_log(record, sync=False):
             f.write(json.dumps(record) + "\n")
             if sync:
                 f.flush()
-                os.fsync(f.fileno())
+                disk.sync(f.fileno(), out_dir)
     except OSError as e:
         raise InputError(f"{out_dir}/log.jsonl: cannot be written ({e.strerror}); free some space, then --resume")
 
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
 def save_checkpoint(step, transformer, lora, optimizer, meta):
-    """Writes a checkpoint, which appears whole or not at all. The newest --keep, with this one, and the best stay."""
-    tmp, path = out_dir / f".tmp-checkpoint-{step:06d}", out_dir / f"checkpoint-{step:06d}"
-    shutil.rmtree(tmp, ignore_errors=True)
+    """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
+    rename folders. The newest --keep, with this one, and the best stay."""
+    path = out_dir / f"checkpoint-{step:06d}"
     with averaged_weights(optimizer):
-        predict.save_lora(tmp / LORA_FILE, transformer, dict(step=step, **meta))
         if resume:
-            resume.save_optimizer(tmp, optimizer, lora, step=step, config=config)
-    # the rename is the moment at which the checkpoint exists; a kill before it leaves the older ones as they were
-    os.replace(tmp, path)
-    common.sync_folder(out_dir)
-    kept = best.steps_to_keep(out_dir) if best else ()
-    for old in checkpoints(out_dir)[:-args.keep]:
-        if number_of(old) not in kept:
-            shutil.rmtree(old)
+            resume.save_optimizer(path, optimizer, lora, step=step, config=config)
+        predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
+    disk.sync_folder(out_dir)
+    # whatever is left of others, as of one whose deletion failed, goes too
+    kept = [*checkpoints(out_dir)[-args.keep:], path]
+    best_steps = best.steps_to_keep(out_dir) if best else ()
+    for old in common.numbered(out_dir, "checkpoint"):
+        if old not in kept and number_of(old) not in best_steps:
+            disk.remove_old(old)
 
 def save_the_rest(step, *state):
     """Before an error ends the run: saves the steps since the last checkpoint. state: as for save_checkpoint."""
-    if rank == 0 and step and not (out_dir / f"checkpoint-{step:06d}").exists():
+    if rank == 0 and step and not (out_dir / f"checkpoint-{step:06d}" / LORA_FILE).exists():
         save_checkpoint(step, *state)
         say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
-def make_model(folder, file):
-    """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: all that learns)."""
-    load = partial(predict.load_transformer, folder, args.dtype, weights=not args.plan, file=file)
+def make_model(folder, file, weights):
+    """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: what learns). Without
+    weights they are shapes alone."""
+    load = partial(predict.load_transformer, folder, args.dtype, weights, file)
     transformer = load()
     if pretrained_file:
         lora_config = predict.config_of(*pretrained)
@@ -413,7 +413,7 @@ def make_model(folder, file):
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
     if lora_args: # all weights are compared with those of a transformer that is loaded once more
         load_extra("lora_args").refuse_added(transformer, load, lora_args)
-    if pretrained_file and not args.plan:
+    if pretrained_file and weights:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, sample_lora_files)
     unchanged.refuse_replaced(sample_lora_files, sample_loras, common.file_hash)
@@ -598,8 +598,11 @@ if args.plan:
 # memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
-if args.sample_lora: # on a model without weights: a LoRA that does not fit ends the run now, not after the encoding
-    predict.load_loras(predict.load_transformer(transformer_folder, args.dtype, weights=False), sample_lora_files)
+# On a model without weights: LoRAs or flags that do not fit it, and a disk without room for checkpoints, end the run
+# now, not after the encoding.
+_, lora = make_model(transformer_folder, transformer_file, weights=False)
+if rank == 0 and not args.plan:
+    disk.check_room(out_dir, sum(p.numel() for p in lora.values()), args.keep)
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
               vae=model_folder / "vae")
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
@@ -621,7 +624,7 @@ if encoders:
 # Model: the frozen base in --dtype, and on it a LoRA in fp32, whose weights are all that learns. The scheduler's config
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
-transformer, lora = make_model(transformer_folder, transformer_file)
+transformer, lora = make_model(transformer_folder, transformer_file, weights=not args.plan)
 pretrained = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)

@@ -3,7 +3,6 @@ The pictures of a validation: at most --val_pictures of --val_data, without and 
 their targets. train.py makes a Drawer before its first step, and calls it in each validation. Without this file a
 validation computes its loss alone.
 """
-import shutil
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ import cache
 import common
 import predict
 from common import InputError, tell
-from extras import finite
+from extras import disk, finite
 from extras.names import picture_stem
 
 
@@ -168,7 +167,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
         drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
         for old in drawn[:-20]:
-            shutil.rmtree(old)
+            disk.remove_old(old)
         records = [record for _, record in rows]
         sheets, sheet = {}, common.find_extra("sheet")
         if sheet and rows:

@@ -1,6 +1,7 @@
 """
 The files that a script is about to need: CACHE_DIR/.planned-TOKEN lists them, so that tools/prune.py, which knows the
-files of indexes only, leaves them alone while they are encoded and until an index names them or pictures are drawn.
+files of indexes only, leaves them alone while they are encoded and until an index names them or pictures are drawn. A
+cache that cannot be written has no such list, and serves if it is complete.
 """
 import contextlib
 import secrets
@@ -11,17 +12,32 @@ import common
 
 @contextlib.contextmanager
 def keep_from_prune(samples, cache_dir, files_of):
-    """Within `with` the list is there, written by the first process. It goes whether the block succeeds, fails or is
-    interrupted; only a process that was killed leaves its list. files_of: cache.files_of. (An index of another folder
-    has its files there, and keeps them itself.)"""
-    files = set()
-    for sample in samples if common.rank() == 0 else []:
-        files.update(f"{file.parent.name}/{file.name}" for file in files_of(sample))
+    """Within `with` the list is there, written by the first process -> whether the cache can be written; InputError if
+    not, and if it lacks a file. The list goes whether the block succeeds, fails or is interrupted; only a process that
+    was killed leaves it. files_of: cache.files_of. (An index of another folder has its files there, and keeps them
+    itself.)"""
     # each command has its own list, as several may work on the same pictures
     path = Path(cache_dir, f".planned-{secrets.token_hex(16)}")
-    if files:
-        common.write_file(path, "\n".join(sorted(files)).encode())
+    writable = common.on_first_process(lambda: write_list(path, samples, files_of))
     try:
-        yield
+        yield writable
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError): # as a list of a killed process
+            path.unlink(missing_ok=True)
+
+
+def write_list(path, samples, files_of):
+    files = {file for sample in samples for file in files_of(sample)}
+    names = sorted(f"{file.parent.name}/{file.name}" for file in files)
+    try:
+        if files:
+            common.write_file(path, "\n".join(names).encode())
+        return True
+    except common.InputError as e:
+        missing = sum(not file.is_file() for file in files)
+        if missing:
+            index = min(path.parent.glob("*.json"), default="")
+            other = f", or one of its indexes as --data, such as {index}" if index else ""
+            raise common.InputError(f"--cache_dir {path.parent}: cannot be written ({e.__cause__.strerror}), and lacks "
+                                    f"{missing} of {len(files)} files; give another folder{other}")
+        return False # as extras/disk.py has said

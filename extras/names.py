@@ -14,7 +14,8 @@ import re
 from itertools import count
 from pathlib import Path
 
-from common import NAME_BYTES, NOTHING, Exists, InputError, prepare_folder, refuse_to_replace, write_file
+from common import (NAME_BYTES, NOTHING, Exists, InputError, load_extra, prepare_folder, refuse_to_replace,
+                    write_file)
 
 OURS = rb"tEXtkey\0" # is in every picture that predict.save_png has written
 BEFORE = 8 + 25 # bytes of a PNG that stand before its first chunk of text, which has the key
@@ -78,9 +79,9 @@ def wanted(sample, args, end):
     return path.with_stem(path.stem + end), bool(given)
 
 
-def beside(path, end):
-    """-> a name that begins as this one and has an end such as -2.png: a long one is cut."""
-    stem = os.fsencode(path.stem)[:NAME_BYTES - len(end)].decode(errors="ignore") # never half a letter
+def beside(path, end, most=NAME_BYTES):
+    """-> a name of so many bytes at most that begins as this one and has an end such as -2.png: a long one is cut."""
+    stem = os.fsencode(path.stem)[:most - len(end)].decode(errors="ignore") # never half a letter
     return path.with_name(stem + end)
 
 
@@ -103,8 +104,13 @@ def find_results(pictures, inputs, args, finished):
     places that the user has given, in small letters). InputError if one of these is another's. inputs: paths of the
     pictures that are read; finished(path, key): whether a file is that result, and whole."""
     read = {identity_of(path) for path in inputs}
-    for picture in pictures:
-        if len(os.fsencode(picture.path.name)) > NAME_BYTES:
+    long = [picture for picture in pictures if len(os.fsencode(picture.path.name)) > 100]
+    most = load_extra("disk", "--out_dir").longest_name(args.out_dir) if long else 0
+    for picture in long:
+        length = len(os.fsencode(picture.path.name))
+        if most < length <= NAME_BYTES and not picture.given:
+            picture.path = beside(picture.path, ".png", most - 16) # names_from may add a number, a sheet its own end
+        elif most < length:
             raise InputError(f"{picture.path}: its name is too long for a file; give a shorter one, with --out or a "
                              "line of --jobs")
     given = [picture for picture in pictures if picture.given]

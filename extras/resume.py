@@ -13,6 +13,7 @@ optimizer itself has put such data.
 import contextlib
 import io
 import json
+import os
 import random
 import shutil
 import sys
@@ -24,7 +25,8 @@ import torch
 
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, find_extra, first_words,
-                    is_index, load_extra, number_of, read_header, read_tensors, say, write_tensors)
+                    is_index, load_extra, number_of, numbered, read_header, read_tensors, say, write_tensors)
+from extras.disk import remove_old
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -170,24 +172,40 @@ def from_its_lora(out_dir):
 
 
 def clean_folder(out_dir, step):
-    """Removes what an earlier process has left: half-written files, and what marks a run as finished. The checkpoints
-    after this step, which are damaged, get another name: they must not count for --keep -> the lines of the log that
-    stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have left half a
-    line."""
+    """Removes what an earlier process has left: half-written files and checkpoints, and what marks a run as finished.
+    The checkpoints after this step, which are damaged, get another name: they must not count for --keep -> the lines of
+    the log that stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have
+    left half a line."""
     for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
-    for path in checkpoints(out_dir):
-        if number_of(path) > step:
-            path.rename(f"{path}.damaged-{time.time_ns()}")
+    damaged = checkpoints(out_dir)
+    for path in numbered(out_dir, "checkpoint"):
+        if number_of(path) > step and path in damaged:
+            put_aside(path)
+        elif number_of(path) > step:
+            remove_old(path)
     for name in ("DONE", LORA_FILE):
         (out_dir / name).unlink(missing_ok=True)
     log = out_dir / "log.jsonl"
     lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
     first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
     return first + [line for line in lines[1:] if is_record(line, step)]
+
+
+def put_aside(folder):
+    """Moves the files of a damaged checkpoint to another folder, for a person, the LoRA first: without it this is no
+    checkpoint. (Not every disk can rename the folder.)"""
+    aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
+    try:
+        aside.mkdir()
+        for file in sorted(folder.iterdir(), key=lambda file: file.name != LORA_FILE):
+            os.replace(file, aside / file.name)
+    except OSError as e:
+        raise InputError(f"{folder}: is damaged, and cannot be moved aside ({e.strerror}); delete it")
+    remove_old(folder)
 
 
 def is_record(line, step):

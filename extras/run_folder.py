@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from common import LONG_TEXT, InputError, checkpoints, is_inside
+from common import LONG_TEXT, InputError, is_inside, numbered
 from extras.strangers import is_utf8
 from extras.strays import is_broken
 
@@ -39,7 +39,7 @@ def check(folder, tracker):
                                  "leads to")
             if not (path.is_symlink() or path.is_file() or path.is_dir()): # a FIFO would hang who reads it
                 raise InputError(f"{path}: neither a file nor a folder; delete it")
-    folders = [folder / name for name in FOLDERS] + checkpoints(folder)
+    folders = [folder / name for name in FOLDERS] + numbered(folder, "checkpoint")
     # what is deleted or renamed as a whole: a link of these, although it stays inside, would be an error much later
     for path in [*folders, *folder.glob(".tmp-*"), *folder.glob("samples/*"), folder / ".lock"]:
         if path.is_symlink():
@@ -50,5 +50,5 @@ def check(folder, tracker):
     log = folder / "log.jsonl" # which --resume reads whole
     if log.is_file() and log.stat().st_size > LONG_TEXT:
         raise InputError(f"{log}: over {LONG_TEXT:,} bytes, which is no log of a run; move it elsewhere")
-    if (folder / ".lock").exists() and not os.access(folder / ".lock", os.W_OK):
+    if (folder / ".lock").exists() and not os.access(folder / ".lock", os.R_OK | os.W_OK):
         raise InputError(f"{folder / '.lock'}: cannot be locked; mend its permissions, or delete it")

@@ -793,7 +793,7 @@ def assert_checkpoints_whole(out_dir):
 
 def steps_of(out_dir):
     """It returns the steps of which a run has checkpoints."""
-    return sorted(int(p.name[-6:]) for p in out_dir.glob("checkpoint-*"))
+    return list(map(common.number_of, common.checkpoints(out_dir)))
 
 # ---- fixtures --------------------------------------------------------------------------------------------------------
 

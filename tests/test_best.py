@@ -156,8 +156,9 @@ def test_only_checkpoints_before_the_last_one_are_better_than_it(tmp_path):
     folders = {step: tmp_path / f"checkpoint-{step:06d}" for step in (20, 30, 40)}
     for folder in folders.values():
         folder.mkdir()
+        (folder / common.LORA_FILE).touch()
     assert best.better_checkpoints(tmp_path) == {folders[30]: ["validation loss"], folders[20]: ["mean PSNR"]}
-    folders[40].rmdir()
+    shutil.rmtree(folders[40])
     assert best.better_checkpoints(tmp_path) == {folders[20]: ["mean PSNR"]}
 
 @pytest.mark.parametrize("place", ["samples", "samples/base/data", "samples/step_000002"])

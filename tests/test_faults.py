@@ -88,16 +88,16 @@ def test_training_killed_at_any_instant_ends_as_the_unbroken_run(tmp_path, small
     print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
 
 def killed_at(place):
-    """For a child process: it dies before its last file, or its folder, gets this final name."""
+    """For a child process: it dies before a file gets this final name."""
     replace = os.replace
 
     def killed(a, b):
-        if place in (os.path.basename(b), os.path.basename(os.path.dirname(b))) and "weights" not in str(b):
+        if str(b).endswith(place):
             os.kill(os.getpid(), 9)
         replace(a, b)
     os.replace = killed
 
-@pytest.mark.parametrize("place", [".tmp-checkpoint-000004", "checkpoint-000004"])
+@pytest.mark.parametrize("place", [f"checkpoint-000004/{name}" for name in (resume.OPTIMIZER_FILE, predict.LORA_FILE)])
 def test_a_checkpoint_killed_while_it_is_written_is_none(tmp_path, small, start, unbroken, place):
     """And the log ends in rubbish, as after a power loss."""
     out_dir = tmp_path / "run"
@@ -117,9 +117,9 @@ def test_the_log_is_on_the_disk_before_the_checkpoint_is(tmp_path, small, monkey
     monkeypatch.setattr(os, "replace", lambda a, b: calls.append(str(b)) or replace(a, b))
     run = tmp_path / "run"
     assert run_script("train.py", *small.flags, "--out_dir", run, "--max_steps", 1).status == 0
-    log, renamed = str(run / "log.jsonl"), calls.index(str(run / "checkpoint-000001"))
+    log, renamed = str(run / "log.jsonl"), calls.index(str(run / "checkpoint-000001" / predict.LORA_FILE))
     assert log in calls[calls.index(log) + 1:renamed] # (first it is created)
-    assert calls[renamed + 1] == str(run)
+    assert calls[renamed + 1:][:2] == [str(run / "checkpoint-000001"), str(run)] # whose entry this folder is
 
 def test_orphans_are_swept_when_nobody_can_be_at_work_on_them(tmp_path):
     (tmp_path / "latents").mkdir()
@@ -141,7 +141,7 @@ def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, sma
         before = max(steps_of(out_dir), default=0)
         until(lambda: lines_of(out_dir) > before + 1)
         kill(process, number)
-        until(lambda: list(out_dir.glob(".tmp-checkpoint-*")) or max(steps_of(out_dir), default=0) > before)
+        until(lambda: list(out_dir.glob("checkpoint-*/.tmp-*")) or max(steps_of(out_dir), default=0) > before)
         kill(process, number)
         assert process.wait() == 0 and "stopped by a signal" in process.output(), process.output()
         assert not (out_dir / "DONE").exists() and max(steps_of(out_dir)) == log_of(out_dir)[-1]["step"] < 12
@@ -280,7 +280,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, smal
     process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume", "--save_every", 11, "--keep", 1)
     assert process.wait() == 0, process.output()
     shutil.rmtree(out_dir / "checkpoint-000010.bak")
-    assert re.search(r"checkpoint-000012 is damaged", process.output()) and "after step 10" in process.output()
+    assert how == "empty folder" or re.search(r"checkpoint-000012 is damaged", process.output()) # (which is none)
+    assert "after step 10" in process.output()
     assert_same_run(out_dir, unbroken.out_dir)
 
 def test_a_damaged_checkpoint_displaces_no_whole_one(tmp_path, small, start, unbroken):

@@ -70,6 +70,7 @@ def merge(loras, scales, model, dtype, out):
     import predict
     from extras import defaults, unchanged
     from safetensors import SafetensorError
+    common.load_extra("disk", "--out").try_renames(out.absolute().parent)
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
     copied = [file for part in cache.ENCODERS for file in (folder / part).rglob("*") if file.is_file()]
     copied.append(folder / "model_index.json")

@@ -399,6 +399,7 @@ def write_aligned(out, samples, moved, sheets):
     left_out, entries, names, taken = [], [], set(), set()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        common.load_extra("disk", "--align").try_renames(out.parent)
         with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
             folder = Path(tmp, "out")
             folder.mkdir()

@@ -940,6 +940,7 @@ def main():
             raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
+        common.load_extra("disk", args.out).try_renames(args.out.parent)
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
             with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
                 samples, problems = convert(args, columns, Path(tmp))

@@ -25,7 +25,7 @@ def main():
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
     parser.group("flags")("--delete", False, "delete these files")
     args = parser.parse_args()
-    indexes = common.load_extra("indexes", "prune.py")
+    indexes, disk = [common.load_extra(name, "prune.py") for name in ("indexes", "disk")]
     import cache # takes seconds; -h does not need it
     if not (args.cache_dir / "latents").is_dir():
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; give cache.py's "
@@ -44,7 +44,7 @@ def main():
             common.tell(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, "
                         "delete it")
         elif args.delete: # an index knows all of it by now
-            plan.unlink(missing_ok=True)
+            disk.delete(plan, "no longer needed", "mend that, and run again")
     # only what is named like ours: 32 digits of a hash
     here = [file for folder in folders for file in folder.glob("*.safetensors") if is_file(file)]
     unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
@@ -54,7 +54,7 @@ def main():
                 if re.fullmatch(r"\.tmp-[0-9a-f]{16}", tmp.name) and time.time() - tmp.lstat().st_mtime > 3600]
     size = sum(file.lstat().st_size for file in unknown) / 1e9
     for file in unknown if args.delete else []:
-        file.unlink()
+        disk.delete(file, "belongs to no dataset", "mend that, and run again")
     common.tell(f"{args.cache_dir}: {len(unknown)} files, {size:.3f} GB, belong to no dataset"
          + ("; deleted" if args.delete else "; --delete deletes them" if unknown else ""))
 

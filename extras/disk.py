@@ -1,0 +1,223 @@
+"""
+What a disk must be able to do. Network disks, mounted buckets and NAS folders lack some of it, so it is tried before
+anything slow, by the functions that will write. Where a weaker way is safe it is taken, with one line: no fsync, no
+locks, no hard links. For what is needed an error names what is missing: to rename, append to or delete a file, room
+for a checkpoint. No script needs to rename a folder while it works (some of tools/ do at their end).
+"""
+import contextlib
+import errno
+import math
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+import common
+from common import LORA_FILE, InputError, warn_once
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+# how disks say that they lack something: each network disk in its own way
+LACKING = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.EBADF,
+           errno.EISDIR, errno.ENOTTY, errno.EXDEV}
+TRIED = 2 * 10**9 # bytes at most that are written to find out about a quota
+
+
+def reason_of(e):
+    return e.strerror or common.first_words(e)
+
+
+def refusal(place, e, what="cannot be written"):
+    """-> the InputError of an OSError; what: what failed at this place."""
+    reason = reason_of(e)
+    if e.errno in (errno.EEXIST, errno.ENOTDIR):
+        return InputError(f"{e.filename or place}: cannot be written, as it is no folder, or a link that leads nowhere "
+                          f"({reason}); move it elsewhere, or give another folder")
+    plain = what.endswith("cannot be written")
+    if os.name == "nt" and e.errno == errno.EACCES:
+        remedy = "close the program that has it open, or mend the permissions"
+    elif plain and e.filename2 and e.errno in LACKING: # only os.replace has two names
+        what, remedy = "this disk cannot rename files", "give a folder on another disk"
+    elif e.errno in FULL:
+        remedy = "free some space, and run again"
+    elif plain and e.errno in FORBIDDEN:
+        remedy = "mend its permissions, or give another folder"
+    elif e.errno == errno.ENAMETOOLONG:
+        remedy = "give shorter names"
+    else:
+        remedy = "give a folder on another disk"
+    return InputError(f"{place}: {what} ({reason}); {remedy}")
+
+
+def sync(descriptor, place):
+    """fsync. On a disk that has none it is left out, with a line; where it fails it raises OSError."""
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno not in LACKING:
+            raise
+        say_unsynced(place, e)
+
+
+def say_unsynced(place, e):
+    say_lack(place, e, "fsync", "a power loss may cost what was written last")
+
+
+def sync_folder(path):
+    """A rename is safe from power loss only when the folder is on the disk, too (Windows cannot do that)."""
+    if os.name == "nt":
+        return
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except PermissionError as e: # one that may only be written
+        return say_unsynced(path, e)
+    try:
+        sync(folder, path)
+    finally:
+        os.close(folder)
+
+
+def remove_old(folder):
+    """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder of a run. A warning if
+    that fails: NFS keeps files that somebody reads, as Windows does."""
+    try:
+        (folder / LORA_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as e:
+        old = folder.name.rstrip("0123456789") # one line for all of them
+        warn_once(f"warning: {folder.parent}: an old {old}... cannot be deleted ({reason_of(e)}); tried again later")
+
+
+def say_lack(place, e, what, then):
+    """Once for a disk, which its mount point names; nothing if this OSError is about another thing."""
+    if e.errno in LACKING:
+        disk = Path(place).resolve()
+        while not os.path.ismount(disk):
+            disk = disk.parent
+        warn_once(f"{disk}: no {what} on this disk ({reason_of(e)}): {then}")
+
+
+def delete(file, why, remedy):
+    """Deletes a file of a cache. why: what is wrong with it; InputError if that cannot be done."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as e:
+        raise InputError(f"{file}: {why}, and cannot be deleted ({reason_of(e)}); {remedy}")
+
+
+def try_out(folder, append=False):
+    """Makes the folder, and does there what will be done: write a file, replace it, delete it; append to it. InputError
+    names what this disk cannot do."""
+    trial = folder / f".tmp-{secrets.token_hex(8)}"
+    what = "cannot be written"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for text in (b"new", b"replaced"):
+            common.write_file(trial, text)
+        if append:
+            what = "this disk cannot append to files"
+            with open(trial, "ab") as f:
+                f.write(b"more")
+        what = "this disk cannot delete files"
+        trial.unlink()
+    except InputError as e: # of write_file, which names the trial
+        raise refusal(folder, e.__cause__)
+    except OSError as e:
+        raise refusal(folder, e, what)
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink(missing_ok=True)
+
+
+def try_renames(folder):
+    """InputError on a disk that cannot rename folders, for a tool that will do that at its end."""
+    trial = folder / f".tmp-{secrets.token_hex(8)}"
+    try:
+        trial.mkdir(parents=True)
+        os.replace(trial, trial.with_suffix(".2"))
+    except OSError as e:
+        if e.errno in LACKING: # what else is wrong the tool will say
+            raise refusal(folder, e, "this disk cannot rename folders")
+    finally:
+        for path in (trial, trial.with_suffix(".2")):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def try_cache(args):
+    """Says at the start whether the cache can be written. One that cannot serves if it is complete, which the plan will
+    tell: see keep_from_prune."""
+    try:
+        try_out(Path(args.cache_dir))
+    except InputError as e:
+        if not Path(args.cache_dir, "latents").is_dir() and vars(args).get("use_cache", True):
+            raise
+        warn_once(f"warning: {str(e).removeprefix('error: ').split('; ')[0]}: it serves only if it is complete")
+
+
+def has_locks(folder):
+    """filelock's answers differ: its oldest version takes most such disks for locked, its newest one leaves a lock of
+    its own, which stays there after a kill."""
+    try:
+        import fcntl
+    except ModuleNotFoundError: # Windows always has them
+        return True
+    with tempfile.TemporaryFile(dir=folder) as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            warn_once(f"{folder}: no locks on this disk ({reason_of(e)}): do not start two runs in this folder")
+            return False
+    return True
+
+
+def longest_name(folder):
+    """-> bytes that a file's name may have here: encrypted disks take fewer than others."""
+    while not folder.is_dir():
+        folder = folder.parent
+    for size in (common.NAME_BYTES, 143):
+        trial = folder / (".tmp-" + secrets.token_hex(size)[5:size])
+        try:
+            trial.touch()
+            trial.unlink()
+            return size
+        except OSError as e:
+            if e.errno != errno.ENAMETOOLONG: # which the trial of the folder will tell
+                return size
+    return 100
+
+
+def check_room(folder, numbers, keep):
+    """InputError if a checkpoint of so many LoRA parameters does not fit: fp32, and as much twice for an optimizer such
+    as AdamW. A warning if --keep do not, with the one that is written before the oldest is deleted, and the LoRA."""
+    files = 4 * numbers, 8 * numbers
+    size = sum(files)
+    more = max(keep + 1 - len(common.checkpoints(folder)), 1)
+    disk = shutil.disk_usage(folder)
+    free = disk.free if disk.total else math.inf # unknown
+    if size <= min(free, TRIED):
+        free = min(free, room_for(folder, files))
+    if free < size:
+        raise InputError(f"{folder}: has room for {free / 1e9:.3g} GB, and a checkpoint takes {size / 1e9:.3g} GB; "
+                         "free some space, or give a folder on another disk")
+    if free < more * size + files[0]:
+        warn_once(f"warning: {folder}: has room for {int(free // size)} more checkpoints of {size / 1e9:.3g} GB, and "
+                  f"--keep {keep} will need {more}, and the finished LoRA; free some space")
+
+
+def room_for(folder, sizes):
+    """-> infinity if files of these sizes, in bytes, can be written; else the bytes that could be, as by a quota."""
+    part, written = os.urandom(2**20), 0
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        for size in sizes:
+            try:
+                f = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
+                for start in range(0, size, len(part)):
+                    written += f.write(part[:size - start])
+                sync(f.fileno(), folder)
+            except OSError as e:
+                if e.errno in FULL:
+                    return written
+                raise # whatever else it is does not tell
+    return math.inf

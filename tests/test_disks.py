@@ -1,0 +1,290 @@
+"""
+Disks that lack something (tests/places/bad_disk.py): what can be done in a weaker way is done, with one line and the
+same numbers; what cannot is an error that names it, before anything slow.
+
+$ pytest tests/test_disks.py --kills 200 -s     # kills in a bucket: 3 minutes
+"""
+import errno
+import os
+import random
+import re
+import shutil
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import OPTIONS
+from PIL import Image
+
+import cache
+import common
+import predict
+from extras import disk, resume
+from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
+                           is_one_line, kill, lora_of, paint_picture, refused, run_script, save, steps_of)
+from tests.places.bad_disk import BUCKET, bad_disk, on
+
+def count(line, result):
+    return sum(line in text for text in (result.out + result.err).splitlines())
+
+@pytest.fixture
+def no_models(monkeypatch):
+    """The test fails if a model is loaded: all that is refused is refused before."""
+    monkeypatch.setattr(cache, "load_part", lambda *_: pytest.fail("a model was loaded"))
+
+# ---- a weaker way ----------------------------------------------------------------------------------------------------
+
+LINES = dict(fsync="no fsync on this disk", flock="no locks on this disk")
+
+@pytest.mark.parametrize("faults", [BUCKET] + [{kind: number} for kind, numbers in dict(
+    fsync=[errno.EINVAL], fsync_folder=[errno.EBADF], flock=[errno.ENOLCK],
+    link=[errno.EPERM], rename_folder=[errno.EPERM]).items() for number in numbers], ids=str)
+def test_what_a_disk_lacks_changes_no_number(tmp_path, small, unbroken, faults):
+    """Of a training that is resumed twice; each line is said once a start."""
+    run = tmp_path / "run"
+    with bad_disk(tmp_path, faults):
+        for steps in (3, 5, 12):
+            result = run_script("train.py", *small.flags, "--out_dir", run, "--max_steps", steps, "--save_every", 1,
+                                *["--resume"] * (steps > 3))
+            assert result.status == 0, result.err
+            for kind, line in LINES.items():
+                assert count(line, result) == (kind in str(faults)), result.err
+            assert not (run / ".lock").exists() or not (run / ".lock").read_bytes()
+    assert_same_run(run, unbroken.out_dir)
+    assert steps_of(run) == [11, 12] and sorted(path.name for path in run.glob("checkpoint*")) == [
+        "checkpoint-000011", "checkpoint-000012"]
+
+def test_the_whole_road_in_a_bucket(tmp_path, small):
+    """Cache, training, pictures, converting, pruning: the bits are those of a good disk."""
+    made, pixels = [], []
+    for name, faults in (("good", {}), ("bucket", "bucket")):
+        place = tmp_path / name
+        calls = [["cache.py", *small.cache_flags, "--cache_dir", place / "c"],
+                 ["train.py", *small.cache_flags, "--cache_dir", place / "c", "--out_dir", place / "run", "--max_steps",
+                  2, "--lora_rank", 2],
+                 ["predict.py", "--jobs", small.folder / "data", "--lora", place / "run", "--cache_dir", place / "c",
+                  "--out_dir", place / "o", "--num_inference_steps", 2, "--true_cfg_scale", 1],
+                 ["tools/convert_lora.py", place / "run", "--to", "comfyui", "--out", place / "x.safetensors"],
+                 ["tools/prune.py", place / "c", "--delete"]]
+        with bad_disk(place, faults):
+            for call in calls:
+                result = run_script(*call)
+                assert result.status == 0 and "Traceback" not in result.err, result.err
+        made.append({path.relative_to(place): path.read_bytes() for path in place.glob("c/*/*")})
+        pixels.append({path.name: Image.open(path).tobytes() for path in place.glob("o/*.png")})
+    assert made[0] == made[1] and pixels[0] == pixels[1] and len(pixels[0]) == 6
+    assert_bitwise(lora_of(tmp_path / "bucket/run"), lora_of(tmp_path / "good/run"))
+
+def test_training_killed_in_a_bucket_ends_as_the_unbroken_run(tmp_path, small, start, unbroken):
+    """As on a good disk, and what had a checkpoint after a kill is not trained again."""
+    rng, kills, runs = random.Random(1), 0, 0
+    while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
+        out_dir = tmp_path / f"{runs}"
+        before = max(steps_of(out_dir), default=0)
+        begun = ["--resume"] if (out_dir / "log.jsonl").exists() else []
+        process = start("train.py", *small.flags, "--out_dir", out_dir, *begun, prelude=on(tmp_path, "bucket"))
+        if kills < OPTIONS["kills"]:
+            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
+            kill(process)
+        status = process.wait()
+        kills += status == -9
+        assert_checkpoints_whole(out_dir)
+        assert max(steps_of(out_dir), default=0) >= before, "a checkpoint was lost"
+        if status == 0:
+            assert_same_run(out_dir, unbroken.out_dir)
+            runs += 1
+        else:
+            assert status == -9, process.output()
+    print(f"{kills} kills of train.py in {runs} runs in a bucket: all end as the unbroken one")
+
+# ---- checkpoints without a rename ------------------------------------------------------------------------------------
+
+def test_a_folder_without_its_lora_is_no_checkpoint(tmp_path, unbroken):
+    """Nobody takes it for one, --resume clears it away, and it does not count for --keep."""
+    run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    for name in ("DONE", predict.LORA_FILE, f"checkpoint-000012/{predict.LORA_FILE}"):
+        (run / name).unlink()
+    (run / "checkpoint-000012/.tmp-0123").touch()
+    assert steps_of(run) == [10] and common.find_lora(run).parent.name == "checkpoint-000010"
+    with refused("no LoRA"):
+        common.find_lora(run / "checkpoint-000012")
+    assert resume.find_checkpoint(run, SimpleNamespace(optimizer="")).info["step"] == 10
+    resume.clean_folder(run, 10)
+    assert [path.name for path in run.glob("checkpoint*")] == ["checkpoint-000010"]
+
+def test_a_damaged_checkpoint_is_put_aside_file_by_file(tmp_path, unbroken):
+    run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    damage_tensors(run / "checkpoint-000012" / resume.OPTIMIZER_FILE)
+    files = {path.name: path.read_bytes() for path in (run / "checkpoint-000012").iterdir()}
+    with bad_disk(tmp_path, dict(rename_folder=errno.ENOSYS)):
+        resume.clean_folder(run, 10)
+    aside, = run.glob("checkpoint-000012.damaged-*")
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == files and steps_of(run) == [10]
+    damage_tensors(run / "checkpoint-000010" / resume.OPTIMIZER_FILE)
+    with bad_disk(tmp_path, dict(rename=errno.EBUSY)), refused(run / "checkpoint-000010", "moved aside"):
+        resume.clean_folder(run, 8)
+
+@pytest.mark.parametrize("faults", [dict(rmdir=errno.ENOTEMPTY), dict(unlink=errno.EBUSY)], ids=str)
+def test_a_checkpoint_that_cannot_be_deleted_is_one_warning_and_goes_later(tmp_path, small, monkeypatch, faults):
+    """NFS keeps what somebody reads. What is left over is no half checkpoint, and the next one deletes it."""
+    run, flags = tmp_path / "run", [*small.flags, "--out_dir", tmp_path / "run", "--save_every", 1, "--keep", 1]
+    real = disk.remove_old
+
+    def refuse(folder):
+        with bad_disk(run, faults):
+            real(folder)
+    monkeypatch.setattr(disk, "remove_old", refuse)
+    result = run_script("train.py", *flags, "--max_steps", 3)
+    assert result.status == 0 and count("an old checkpoint-... cannot be deleted", result) == 1, result.err
+    assert len(list(run.glob("checkpoint-*"))) == 3 and steps_of(run) == ([3] if "rmdir" in faults else [1, 2, 3])
+    assert_checkpoints_whole(run)
+    monkeypatch.setattr(disk, "remove_old", real)
+    assert run_script("train.py", *flags, "--max_steps", 4, "--resume").status == 0
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000004"]
+
+# ---- what is needed --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EINVAL], ids=os.strerror)
+@pytest.mark.parametrize("kind, words", dict(rename="cannot rename files", append="cannot append to files",
+                                             unlink="cannot delete files").items())
+def test_an_ability_that_is_needed_is_named_before_anything_slow(tmp_path, small, no_models, kind, words, number):
+    run = tmp_path / "run"
+    with bad_disk(tmp_path, {kind: number}):
+        result = run_script("train.py", *small.flags, "--out_dir", run)
+        assert result.status == 1 and is_one_line(result.errors[0], run, words, os.strerror(number)), result.err
+        assert not re.search("permission|space", result.errors[0].replace(os.strerror(number), "")), result.errors
+        if kind != "append": # of which a cache and pictures have no need
+            for script, *flags in (["cache.py", *small.cache_flags], ["predict.py", "--jobs", small.folder / "data"]):
+                result = run_script(script, *flags, "--cache_dir", tmp_path / "c")
+                assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "c", words), result.err
+
+def test_the_reason_decides_the_remedy(tmp_path):
+    for number, remedy in ((errno.ENOSPC, "space"), (errno.EDQUOT, "space"), (errno.EROFS, "another folder"),
+                           (errno.EACCES, "permissions"), (errno.EIO, "another disk")):
+        with bad_disk(tmp_path, dict(write=number)), refused(tmp_path, os.strerror(number), remedy):
+            common.write_file(tmp_path / "a", b"x")
+    with bad_disk(tmp_path, dict(name=errno.ENAMETOOLONG)), refused("shorter names"):
+        common.write_file(tmp_path / ("a" * 200), b"x")
+    for number in (errno.EIO, errno.ENOSPC): # no disk says so that it has no fsync
+        for kind in ("fsync", "fsync_folder"):
+            with bad_disk(tmp_path, {kind: number}), refused(tmp_path, os.strerror(number)):
+                common.write_file(tmp_path / "a", b"x")
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, small):
+    (tmp_path / "out").symlink_to("nowhere")
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "out/run")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "out", "leads nowhere"), result.err
+
+def test_room_for_a_checkpoint_is_asked_before_anything_slow(tmp_path, small, no_models, monkeypatch):
+    """By the disk's own numbers; if it has none, or a quota, by writing."""
+    usage = lambda free: monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1e12, free=free))
+    usage(1000)
+    result = run_script("train.py", *small.flags, "--out_dir", tmp_path / "run")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "run", "1e-06 GB", "space"), result.err
+    usage(12 * 10**6 + 10)
+    common.warn_once.cache_clear()
+    disk.check_room(tmp_path, 10**6, 2) # fits once: no error
+    usage(1e12)
+    with bad_disk(tmp_path, dict(fsync=errno.EDQUOT)), refused(tmp_path, "0.004 GB", "0.012 GB"):
+        disk.check_room(tmp_path, 10**6, 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
+    disk.check_room(tmp_path, 10**6, 2)
+
+def test_less_room_than_keep_needs_is_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=30 * 10**6))
+    common.warn_once.cache_clear()
+    disk.check_room(tmp_path, 10**6, 2)
+    assert "room for 2 more checkpoints of 0.012 GB, and --keep 2 will need 3" in capsys.readouterr().err
+    disk.check_room(tmp_path, 10**6, 1)
+    assert not capsys.readouterr().err
+
+def test_a_tool_that_renames_a_folder_at_its_end_tries_that_first(tmp_path, small, two_loras, no_models):
+    data = small.folder / "data"
+    with bad_disk(tmp_path, "bucket"):
+        for script, *flags in (["tools/convert_lora.py", two_loras[0], "--to", "model", "--out", tmp_path / "x"],
+                               ["tools/import_data.py", data, tmp_path / "x"],
+                               ["tools/doctor.py", data, "--out", tmp_path / "o", "--align", tmp_path / "x"]):
+            result = run_script(script, *flags)
+            assert result.status == 1 and is_one_line(result.errors[-1], tmp_path, "cannot rename folders"), result.err
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
+
+def test_what_prune_cannot_delete_is_one_line(tmp_path, small):
+    folder = shutil.copytree(small.cache, tmp_path / "c")
+    (folder / "tiny-data.json").unlink()
+    with bad_disk(folder, dict(write=errno.EROFS)):
+        result = run_script("tools/prune.py", folder, "--delete")
+    assert result.status == 1 and is_one_line(result.errors[0], folder, "cannot be deleted"), result.err
+
+# ---- locks -----------------------------------------------------------------------------------------------------------
+
+def test_a_run_whose_lock_cannot_be_read_is_at_work(tmp_path, monkeypatch):
+    """Windows lets nobody read a locked file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a-001", "a-002"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / ".lock").touch()
+    real = open
+
+    def locked(file, *more):
+        if str(file).endswith("a-001/.lock"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(file, *more)
+    monkeypatch.setattr("builtins.open", locked)
+    args, folder = SimpleNamespace(out_dir="out/a-001", resume=False), common.Path("out/a-001")
+    with refused(folder, "another run is at work"):
+        common.lock_folder(args, folder, "a")
+    args.out_dir = None
+    taken, lock = common.lock_folder(args, folder, "a")
+    assert taken.name == "a-002"
+    lock.release()
+
+# ---- a cache that cannot be written ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES], ids=os.strerror)
+def test_a_complete_cache_on_a_read_only_disk_serves(tmp_path, small, number):
+    """Also with an index of another place, whose paths are others."""
+    folder = shutil.copytree(small.cache, tmp_path / "c")
+    (folder / "tiny-data.json").write_text((folder / "tiny-data.json").read_text() + " ")
+    flags = [*small.cache_flags, "--cache_dir", folder]
+    with bad_disk(folder, dict(write=number)):
+        for script, *more in (["cache.py"], ["cache.py", "--verify"],
+                              ["train.py", "--max_steps", 1, "--out_dir", tmp_path / "run"]):
+            result = run_script(script, *flags, *more)
+            assert result.status == 0 and count("serves only if it is complete", result) == 1, result.err
+        add_item(tmp_path / "more", "a")
+        result = run_script("cache.py", "--data", tmp_path / "more", *flags[2:])
+    line = result.errors[-1]
+    assert result.status == 1 and is_one_line(line, f"--cache_dir {folder}", "lacks 2 of 2", "tiny-data.json"), line
+    file = min(folder.glob("latents/*"))
+    damage_tensors(file)
+    with bad_disk(tmp_path, dict(write=number)):
+        result = run_script("cache.py", *flags, "--verify")
+        assert result.status == 1 and is_one_line(result.errors[0], file, "--cache_dir"), result.err
+        result = run_script("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "new")
+    assert result.status == 1 and is_one_line(result.errors[0], tmp_path / "new", os.strerror(number)), result.err
+
+def test_pictures_are_drawn_from_a_cache_on_a_read_only_disk(tmp_path):
+    photo = save(paint_picture(), tmp_path / "in/a.png")
+    flags = ["--image", photo, "--prompt", "x", "--num_inference_steps", 2, "--cache_dir", tmp_path / "c", "--lora="]
+    assert run_script("predict.py", *flags, "--out", tmp_path / "o/a.png").status == 0
+    with bad_disk(tmp_path / "c", dict(write=errno.EROFS)):
+        result = run_script("predict.py", *flags, "--seed", 1, "--out", tmp_path / "o/b.png")
+    assert result.status == 0 and count("serves only if it is complete", result) == 1, result.err
+    assert (tmp_path / "o/b.png").exists()
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+def test_a_long_name_is_cut_to_what_the_disk_takes(tmp_path):
+    """eCryptfs takes 143 bytes. A name that the user gives is refused."""
+    photo = save(paint_picture(), tmp_path / "in" / f"{'a' * 200}.png")
+    (tmp_path / "o").mkdir()
+    flags = ["--image", photo.parent, "--prompt", "x", "--num_inference_steps", 2, "--cache_dir", tmp_path / "c",
+             "--lora=", "--out_dir", tmp_path / "o", "--seed", 1, 2]
+    with bad_disk(tmp_path / "o", dict(name=errno.ENAMETOOLONG)):
+        for n in range(2):
+            result = run_script("predict.py", *flags)
+            assert result.status == 0 and ("2 of 2 pictures are there already" in result.out) == n, result.err
+        given = ["--image", photo, *flags[2:-5], "--out", tmp_path / "o" / f"{'b' * 200}.png"]
+        result = run_script("predict.py", *given)
+    assert len(list(tmp_path.glob("o/aaa*.png"))) == 2
+    assert result.status == 1 and is_one_line(result.errors[0], "too long for a file"), result.err
