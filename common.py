@@ -89,7 +89,8 @@ def tell(*lines, file=None):
     """Prints these lines, each shown(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
     for line in lines:
         tqdm.write(shown(line), file=file)
-    for name, why in list(lost.items()):
+    while lost:
+        name, why = lost.pop()
         warn_once(f"warning: {name}: lines are lost ({why}); the work goes on",
                   file=sys.stdout if name == "stderr" else sys.stderr)
 

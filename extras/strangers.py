@@ -30,7 +30,7 @@ def shown(text):
     return CONTROLS.sub(escaped, str(text))
 
 
-lost = {} # {"stdout": why lines of it are lost, if some are, and "stderr": likewise}: common.tell says so
+lost = [] # ("stdout" or "stderr", why lines of it are lost), once for each: common.tell takes it and says so
 
 
 class ShownStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
@@ -38,7 +38,7 @@ class ShownStream: # a class because it stands for sys.stdout and sys.stderr, fo
     before and behind a bar stays, and its moves up. It never raises: the work goes on when nobody reads."""
 
     def __init__(self, name, stream):
-        self.name, self.stream = name, stream
+        self.name, self.stream, self.failed = name, stream, False
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -58,7 +58,9 @@ class ShownStream: # a class because it stands for sys.stdout and sys.stderr, fo
         try:
             act(*text)
         except (OSError, ValueError) as e: # ValueError: somebody has closed it
-            lost.setdefault(self.name, str(e))
+            if not self.failed:
+                lost.append((self.name, str(e)))
+            self.failed = True
             if isinstance(e, (BrokenPipeError, ValueError)): # it stays so: nothing is tried again, also not at the end
                 gone, self.stream = self.stream, open(os.devnull, "w", encoding="utf-8")
                 with contextlib.suppress(OSError, ValueError): # libraries in C write there, too
