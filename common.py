@@ -548,7 +548,10 @@ def signals_noted():
 
     def note(number, frame):
         seen.append(number)
-        with contextlib.suppress(OSError): # the terminal is closed
+        with contextlib.suppress(OSError):
+            for stream in terminals:
+                if not os.isatty(stream): # closed, and no print into it must end the run before its checkpoint
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             if terminals: # (print may be at work already)
                 os.write(terminals[-1], b"\nends as soon as it can; please wait\n")
     with contextlib.ExitStack() as stack: # which puts the old handlers back

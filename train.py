@@ -731,8 +731,8 @@ if rank == 0:
         say(f"{out_dir}: continues after step {step}")
         kept = resume.clean_folder(out_dir, step)
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **versions, started=time.time()), default=str)
+    write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     log = Log(out_dir / "log.jsonl")
-    write_file(log.path, "".join(f"{line}\n" for line in kept or [begin]).encode())
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 

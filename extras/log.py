@@ -14,7 +14,7 @@ class Log: # a class because it keeps the lines that are not on the disk yet
         self.path = path
         self.waiting, self.step = [], 0 # lines, in order, and the last one's step
         self.warnings = 0 # of common.warned: so many are written, or wait
-        self.whole = None # bytes of the file before an attempt that failed, and may have left half a line
+        self.size, self.failed = path.stat().st_size, False # bytes of it that are whole; whether more may follow
 
     def write(self, record, sync=False):
         """Appends the line of a step or a validation. sync: as for flush."""
@@ -29,13 +29,13 @@ class Log: # a class because it keeps the lines that are not on the disk yet
             self.waiting.append(json.dumps(dict(step=self.step, warning=line)))
         self.warnings = len(common.warned)
         with common.tried(self.path), open(self.path, "ab") as f:
-            if self.whole is None:
-                self.whole = f.tell()
-            elif f.tell() > self.whole:
-                f.truncate(self.whole)
+            if self.failed and os.fstat(f.fileno()).st_size > self.size: # half a line
+                f.truncate(self.size)
+            self.failed = True
             f.write("".join(f"{line}\n" for line in self.waiting).encode())
             f.flush()
             if sync:
                 os.fsync(f.fileno())
-            self.waiting, self.whole = [], None
+            self.waiting, self.size, self.failed = [], os.fstat(f.fileno()).st_size, False
+        self.failed = bool(self.waiting)
         return not self.waiting
