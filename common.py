@@ -103,24 +103,6 @@ def warn_once(line, file=None):
         warned.append(line)
         tell(line, file=file or sys.stderr)
 
-@contextlib.contextmanager
-def kept(failures):
-    """Within `with`, an exception goes into this list, and the code behind the block runs all the same."""
-    try:
-        yield
-    except (Exception, InputError) as e:
-        failures.append(e)
-
-@contextlib.contextmanager
-def tried(what):
-    """Within `with`, a failure is a warning, the first time, and ends nothing. what: its beginning."""
-    failures = []
-    with kept(failures):
-        yield
-    if failures and not any(line.startswith(f"warning: {what}: ") for line in warned):
-        why = first_words(failures[0]).removeprefix("error: ")
-        warn_once(f"warning: {what}: {why}; the work goes on, and tries it again next time")
-
 def flag_error(line):
     """Ends the script with status 2, as argparse does, for a flag that cannot be meant."""
     tell(error_line(line), file=sys.stderr)
@@ -497,16 +479,6 @@ def gather_objects(value):
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
     return values
-
-def together(work):
-    """-> work(), which each process does for itself. If it fails on one, it raises on all of them, before they wait for
-    each other: there its exception, elsewhere a SystemExit."""
-    failures = []
-    with kept(failures):
-        result = work()
-    if any(gather_objects(bool(failures))):
-        raise failures[0] if failures else SystemExit(1)
-    return result
 
 def on_first_process(make):
     """What make() returns on the first process, for all of them. If it fails, all processes exit, and the first one

@@ -43,7 +43,7 @@ from pydoc import locate
 
 import common
 from common import (LORA_FILE, InputError, checkpoints, find_extra, first_words, key_value, load_extra,
-                    natural, not_negative, number, number_of, positive, say, tell, write_file)
+                    natural, not_negative, number, number_of, positive, say, write_file)
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -140,7 +140,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, bases, finite, last_step, unchanged
+from extras import agree, bases, failures, finite, unchanged
 from extras.log import Log
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
@@ -374,43 +374,6 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
         if number_of(old) not in kept:
             shutil.rmtree(old)
 
-def try_to_save(step, last_try, *state):
-    """-> whether there is this checkpoint now. What the disk refuses is a warning, or with last_try an error. state: as
-    for save_checkpoint."""
-    try:
-        save_checkpoint(step, *state)
-        return True
-    except (OSError, InputError) as e:
-        if isinstance(e, OSError):
-            e = InputError(f"{out_dir}: checkpoint {step} cannot be written ({first_words(e)}); free some space, or "
-                           "mend the disk, then --resume")
-        elif not isinstance(e.__context__, OSError): # such as NaN in the LoRA
-            raise
-        if last_try:
-            raise e
-        common.warn_once(f"warning: {str(e).removeprefix('error: ')} (tried again after each step; the run ends if it "
-                         f"still fails {args.save_every} steps later)")
-        return False
-
-def save_the_rest(step, error, marks, *state):
-    """Before this error ends the run: saves the steps since the last checkpoint, and says so. marks: what last_step
-    said before the last try of a step. state: as for save_checkpoint."""
-    if rank or not step or isinstance(error, agree.Parted):
-        return
-    problem = None
-    if not (out_dir / f"checkpoint-{step:06d}" / LORA_FILE).exists():
-        try:
-            last_step.refuse_half(marks, optimizer, step)
-            save_checkpoint(step, *state)
-        except (Exception, InputError) as e: # the first error must be seen all the same
-            problem = first_words(e)
-    if problem:
-        saved = [path.name for path in checkpoints(out_dir) if (path / LORA_FILE).exists()]
-        say(f"{out_dir}: step {step} could not be saved ({problem}); --resume continues after "
-            f"{saved[-1] if saved else 'nothing, from the start'}")
-    else:
-        say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")
-
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
 def make_model(folder, file):
@@ -548,7 +511,7 @@ def validation_loss():
     if args.fsdp: # they wait for each other in each pass
         add_up()
     else:
-        common.together(add_up)
+        failures.together(add_up)
     if world_size > 1:
         dist.all_reduce(total)
     return total.item() / len(picks)
@@ -564,17 +527,8 @@ def validate(step, track):
             val_loss = validation_loss()
             say(finite.loss_line(step, val_loss))
             drawn = drawer and drawer.draw(step)
-    except torch.OutOfMemoryError:
-        if args.fsdp: # the others are waiting for this process's share
-            raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
-        tell(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
     except (Exception, SystemExit) as e:
-        if args.fsdp:
-            raise
-        if type(e) is SystemExit: # of common.together
-            e = InputError("it failed on another process")
-        with common.tried("the validation"):
-            raise e
+        failures.warn_of_validation(e, step, args.fsdp)
     finally:
         transformer.train()
     if rank == 0 and val_loss is not None:
@@ -582,10 +536,10 @@ def validate(step, track):
         if best: # what this loss may be compared with; drawer says it of its pictures
             record["loss_of"] = best.loss_of(val_samples, args)
         log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
-        with common.tried("the best validation"):
+        with failures.tried("the best validation"):
             if best:
                 say(best.describe(out_dir))
-        with common.tried("--tracker"):
+        with failures.tried("--tracker"):
             if track:
                 track(step, dict(val_loss=val_loss), sheets)
 
@@ -750,6 +704,7 @@ loaded_steps = common.run_ahead(load_step, range(step, args.max_steps), most=0 i
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
 first_step = step
 begun = time.monotonic()
+save = partial(save_checkpoint, transformer=transformer, lora=lora, optimizer=optimizer, meta=meta)
 marks, late = [], 0 # late: the step whose checkpoint the disk has refused, until one is written
 try:
     while step < args.max_steps and not stop:
@@ -760,13 +715,13 @@ try:
         t0 = clock()
 
         # A file may be damaged, or have changed, on one process: then all leave.
-        picks, passes = common.together(next(loaded_steps).result)
+        picks, passes = failures.together(next(loaded_steps).result)
 
         # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a
         # mean is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
         numbers = torch.zeros(len(picks) + 1, device=args.device) # losses; how many signals were seen
-        failures = []
-        with common.kept(failures):
+        failed = []
+        with failures.kept(failed):
             for pack, items in passes:
                 # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first
                 # sample), so a resumed run drops the same inputs; other packs or processes drop others.
@@ -776,18 +731,18 @@ try:
                 (sum(losses) / len(picks)).backward()
                 for place, loss in zip(pack, losses):
                     numbers[place] = loss.detach()
-        if any(isinstance(e, torch.OutOfMemoryError) for e in failures):
-            failures = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
-                                   f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
-                                   "sample --target_pixels), or raise the second, then --resume")]
-        if failures and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
-            raise failures[0]
+        if any(isinstance(e, torch.OutOfMemoryError) for e in failed):
+            failed = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
+                                 f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
+                                 "sample --target_pixels), or raise the second, then --resume")]
+        if failed and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
+            raise failed[0]
 
         # One all-reduce carries all that the processes share. If one has failed, all leave.
-        numbers[-1].fill_(math.inf if failures else len(signals_seen)) # (an assignment would wait for the GPU)
+        numbers[-1].fill_(math.inf if failed else len(signals_seen)) # (an assignment would wait for the GPU)
         *sample_losses, stop = sum_over_processes(lora.values(), numbers)
         if stop == math.inf:
-            raise failures[0] if failures else SystemExit(1)
+            raise failed[0] if failed else SystemExit(1)
         loss = sum(sample_losses) / len(sample_losses)
 
         # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
@@ -809,7 +764,7 @@ try:
         # numbers. (Python's and numpy's are not seeded: extras/probe.py refuses an optimizer that draws those.) The
         # step and its number are one statement: whatever fails before or after it, the weights are what `step` says.
         torch.manual_seed(seed_of("optimizer", step))
-        marks = last_step.marks(optimizer, step)
+        marks = failures.marks(optimizer, step)
         _, step = optimizer.step(), step + 1
         optimizer.zero_grad(set_to_none=True)
         seconds = clock() - t0
@@ -827,10 +782,10 @@ try:
             record["timesteps"] = [round(p.s.item(), 4) for p in picks]
             record["losses"] = [round(x, 5) for x in sample_losses]
             log.write(record, sync=save_now)
-            with common.tried("--tracker"):
+            with failures.tried("--tracker"):
                 if track:
                     track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-            with common.tried("the progress bar"):
+            with failures.tried("the progress bar"):
                 bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
                 bar.update()
             # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
@@ -844,16 +799,17 @@ try:
                     + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now:
             last_try = at_end or late and step >= late + args.save_every
-            if rank or try_to_save(step, last_try, transformer, lora, optimizer, meta):
+            if rank or failures.save_or_warn(save, out_dir, step, args.save_every, last_try):
                 late = 0
             else:
                 late = late or step
             late = common.gather_objects(late)[0] # all processes compare their LoRAs again then
-except BaseException as e: # an error of any kind, a second Ctrl-C, sys.exit: what was learned is saved first
-    bar.close()
-    save_the_rest(step, e, marks, transformer, lora, optimizer, meta)
+except BaseException as e: # whatever ends the loop, what was learned is saved first
+    failures.save_the_rest(save, out_dir, step, e, marks, optimizer)
     raise
-bar.close()
+finally:
+    with failures.tried("the progress bar"):
+        bar.close()
 
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
 
@@ -870,7 +826,7 @@ else:
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
-    with common.tried("the next commands"):
+    with failures.tried("the next commands"):
         if hints := find_extra("hints"):
             say(*hints.next_commands(args, out_dir, parser.get_default))
 if rank == 0 and not log.flush():

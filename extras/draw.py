@@ -17,7 +17,7 @@ import cache
 import common
 import predict
 from common import InputError, tell
-from extras import finite
+from extras import failures, finite
 from extras.names import picture_stem
 
 
@@ -64,9 +64,9 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                 return [self.compare(place, base[place], picture, step)
                         for place, picture in self.generate(trained=True).items()]
             # with --fsdp they wait for each other in each pass
-            rows = compare_all() if self.args.fsdp else common.together(compare_all)
+            rows = compare_all() if self.args.fsdp else failures.together(compare_all)
             rows = sorted(sum(common.gather_objects(rows), []))
-            with common.tried("the validation's pictures"):
+            with failures.tried("the validation's pictures"):
                 return self.report(step, rows) if common.rank() == 0 else None
         finally:
             self.transformer.set_adapter("default")

@@ -6,6 +6,7 @@ import json
 import os
 
 import common
+from extras import failures
 
 
 class Log: # a class because it keeps the lines that are not on the disk yet
@@ -28,7 +29,7 @@ class Log: # a class because it keeps the lines that are not on the disk yet
         for line in common.warned[self.warnings:]:
             self.waiting.append(json.dumps(dict(step=self.step, warning=line)))
         self.warnings = len(common.warned)
-        with common.tried(self.path), open(self.path, "ab") as f:
+        with failures.tried(self.path), open(self.path, "ab") as f:
             if self.failed and os.fstat(f.fileno()).st_size > self.size: # half a line
                 f.truncate(self.size)
             self.failed = True

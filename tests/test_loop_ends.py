@@ -178,7 +178,8 @@ def test_a_tracker_or_a_bar_that_fails_is_one_warning(whole, tmp_path, monkeypat
         raise Planted("no network")
     monkeypatch.setattr(tracker, "open_tracker", lambda *_: track)
     monkeypatch.setattr(common, "PACKAGES", {})
-    failing(monkeypatch, tqdm, "update", None, Planted("no bar"))
+    for name in ("update", "close"):
+        failing(monkeypatch, tqdm, name, None, Planted("no bar"))
     result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--tracker", "tensorboard")
     assert result.status == 0 and result.err.count("warning: ") == 2, result.err
     assert result.err.count("--tracker: no network") == result.err.count("the progress bar: no bar") == 1
@@ -211,7 +212,7 @@ def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, 
 CALLS = { # what the loop calls: (module, name, at which call)
     "load": ("cache", "load_latents", 6), "forward": ("rope_patch", "run_packed", 3),
     "clip": ("torch.nn.utils", "clip_grad_norm_", 3), "seed": ("torch", "manual_seed", 5),
-    "marks": ("extras.last_step", "marks", 3), "memory": ("common", "memory_of", 2),
+    "marks": ("extras.failures", "marks", 3), "memory": ("common", "memory_of", 2),
     "zero_grad": ("torch.optim.Muon", "zero_grad", 2), "step": ("torch.optim.Muon", "step", 3)}
 
 @pytest.mark.parametrize("place", CALLS)
