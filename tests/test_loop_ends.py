@@ -111,7 +111,7 @@ def test_an_exception_at_any_line_of_the_loop_leaves_the_last_whole_step(whole, 
     assert len(never) < len(LINES) / 3, never
 
 def failing(patch, owner, name, calls, error=OSError(errno.EIO, "Input/output error"), after=None):
-    """In the loop owner.name raises at these calls, counted from 1 (None: at all); `after` is called before it raises ->
+    """In the loop owner.name raises at these calls, counted from 1 (None: at all), after(*args) being called before ->
     the list of calls so far."""
     made, real, progress, begun = [], getattr(owner, name), common.progress, []
 
@@ -278,7 +278,8 @@ def test_a_checkpoint_that_a_full_disk_refuses_is_tried_after_the_next_step(whol
     assert_same_run(tmp_path / "run", whole.run)
 
 @pytest.mark.parametrize("calls, saved", [([2, 3, 4], [1, 3]), (range(2, 99), [1])])
-def test_a_disk_that_stays_full_ends_the_run_when_the_next_checkpoint_is_due(whole, tmp_path, monkeypatch, calls, saved):
+def test_a_disk_that_stays_full_ends_the_run_when_the_next_checkpoint_is_due(whole, tmp_path, monkeypatch, calls,
+                                                                             saved):
     """With the error's line, after one more try, and status 1; the checkpoint before stays."""
     flags = [*whole.flags, "--save_every", 1, "--keep", 1]
     assert run_script("train.py", *flags, "--max_steps", 1, "--out_dir", tmp_path / "run").status == 0

@@ -2,7 +2,7 @@
 Streams that go away, or cannot be written, end nothing: a pipe whose reader has died, a terminal that is closed, a full
 disk, a stream that was closed before the start. -h's promise about signals holds with all of them gone.
 
-$ python -m pytest -q tests/test_streams.py --kills 200    # a quarter of an hour; without the flag four kills
+$ python -m pytest -q tests/test_streams.py --kills 200    # four minutes; without the flag four kills
 """
 import functools
 import json
