@@ -28,7 +28,7 @@ import safetensors
 from PIL import Image
 from tqdm import tqdm
 
-from extras.strangers import command, is_inside, show_streams, shown # (command: for those who import this file)
+from extras.strangers import command, is_inside, lost, show_streams, shown # (command: for who imports this file)
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
 # print their -h, or find a typo, without.
@@ -88,12 +88,19 @@ def tell(*lines, file=None):
     """Prints these lines, each shown(), above a bar if there is one. file: sys.stderr, or None for sys.stdout."""
     for line in lines:
         tqdm.write(shown(line), file=file)
+    while lost:
+        name, why = lost.pop()
+        warn_once(f"warning: {name}: lines are lost ({why}); the work goes on",
+                  file=sys.stdout if name == "stderr" else sys.stderr)
 
-@functools.cache # which parse_args empties
-def warn_once(line):
+warned = [] # what warn_once has said: train.py writes it into its log, too
+
+@functools.cache # which parse_args empties, and `warned`
+def warn_once(line, file=None):
     """Once in a run, however often it finds the reason; on the first process."""
     if rank() == 0:
-        tell(line, file=sys.stderr)
+        warned.append(line)
+        tell(line, file=file or sys.stderr)
 
 def flag_error(line):
     """Ends the script with status 2, as argparse does, for a flag that cannot be meant."""
@@ -247,6 +254,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         sys.excepthook = end_by_ctrl_c
         show_streams()
         warn_once.cache_clear()
+        warned.clear()
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -511,11 +519,12 @@ def signals_noted():
 
     def note(number, frame):
         seen.append(number)
-        for stream in terminals:
-            if not os.isatty(stream): # closed: the next line written there would end the run before its checkpoint
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if terminals: # (print may be at work already)
-            os.write(terminals[-1], b"\nends as soon as it can; please wait\n")
+        with contextlib.suppress(OSError):
+            for stream in terminals:
+                if not os.isatty(stream): # closed, and no print into it must end the run before its checkpoint
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            if terminals: # (print may be at work already)
+                os.write(terminals[-1], b"\nends as soon as it can; please wait\n")
     with contextlib.ExitStack() as stack: # which puts the old handlers back
         for name in "SIGTERM SIGINT SIGUSR1 SIGHUP".split(): # the last is a terminal that is closed
             number = getattr(signal, name, None) # Windows lacks some

@@ -139,7 +139,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, bases, disk, finite, unchanged
+from extras import agree, bases, disk, failures, finite, unchanged
+from extras.log import Log
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
@@ -354,19 +355,6 @@ def learning_rate(n):
 # They read args, and what THE RUN makes before it calls them. If you have one GPU, skip what they say about ranks,
 # processes and --fsdp.
 
-# ---- the run folder --------------------------------------------------------------------------------------------------
-
-def write_log(record, sync=False):
-    """Appends a line of JSON. sync: onto the disk, so that after a power loss the log is never behind a checkpoint."""
-    try:
-        with open(out_dir / "log.jsonl", "a") as f:
-            f.write(json.dumps(record) + "\n")
-            if sync:
-                f.flush()
-                disk.sync(f.fileno(), out_dir)
-    except OSError as e:
-        raise InputError(f"{out_dir}/log.jsonl: cannot be written ({e.strerror}); free some space, then --resume")
-
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
 def save_checkpoint(step, transformer, lora, optimizer, meta):
@@ -384,12 +372,6 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     for old in common.numbered(out_dir, "checkpoint"):
         if old not in kept and number_of(old) not in best_steps:
             disk.remove_old(old)
-
-def save_the_rest(step, *state):
-    """Before an error ends the run: saves the steps since the last checkpoint. state: as for save_checkpoint."""
-    if rank == 0 and step and not (out_dir / f"checkpoint-{step:06d}" / LORA_FILE).exists():
-        save_checkpoint(step, *state)
-        say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -522,38 +504,44 @@ def validation_loss():
                               s=torch.tensor(s), noise_generator=noise))
     total = torch.zeros((), device=args.device)
     packs = deal_packs([p.tokens for p in picks])[rank]
-    for pack in common.progress("validation loss", packs, unit="pass"):
-        total += sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack)))))
+
+    def add_up(): # this process's share
+        for pack in common.progress("validation loss", packs, unit="pass"):
+            total.add_(sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack))))))
+    if args.fsdp: # they wait for each other in each pass
+        add_up()
+    else:
+        failures.together(add_up)
     if world_size > 1:
         dist.all_reduce(total)
     return total.item() / len(picks)
 
 def validate(step, track):
-    """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports."""
+    """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports. What fails here is
+    a warning, as nothing in it trains."""
     say(f"step {step}: validation on {len(val_samples)} samples")
-    begun = clock()
+    begun, val_loss, drawn = clock(), None, None
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
             val_loss = validation_loss()
             say(finite.loss_line(step, val_loss))
             drawn = drawer and drawer.draw(step)
-    except torch.OutOfMemoryError:
-        if world_size > 1: # the others are waiting for this process's share
-            raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
-        say(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
-        return
+    except (Exception, SystemExit) as e:
+        failures.warn_of_validation(e, step, args.fsdp)
     finally:
         transformer.train()
-    if rank == 0:
+    if rank == 0 and val_loss is not None:
         record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
         if best: # what this loss may be compared with; drawer says it of its pictures
             record["loss_of"] = best.loss_of(val_samples, args)
-        write_log(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
-        if best:
-            say(best.describe(out_dir))
-        if track:
-            track(step, dict(val_loss=val_loss), sheets)
+        log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
+        with failures.tried("the best validation"):
+            if best:
+                say(best.describe(out_dir))
+        with failures.tried("--tracker"):
+            if track:
+                track(step, dict(val_loss=val_loss), sheets)
 
 # ==== THE RUN =========================================================================================================
 
@@ -701,6 +689,7 @@ if rank == 0:
         kept = resume.clean_folder(out_dir, step)
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **versions, started=time.time()), default=str)
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
+    log = Log(out_dir / "log.jsonl")
     if args.tracker != "none":
         track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 
@@ -718,102 +707,112 @@ loaded_steps = common.run_ahead(load_step, range(step, args.max_steps), most=0 i
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
 first_step = step
 begun = time.monotonic()
-while step < args.max_steps and not stop:
-    # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
-    if validation_due(step):
-        with averaged_weights(optimizer):
-            validate(step, track)
-    t0 = clock()
+save = partial(save_checkpoint, transformer=transformer, lora=lora, optimizer=optimizer, meta=meta)
+marks, late = [], 0 # late: the step whose checkpoint the disk has refused, until one is written
+try:
+    while step < args.max_steps and not stop:
+        # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
+        if validation_due(step):
+            with averaged_weights(optimizer):
+                validate(step, track)
+        t0 = clock()
 
-    # A file may be damaged, or have changed, on one process: then all leave, before they wait for each other.
-    failure = None
-    try:
-        picks, passes = next(loaded_steps).result()
-    except InputError as e:
-        failure = e
-    if any(common.gather_objects(failure is not None)):
-        agree.compare(out_dir, step, lora.values())
-        save_the_rest(step, transformer, lora, optimizer, meta)
-        raise failure or SystemExit(1)
+        # A file may be damaged, or have changed, on one process: then all leave.
+        picks, passes = failures.together(next(loaded_steps).result)
 
-    # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a mean
-    # is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
-    numbers = torch.zeros(len(picks) + 1, device=args.device) # losses; how many signals were seen
-    for pack, items in passes:
-        # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first sample), so a
-        # resumed run drops the same inputs; other packs or processes drop others.
-        torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
-        computed = False
-        with contextlib.suppress(torch.OutOfMemoryError):
-            items = ask_base(transformer, list(map(to_device, items)))
-            losses = flow_loss(transformer, items)
-            (sum(losses) / len(picks)).backward()
-            computed = True
-        if not computed:
-            if world_size == 1: # else the others wait for this one, until torchrun ends them
-                save_the_rest(step, transformer, lora, optimizer, meta)
-            raise step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
-                             f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one sample "
-                             "--target_pixels), or raise the second, then --resume")
-        for place, loss in zip(pack, losses):
-            numbers[place] = loss.detach()
+        # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a
+        # mean is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
+        numbers = torch.zeros(len(picks) + 1, device=args.device) # losses; how many signals were seen
+        failed = []
+        with failures.kept(failed):
+            for pack, items in passes:
+                # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first
+                # sample), so a resumed run drops the same inputs; other packs or processes drop others.
+                torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
+                items = ask_base(transformer, list(map(to_device, items)))
+                losses = flow_loss(transformer, items)
+                (sum(losses) / len(picks)).backward()
+                for place, loss in zip(pack, losses):
+                    numbers[place] = loss.detach()
+        if any(isinstance(e, torch.OutOfMemoryError) for e in failed):
+            failed = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
+                                 f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
+                                 "sample --target_pixels), or raise the second, then --resume")]
+        if failed and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
+            raise failed[0]
 
-    # One all-reduce carries all that the processes share.
-    numbers[-1].fill_(len(signals_seen)) # (an assignment would wait for the GPU)
-    *sample_losses, stop = sum_over_processes(lora.values(), numbers)
-    loss = sum(sample_losses) / len(sample_losses)
+        # One all-reduce carries all that the processes share. If one has failed, all leave.
+        numbers[-1].fill_(math.inf if failed else len(signals_seen)) # (an assignment would wait for the GPU)
+        *sample_losses, stop = sum_over_processes(lora.values(), numbers)
+        if stop == math.inf:
+            raise failed[0] if failed else SystemExit(1)
+        loss = sum(sample_losses) / len(sample_losses)
 
-    # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
-    grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
-    if not math.isfinite(grad_norm) or not math.isfinite(loss):
-        raise step_error(out_dir, f"loss {loss}, gradient norm {grad_norm}", step, picks, "check these samples, and "
-                         "start a new run with a lower --lr (--pretrained_lora takes a checkpoint from before the loss "
-                         "rose)")
+        # Clip the gradient, and stop before a step that would ruin the weights: one NaN makes all of them NaN.
+        grad_norm = torch.nn.utils.clip_grad_norm_(lora.values(), args.max_grad_norm).item()
+        if not math.isfinite(grad_norm) or not math.isfinite(loss):
+            raise step_error(out_dir, f"loss {loss}, gradient norm {grad_norm}", step, picks, "check these samples, "
+                             "and start a new run with a lower --lr (--pretrained_lora takes a checkpoint from before "
+                             "the loss rose)")
 
-    # A run that learns nothing must not look like a success. (Until the LoRA has changed something, samples with
-    # `preserve` have no gradient; with --preserve below 1, others will come.)
-    lr = learning_rate(step)
-    if grad_norm == 0 and lr > 0 and not (args.preserve < 1 and all(p.preserve for p in picks)):
-        raise step_error(out_dir, "a gradient of exactly 0", step, picks, "give other --lora_args, another "
-                         "--pretrained_lora than one of zeros, or less than --preserve 1")
-    for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
-        group["lr"] = lr
-    # Every process takes this step by itself, and must take the same one, also with an optimizer that draws numbers.
-    # (Python's and numpy's are not seeded: extras/probe.py refuses an optimizer that draws those.)
-    torch.manual_seed(seed_of("optimizer", step))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    step += 1
-    seconds = clock() - t0
+        # A run that learns nothing must not look like a success. (Until the LoRA has changed something, samples with
+        # `preserve` have no gradient; with --preserve below 1, others will come.)
+        lr = learning_rate(step)
+        if grad_norm == 0 and lr > 0 and not (args.preserve < 1 and all(p.preserve for p in picks)):
+            raise step_error(out_dir, "a gradient of exactly 0", step, picks, "give other --lora_args, another "
+                             "--pretrained_lora than one of zeros, or less than --preserve 1")
+        for group in optimizer.param_groups: # the rate is ours: an optimizer's own would be overwritten
+            group["lr"] = lr
+        # Every process takes this step by itself, and must take the same one, also with an optimizer that draws
+        # numbers. (Python's and numpy's are not seeded: extras/probe.py refuses an optimizer that draws those.) The
+        # step and its number are one statement: whatever fails before or after it, the weights are what `step` says.
+        torch.manual_seed(seed_of("optimizer", step))
+        marks = failures.marks(optimizer, step)
+        _, step = optimizer.step(), step + 1
+        optimizer.zero_grad(set_to_none=True)
+        seconds = clock() - t0
 
-    # Log and save; nothing below changes the training. A checkpoint precedes a validation, which may take minutes. The
-    # estimate of the time left includes the validations so far.
-    save_now = step == args.max_steps or validation_due(step) or stop or step % args.save_every == 0
-    if save_now: # what is saved is what all processes have
-        agree.compare(out_dir, step, lora.values())
-    if rank == 0:
-        record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
-                      tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
-        record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
-        record["timesteps"] = [round(p.s.item(), 4) for p in picks]
-        record["losses"] = [round(x, 5) for x in sample_losses]
-        write_log(record, sync=save_now)
-        if track:
-            track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-        bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
-        bar.update()
-        # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
-        if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
-            left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
-            say(step_line(record, left))
-            if loss > 10:
-                say("exploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr")
-        if step == first_step + 1:
-            say("the curves, in a browser: "
-                + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
+        # Log and save; nothing below changes the training. A checkpoint precedes a validation, which may take minutes.
+        # The estimate of the time left includes the validations so far.
+        at_end = step == args.max_steps or stop
+        save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
+        if save_now: # what is saved is what all processes have
+            agree.compare(out_dir, step, lora.values())
+        if rank == 0:
+            record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
+                          tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
+            record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
+            record["timesteps"] = [round(p.s.item(), 4) for p in picks]
+            record["losses"] = [round(x, 5) for x in sample_losses]
+            log.write(record, sync=save_now)
+            with failures.tried("--tracker"):
+                if track:
+                    track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
+            with failures.tried("the progress bar"):
+                bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
+                bar.update()
+            # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
+            if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
+                left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
+                say(step_line(record, left))
+                if loss > 10:
+                    say("exploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr")
+            if step == first_step + 1:
+                say("the curves, in a browser: "
+                    + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now:
-            save_checkpoint(step, transformer, lora, optimizer, meta)
-bar.close()
+            last_try = at_end or late and step >= late + args.save_every
+            if rank or failures.save_or_warn(save, out_dir, step, args.save_every, last_try):
+                late = 0
+            else:
+                late = late or step
+            late = common.gather_objects(late)[0] # all processes compare their LoRAs again then
+except BaseException as e: # whatever ends the loop, what was learned is saved first
+    failures.save_the_rest(save, out_dir, step, e, marks, optimizer)
+    raise
+finally:
+    with failures.tried("the progress bar"):
+        bar.close()
 
 # ---- the end: if a kill interrupts it, --resume repeats it -----------------------------------------------------------
 
@@ -830,8 +829,11 @@ else:
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
-    if hints := find_extra("hints"):
-        say(*hints.next_commands(args, out_dir, parser.get_default))
+    with failures.tried("the next commands"):
+        if hints := find_extra("hints"):
+            say(*hints.next_commands(args, out_dir, parser.get_default))
+if rank == 0 and not log.flush():
+    say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")
 signals.close()
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -22,6 +22,10 @@ def digest(parameters):
     return int(total)
 
 
+class Parted(InputError):
+    """The processes have different LoRAs, of which none is saved."""
+
+
 def compare(out_dir, step, parameters):
     """If these parameters differ between the processes, all end, and the first one prints the error."""
     found = common.gather_objects(digest(parameters))
@@ -31,6 +35,6 @@ def compare(out_dir, step, parameters):
     if others:
         saved = common.checkpoints(out_dir) # each was written after such a comparison, or read by all processes
         since = common.number_of(saved[-1]) if saved else 0
-        raise InputError(f"{out_dir}: process {others[0]} has another LoRA than the first one at step {step}, and had "
-                         f"the same at step {since}; continue from there in one process, with --resume (and without "
-                         "--fsdp), or start a new run with another --optimizer")
+        raise Parted(f"{out_dir}: process {others[0]} has another LoRA than the first one at step {step}, and had "
+                     f"the same at step {since}; continue from there in one process, with --resume (and without "
+                     "--fsdp), or start a new run with another --optimizer")

@@ -16,7 +16,7 @@ import cache
 import common
 import predict
 from common import InputError, tell
-from extras import disk, finite
+from extras import disk, failures, finite
 from extras.names import picture_stem
 
 
@@ -54,15 +54,19 @@ class Drawer: # a class because the base's pictures stay from one validation to 
 
     def draw(self, step):
         """Draws, compares and saves -> (what the log says about it: psnr, pictures, flags; {dataset: contact sheet}),
-        on the first process; None on others."""
+        on the first process, if nothing fails when it reports; None on others. What fails before raises on all."""
         torch.cuda.empty_cache() # as cuDNN allocates outside of torch's cache (without a GPU this does nothing)
         self.vae.to(self.args.vae_device)
         try:
-            base = self.base_pictures
-            rows = [self.compare(place, base[place], picture, step)
-                    for place, picture in self.generate(trained=True).items()]
+            def compare_all():
+                base = self.base_pictures
+                return [self.compare(place, base[place], picture, step)
+                        for place, picture in self.generate(trained=True).items()]
+            # with --fsdp they wait for each other in each pass
+            rows = compare_all() if self.args.fsdp else failures.together(compare_all)
             rows = sorted(sum(common.gather_objects(rows), []))
-            return self.report(step, rows) if common.rank() == 0 else None
+            with failures.tried("the validation's pictures"):
+                return self.report(step, rows) if common.rank() == 0 else None
         finally:
             self.transformer.set_adapter("default")
             (self.vae.decoder if self.encoders else self.vae).to("cpu") # live encoding needs the VAE's encoder

@@ -9,10 +9,10 @@ import contextlib
 def averaged_weights(optimizer):
     """Within `with` the parameters are the average. The trained weights wait beside the optimizer's state, so that a
     checkpoint that is written now has both."""
-    for p, state in optimizer.state.items():
-        state["trained"] = p.data.clone()
-    optimizer.eval()
     try:
+        for p, state in optimizer.state.items():
+            state["trained"] = p.data.clone()
+        optimizer.eval()
         yield
     finally:
         use_trained_weights(optimizer)

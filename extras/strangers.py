@@ -1,12 +1,14 @@
 """
 Texts and paths of a stranger: how a name or a prompt is shown in a line on a terminal, how it is written in a command
-that a person pastes, whether a path stays in its folder, and how a file is opened whose name is no UTF-8.
+that a person pastes, whether a path stays in its folder, and how a file is opened whose name is no UTF-8. And what
+becomes of a line if its terminal, pipe or disk is gone: it ends nothing.
 
 On Linux a name is bytes, and old archives and disks have some that are no UTF-8. Python has such a byte as half a
 character: \\xe9 as \\udce9, in sys.argv and in what it lists of folders. Python opens these names, and JSON (in ASCII)
 holds them. What encodes a text as UTF-8 itself fails at them: such texts come from shown() or command(), and such files
 from open_tensors().
 """
+import contextlib
 import os
 import re
 import shlex
@@ -28,12 +30,15 @@ def shown(text):
     return CONTROLS.sub(escaped, str(text))
 
 
+lost = [] # ("stdout" or "stderr", why lines of it are lost), once for each: common.tell takes it and says so
+
+
 class ShownStream: # a class because it stands for sys.stdout and sys.stderr, for all that prints
     """A stream whose lines are shown(), whoever writes them: a library, a traceback, a print() of yours. tqdm's \\r
-    before and behind a bar stays, and its moves up."""
+    before and behind a bar stays, and its moves up. It never raises: the work goes on when nobody reads."""
 
-    def __init__(self, stream):
-        self.stream = stream
+    def __init__(self, name, stream):
+        self.name, self.stream, self.failed = name, stream, False
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -42,15 +47,40 @@ class ShownStream: # a class because it stands for sys.stdout and sys.stderr, fo
         inner = text.strip("\r")
         if inner.replace("\x1b[A", ""): # else tqdm alone has written it
             text = text.replace(inner, "\n".join(map(shown, inner.split("\n"))), 1)
-        return self.stream.write(text)
+        self.attempt(self.stream.write, text)
+        return len(text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, act, *text):
+        """What a full disk refuses stays in Python's buffer, and is tried again with the next line."""
+        try:
+            act(*text)
+        except (OSError, ValueError) as e: # ValueError: somebody has closed it
+            if not self.failed:
+                lost.append((self.name, str(e)))
+            self.failed = True
+            if isinstance(e, (BrokenPipeError, ValueError)): # it stays so: nothing is tried again, also not at the end
+                gone, self.stream = self.stream, open(os.devnull, "w", encoding="utf-8")
+                with contextlib.suppress(OSError, ValueError): # libraries in C write there, too
+                    os.dup2(self.stream.fileno(), gone.fileno())
 
 
 def show_streams():
-    """From now on all lines of this process are shown(). A file name that is no UTF-8 must not end a run, either."""
+    """From now on all lines of this process are shown(), and no stream ends it. A file name that is no UTF-8 must not
+    end a run, either."""
+    lost.clear()
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError: # closed by who has started us: the next file, such as a log, would get this number, and
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True) # what a library prints
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, ShownStream(stream))
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")
+        with contextlib.suppress(AttributeError, OSError): # a notebook's cannot; a full disk's is flushed here
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, ShownStream(name, stream))
 
 
 def command(words):

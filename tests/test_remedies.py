@@ -3,8 +3,8 @@ Every remedy that an error line of train.py or extras/resume.py names is tried: 
 with the remedy, what happens then. Those of common.py's flags that train.py shares are here, too.
 
 Not tried here, and why. Elsewhere, as they want several processes: --fsdp under torchrun (test_extras.py), processes
-that part (test_optimizers.py) or differ (test_identity.py). Elsewhere, as they want a full disk or a missing file: log
-and checkpoints that cannot be written (test_faults.py), an extra that was deleted (test_house.py). A run in a folder at
+that part (test_optimizers.py) or differ (test_identity.py). Elsewhere, as they want a full disk or a missing file:
+checkpoints that cannot be written (test_loop_ends.py), an extra that was deleted (test_house.py). A run in a folder at
 which another one works: test_faults.py. Nowhere: `pip install` of a missing package; a validation of several processes
 without memory, whose remedy is that of a step, below.
 
@@ -210,7 +210,7 @@ ELSEWHERE = { # lines of the two files: where their remedies are tried, or why n
     "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
     "lower the first (for one sample": "test_less_tokens_a_pass_help_after_memory_ran_out",
     ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_extras.py",
-    "cannot be written": "test_faults.py", "cannot be moved aside": "test_disks.py: it needs such a disk",
+    "cannot be moved aside": "test_disks.py: it needs such a disk",
     "lower --max_tokens, then": "docstring",
     "continue with that version": "test_formats.py: test_a_checkpoint_of_an_older_format_is_refused_as_older",
     "a checkpoint cannot keep": "test_optimizers.py: it needs an optimizer that extras/probe.py does not catch",

@@ -1,0 +1,116 @@
+"""
+What fails in a training. What does not train is a warning: a log, a tracker, a bar, a validation's pictures. What ends
+the run saves the last whole step before.
+"""
+import contextlib
+
+import torch
+
+import common
+from common import LORA_FILE, InputError, checkpoints, first_words, say, tell
+from extras.agree import Parted
+
+
+@contextlib.contextmanager
+def kept(failures):
+    """Within `with`, an exception goes into this list, and the code behind the block runs all the same."""
+    try:
+        yield
+    except (Exception, InputError) as e:
+        failures.append(e)
+
+
+@contextlib.contextmanager
+def tried(what):
+    """Within `with`, a failure is a warning, the first time, and ends nothing. what: its beginning."""
+    failures = []
+    with kept(failures):
+        yield
+    if failures:
+        warn(what, failures[0])
+
+
+def warn(what, why):
+    """The first time that this has failed. why: an exception, or words."""
+    if not any(line.startswith(f"warning: {what}: ") for line in common.warned):
+        why = first_words(why).removeprefix("error: ")
+        common.warn_once(f"warning: {what}: {why}; the work goes on, and tries it again next time")
+
+
+def together(work):
+    """-> work(), which each process does for itself. If it fails on one, it raises on all of them, before they wait for
+    each other: there its exception, elsewhere a SystemExit."""
+    failures = []
+    with kept(failures):
+        result = work()
+    if any(common.gather_objects(bool(failures))):
+        raise failures[0] if failures else SystemExit(1)
+    return result
+
+
+def warn_of_validation(e, step, fsdp):
+    """Says that it has failed with this exception. With --fsdp that ends the run: the others wait for this process."""
+    if fsdp and isinstance(e, torch.OutOfMemoryError):
+        raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
+    if fsdp:
+        raise e
+    if isinstance(e, torch.OutOfMemoryError):
+        tell(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
+    elif type(e) is SystemExit: # of together(), or of a library
+        warn("the validation", "it has failed on another process")
+    else:
+        warn("the validation", e)
+
+
+def marks(optimizer, step):
+    """-> the step, and what is another one after any change of the weights or of the optimizer's state, at no cost:
+    torch counts the changes of each tensor. What other classes than torch's do, and its fused kernels, nobody
+    counts: for them it is always another one."""
+    fused = optimizer.param_groups[0].get("fused")
+    if fused or not type(optimizer).__module__.startswith("torch.optim"):
+        return [step, object()]
+    found = [step]
+    found += [p._version for group in optimizer.param_groups for p in group["params"]]
+    for state in optimizer.state.values():
+        found += [x._version if torch.is_tensor(x) else x for x in state.values()]
+    return found
+
+
+def save_or_warn(save, out_dir, step, save_every, last_try):
+    """save(step) -> whether there is this checkpoint now. What the disk refuses is a warning, or with last_try an
+    InputError."""
+    try:
+        save(step)
+        return True
+    except (OSError, InputError) as e:
+        if isinstance(e, OSError):
+            e = InputError(f"{out_dir}: checkpoint {step} cannot be written ({first_words(e)}); free some space, or "
+                           "mend the disk, then --resume")
+        elif not isinstance(e.__context__, OSError): # such as NaN in the LoRA
+            raise
+        if last_try:
+            raise e
+        common.warn_once(f"warning: {str(e).removeprefix('error: ')} (tried again after each step; the run ends if it "
+                         f"still fails {save_every} steps later)")
+        return False
+
+
+def save_the_rest(save, out_dir, step, error, before, optimizer):
+    """Before this error ends the run: saves the steps since the last checkpoint, with save(step), and says so. before:
+    marks() before the last try of a step."""
+    if common.rank() or not step or isinstance(error, Parted):
+        return
+    problem = None
+    if not (out_dir / f"checkpoint-{step:06d}" / LORA_FILE).exists():
+        try:
+            if before[:1] == [step] and before != marks(optimizer, step):
+                raise InputError(f"step {step + 1}: failed in the middle, with its changes half made")
+            save(step)
+        except (Exception, InputError) as e: # the first error must be seen all the same
+            problem = first_words(e)
+    if problem:
+        saved = [path.name for path in checkpoints(out_dir) if (path / LORA_FILE).exists()]
+        say(f"{out_dir}: step {step} could not be saved ({problem}); --resume continues after "
+            f"{saved[-1] if saved else 'nothing, from the start'}")
+    else:
+        say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")

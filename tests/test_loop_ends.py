@@ -1,0 +1,311 @@
+"""
+Nothing but the training ends a training, and whatever ends it saves what was learned: a failing log, tracker, bar,
+validation or disk is one warning; an exception at any line of the loop leaves a checkpoint of the last whole step.
+
+$ python -m pytest -q tests/test_loop_ends.py --full    # every line of the loop: two minutes; else every third
+"""
+import ast
+import builtins
+import errno
+import functools
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tqdm import tqdm
+
+import cache
+import common
+import predict
+import rope_patch
+from extras import best, draw, resume, tracker
+from tests.harness import (FULL, HERE, assert_bitwise, assert_same_run, is_one_line, log_of, run_script, start_ranks,
+                           steps_of, validations_of)
+
+STEPS = 4
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory):
+    """A training of four steps that nothing disturbs, with a checkpoint of each; its flags; LoRAs by step."""
+    folder = tmp_path_factory.mktemp("whole")
+    flags = [*small.flags, "--max_steps", STEPS, "--warmup_steps", 0, "--lora_rank", 1]
+    result = run_script("train.py", *flags, "--save_every", 1, "--keep", 9, "--out_dir", folder / "run")
+    assert result.status == 0, result.err
+    loras = {step: predict.read_lora(folder / f"run/checkpoint-{step:06d}")[0] for step in range(1, STEPS + 1)}
+    return SimpleNamespace(run=folder / "run", flags=[*flags, "--save_every", 100], loras=loras)
+
+class Planted(Exception):
+    """What no line of ours expects."""
+
+class Left(SystemExit):
+    """A library's sys.exit(3)."""
+    def __init__(self):
+        super().__init__(3)
+
+def lines_of_the_loop():
+    """-> the first line of each statement in the loop of train.py."""
+    tree = ast.parse((HERE / "train.py").read_text())
+    loop, = [node for node in ast.walk(tree) if isinstance(node, ast.While) and "max_steps" in ast.unparse(node.test)]
+    return sorted({node.lineno for node in ast.walk(loop) if isinstance(node, ast.stmt)} - {loop.lineno})
+
+def raise_at(patch, line, step):
+    """From now on train.py's loop raises before this line, once, in or after this step. -> a list that is filled
+    then."""
+    raised, real = [], common.progress
+
+    def trace_line(frame, event, arg):
+        if event == "line" and frame.f_lineno == line and frame.f_globals["step"] >= step and not raised:
+            raised.append(frame.f_globals["step"])
+            sys.settrace(None)
+            raise Planted("planted")
+        return trace_line
+
+    def progress(what, *more, **options):
+        if what == "training":
+            sys.settrace(lambda *_: None)
+            sys._getframe(1).f_trace = trace_line
+        return real(what, *more, **options)
+    patch.setattr(common, "progress", progress)
+    return raised
+
+def run_and_catch(*flags):
+    """-> (run_script's result, None), or (None, the class of what the training raised)."""
+    try:
+        return run_script("train.py", *flags), None
+    except Exception as e:
+        tqdm._instances.clear()
+        return None, type(e) # (its traceback would hold the folder's lock)
+
+def check_newest(out_dir, whole, least):
+    """The newest checkpoint is at least of this step, and has the LoRA of the undisturbed run at its step."""
+    newest = max(steps_of(out_dir))
+    assert newest >= least and steps_of(out_dir) == [newest]
+    assert_bitwise(predict.read_lora(out_dir / f"checkpoint-{newest:06d}")[0], whole.loras[newest])
+    return newest
+
+LINES = lines_of_the_loop()
+
+def test_an_exception_at_any_line_of_the_loop_leaves_the_last_whole_step(whole, tmp_path):
+    """Before each statement in turn; the first few are resumed and end as the undisturbed run."""
+    never = []
+    for n, line in enumerate(LINES if FULL else LINES[::3]):
+        out_dir = tmp_path / f"{line}"
+        with pytest.MonkeyPatch.context() as patch:
+            raised = raise_at(patch, line, 2)
+            result, error = run_and_catch(*whole.flags, "--out_dir", out_dir)
+            sys.settrace(None)
+        if not raised: # such as what is done after an error
+            never.append(line)
+        elif error:
+            assert error is Planted, line
+            assert check_newest(out_dir, whole, raised[0]) == raised[0], line
+        else: # a line of the log, a bar
+            assert result.status == 0 and result.err.count("planted") == 1, (line, result.err)
+        if error and n < 4:
+            assert run_script("train.py", *whole.flags, "--out_dir", out_dir, "--resume").status == 0
+            assert_same_run(out_dir, whole.run)
+        shutil.rmtree(out_dir)
+    assert len(never) < len(LINES) / 3, never
+
+def failing(patch, owner, name, calls, error=OSError(errno.EIO, "Input/output error"), after=None):
+    """In the loop owner.name raises at these calls, counted from 1 (None: at all), after(*args) being called before ->
+    the list of calls so far."""
+    made, real, progress, begun = [], getattr(owner, name), common.progress, []
+
+    def fail(*args, **kwargs):
+        if not begun:
+            return real(*args, **kwargs)
+        made.append(args)
+        if calls is None or len(made) in calls:
+            if after:
+                after(*args)
+            raise error
+        return real(*args, **kwargs)
+
+    def progress_begins(what, *more, **options):
+        if what == "training": # extras/probe.py, before, takes steps too
+            begun.append(True)
+        return progress(what, *more, **options)
+    patch.setattr(owner, name, fail)
+    patch.setattr(common, "progress", progress_begins)
+    return made
+
+# ---- what does not train is a warning --------------------------------------------------------------------------------
+
+def failing_log(patch, numbers, half=False):
+    """Opening log.jsonl to append fails at these calls (None: all); half: a part of the line is written first."""
+    calls, real = [], builtins.open
+
+    def open_file(file, mode="r", *args, **kwargs):
+        if str(file).endswith("log.jsonl") and "a" in mode:
+            calls.append(file)
+            if numbers is None or len(calls) in numbers:
+                if half:
+                    with real(file, "a") as f:
+                        f.write('{"step": 9, "lo')
+                raise OSError(errno.EIO, "Input/output error")
+        return real(file, mode, *args, **kwargs)
+    patch.setattr(builtins, "open", open_file)
+
+@pytest.mark.parametrize("numbers", [[2], [2, 3], [1, 4]])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_log_that_fails_is_one_warning_and_its_lines_come_later_in_order(whole, tmp_path, monkeypatch, numbers, half):
+    """Also behind half a line, which is taken away; at the end the log is that of the undisturbed run."""
+    failing_log(monkeypatch, numbers, half)
+    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.err.count("warning: ") == 1 and "log.jsonl: [Errno 5]" in result.err
+    assert_same_run(tmp_path / "run", whole.run)
+    lines = (tmp_path / "run/log.jsonl").read_text().splitlines()
+    records = list(map(json.loads, lines)) # no line is broken
+    assert [r["warning"] for r in records if "warning" in r] == [result.err.strip()]
+    page = run_script("tools/page.py", tmp_path / "run")
+    assert page.status == 0 and "warning" not in page.err
+    assert resume.is_record(lines[-1], STEPS) and best.read_validations(tmp_path / "run") == []
+
+def test_a_log_that_fails_to_the_end_is_a_line_at_the_end(whole, tmp_path, monkeypatch):
+    failing_log(monkeypatch, None)
+    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.err.count("warning: ") == 1
+    assert f"its last {STEPS + 1} lines could not be written" in result.out
+    assert (tmp_path / "run/DONE").exists() and log_of(tmp_path / "run") == []
+
+def test_a_tracker_or_a_bar_that_fails_is_one_warning(whole, tmp_path, monkeypatch):
+    """Whatever they raise, at each step."""
+    def track(*_):
+        raise Planted("no network")
+    monkeypatch.setattr(tracker, "open_tracker", lambda *_: track)
+    monkeypatch.setattr(common, "PACKAGES", {})
+    for name in ("update", "close"):
+        failing(monkeypatch, tqdm, name, None, Planted("no bar"))
+    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--tracker", "tensorboard")
+    assert result.status == 0 and result.err.count("warning: ") == 2, result.err
+    assert result.err.count("--tracker: no network") == result.err.count("the progress bar: no bar") == 1
+    assert_same_run(tmp_path / "run", whole.run)
+
+@pytest.mark.parametrize("place", ["pictures", "base", "report", "loss", "best", "disk"])
+def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, tmp_path, monkeypatch, place):
+    """Its pictures, their report, its loss; what worked is in the log."""
+    flags = [*whole.flags, "--val_data", small.folder / "data", "--val_pictures", 1, "--sample_every", 2,
+             "--num_inference_steps", 2, "--cache_dir", small.cache]
+    where = dict(pictures=(predict, "generate_samples"), base=(draw.Drawer, "compare"), best=(best, "describe"),
+                 report=(draw.Drawer, "report"), loss=(common, "progress"), disk=(predict, "save_png"))[place]
+    error = common.InputError("samples/x.png: cannot be written; mend it") if place == "disk" else Planted("planted")
+    real = common.progress
+    if place == "loss":
+        def progress(what, *args, **options):
+            if what == "validation loss":
+                raise error
+            return real(what, *args, **options)
+        monkeypatch.setattr(common, "progress", progress)
+    else:
+        failing(monkeypatch, *where, None, error)
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.err.count("warning: ") == 1, result.err
+    assert_same_run(tmp_path / "run", whole.run)
+    assert len(validations_of(tmp_path / "run")) == (0 if place == "loss" else 2)
+
+# ---- what ends a run saves first -------------------------------------------------------------------------------------
+
+CALLS = { # what the loop calls: (module, name, at which call)
+    "load": ("cache", "load_latents", 6), "forward": ("rope_patch", "run_packed", 3),
+    "clip": ("torch.nn.utils", "clip_grad_norm_", 3), "seed": ("torch", "manual_seed", 5),
+    "marks": ("extras.failures", "marks", 3), "memory": ("common", "memory_of", 2),
+    "zero_grad": ("torch.optim.Muon", "zero_grad", 2), "step": ("torch.optim.Muon", "step", 3)}
+
+@pytest.mark.parametrize("place", CALLS)
+@pytest.mark.parametrize("error", [Planted, KeyboardInterrupt, Left])
+def test_what_a_called_function_raises_ends_the_run_with_its_last_whole_step(whole, tmp_path, place, error):
+    """Also a Ctrl-C that somebody has not noted, or a library's sys.exit. The line says which step is saved."""
+    if place not in ("step", "forward") and error is not Planted and not FULL:
+        pytest.skip("--full")
+    module, name, call = CALLS[place]
+    owner = torch.optim.Muon if module.endswith("Muon") else sys.modules[module]
+    with pytest.MonkeyPatch.context() as patch:
+        armed = failing(patch, owner, name, [call], error)
+        try:
+            result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run")
+            assert result.status == 3 and error is Left
+        except (Planted, KeyboardInterrupt) as e:
+            assert type(e) is error
+    assert len(armed) >= call # (what a thread loads may be ahead)
+    tqdm._instances.clear()
+    check_newest(tmp_path / "run", whole, 1)
+    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--resume")
+    assert result.status == 0, result.err
+    assert_bitwise(predict.read_lora(tmp_path / "run")[0], predict.read_lora(whole.run)[0])
+
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_an_optimizer_that_dies_half_way_leaves_no_checkpoint_of_a_step(whole, tmp_path, what):
+    """The line names the newest one, from which the run goes on."""
+    def change(optimizer, *_):
+        p = optimizer.param_groups[0]["params"][0]
+        with torch.no_grad():
+            (p if what == "weights" else optimizer.state[p]["momentum_buffer"]).add_(1)
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, torch.optim.Muon, "step", [4], Planted("planted"), change)
+        said = failing(patch, common, "tell", [])
+        assert run_and_catch(*whole.flags, "--save_every", 2, "--out_dir", tmp_path / "run")[1] is Planted
+    assert steps_of(tmp_path / "run") == [2]
+    assert any("step 3 could not be saved" in str(line) and "after checkpoint-000002" in str(line) for line in said)
+    assert run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--resume").status == 0
+    assert_same_run(tmp_path / "run", whole.run)
+
+def failing_disk(patch, calls):
+    """The file of a checkpoint's LoRA cannot be written at these calls (None: all)."""
+    made, real = [], common.write_tensors
+
+    def write_tensors(path, *args, **kwargs):
+        if "checkpoint-" in str(path) and path.name == common.LORA_FILE:
+            made.append(path)
+            if calls is None or len(made) in calls:
+                try:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                except OSError:
+                    raise common.InputError(f"{path}: 9 bytes cannot be written (No space); free some space")
+        return real(path, *args, **kwargs)
+    patch.setattr(common, "write_tensors", write_tensors)
+    return made
+
+def test_a_checkpoint_that_a_full_disk_refuses_is_tried_after_the_next_step(whole, tmp_path, monkeypatch):
+    """One warning, and the checkpoint of the next step."""
+    failing_disk(monkeypatch, [1])
+    result = run_script("train.py", *whole.flags, "--save_every", 2, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.err.count("warning: ") == 1 and "tried again" in result.err
+    assert steps_of(tmp_path / "run") == [3, 4]
+    assert_same_run(tmp_path / "run", whole.run)
+
+@pytest.mark.parametrize("calls, saved", [([1, 2], 3), (None, 1)])
+def test_a_disk_that_stays_full_ends_the_run_when_the_next_is_due(whole, tmp_path, monkeypatch, calls, saved):
+    """With the error's line and status 1, after one more try, which may succeed; the checkpoint before stays till
+    then."""
+    flags = [*whole.flags, "--save_every", 1, "--keep", 1]
+    assert run_script("train.py", *flags, "--max_steps", 1, "--out_dir", tmp_path / "run").status == 0
+    failing_disk(monkeypatch, calls)
+    result = run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--resume")
+    assert result.status == 1 and is_one_line(result.errors[-1], "cannot be written"), result.err
+    found = list((tmp_path / "run").glob(f"checkpoint-*/{common.LORA_FILE}"))
+    assert [path.parent.name for path in found] == [f"checkpoint-{saved:06d}"]
+    assert ("stopped after step 3" if saved == 3 else "step 3 could not be saved") in result.out
+    monkeypatch.undo()
+    assert run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--resume").status == 0
+    assert_same_run(tmp_path / "run", whole.run)
+
+def fail_at_step(name, number):
+    """For a child process: this function of the packed model, or of the data, fails there at the n-th call."""
+    owner = cache if name == "load_latents" else rope_patch
+    failing(pytest.MonkeyPatch(), owner, name, [number], Planted("planted"))
+
+@pytest.mark.parametrize("name, number", [("run_packed", 3), ("load_latents", 3)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_if_one_of_two_processes_fails_both_leave_and_the_first_one_saves(tmp_path, small, start, name, number, rank):
+    """None waits for the other."""
+    preludes = [None, None]
+    preludes[rank] = functools.partial(fail_at_step, name, number)
+    flags = [*small.flags, "--save_every", 100, "--out_dir", tmp_path / "run"]
+    ranks = start_ranks(start, *flags, preludes=preludes)
+    assert [process.wait() for process in ranks] == [1, 1]
+    assert "Planted: planted" in ranks[rank].output() and "Traceback" not in ranks[1 - rank].output()
+    assert "stopped after step 2" in ranks[0].output() and steps_of(tmp_path / "run") == [2]

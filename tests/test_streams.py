@@ -1,0 +1,172 @@
+"""
+Streams that go away, or cannot be written, end nothing: a pipe whose reader has died, a terminal that is closed, a full
+disk, a stream that was closed before the start. -h's promise about signals holds with all of them gone.
+
+$ python -m pytest -q tests/test_streams.py --kills 200    # four minutes; without the flag four kills
+"""
+import functools
+import json
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import OPTIONS
+
+from tests.harness import (HERE, assert_checkpoints_whole, assert_same_run, kill, log_of, records_of, start_ranks,
+                           steps_of, until)
+
+# a script as ours are, in a second: two lines, and what stood in them is in a file
+SCRIPT = """
+import sys; sys.path.insert(0, {here!r})
+import extras, common, json, os
+common.Parser("x").parse_args()
+opened = open({result!r}, "w")
+for n in range(3):
+    common.say("out" + "x" * 200_000 * (n == 1))
+    common.tell("err", file=sys.stderr)
+    for _ in common.progress("bar", range(2)):
+        pass
+os.write(1, b"a library in C") if {c} else 0
+json.dump([common.warned, opened.fileno()], opened)
+"""
+
+def run_in_shell(tmp_path, redirect, c=False, python="python"):
+    """-> (exit status, what the terminal got, warnings, the number that the first file of ours has)."""
+    result, script = tmp_path / "result", tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(HERE), result=str(result), c=c))
+    line = f"set -o pipefail; {python.replace('python', sys.executable)} {script} {redirect}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    text = result.read_text()
+    warnings, number = json.loads(text)
+    return done.returncode, done.stdout + done.stderr, warnings, number
+
+@pytest.mark.parametrize("redirect, warned", [
+    ("| true", ["stdout"]), ("2>&1 | true", ["stderr", "stdout"]), (">/dev/full", ["stdout"]),
+    ("2>/dev/full", ["stderr"]), (">/dev/full 2>&1", ["stderr", "stdout"]), (">&-", []), ("2>&-", []),
+    ("<&- >&- 2>&-", []), ("<&-", [])])
+@pytest.mark.parametrize("python", ["env -u PYTHONUNBUFFERED python", "python -u -X dev"])
+def test_a_stream_that_cannot_be_written_ends_nothing(tmp_path, redirect, warned, python):
+    """Status 0, each loss is said once, nothing else is printed, and no file of ours gets the number of a stream."""
+    status, output, warnings, number = run_in_shell(tmp_path, redirect, python=python)
+    assert status == 0 and number > 2
+    assert sorted(line.split(":")[1].strip() for line in warnings) == warned
+    assert output.count("warning: ") == (len(warned) == 1) # of two that are gone none can say it
+    assert "Exception" not in output and "Traceback" not in output and "Error" not in output.replace("[Errno", "")
+
+def test_what_a_library_in_c_prints_into_a_closed_stream_is_in_no_file(tmp_path):
+    """The number of a closed stream is taken, so that the next file, such as a log, does not get it."""
+    run_in_shell(tmp_path, ">&-", c=True)
+    assert "library" not in (tmp_path / "result").read_text()
+
+def test_lines_come_again_when_a_full_disk_has_room(tmp_path):
+    """Also those that Python's buffer has held."""
+    code = f"""if True:
+        import sys; sys.path.insert(0, {str(HERE)!r})
+        import extras, common, os
+        common.Parser("x").parse_args()
+        room = os.dup(1)
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        common.say("one")
+        os.dup2(room, 1)
+        common.say("two")"""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == "one\ntwo\n" and done.stderr.count("warning: stdout") == 1
+
+@pytest.mark.parametrize("script", ["train.py", "predict.py", "cache.py", "tools/doctor.py"])
+def test_help_into_a_pipe_that_is_closed_says_nothing(script):
+    """As `-h | head` does in every shell."""
+    done = subprocess.run(["bash", "-c", f"{sys.executable} {HERE / script} -h | head -1"], capture_output=True)
+    assert done.returncode == 0 and done.stdout and done.stderr == b""
+
+# ---- trainings -------------------------------------------------------------------------------------------------------
+
+def words_of(small, out_dir, *more):
+    return [sys.executable, str(HERE / "train.py"), *map(str, [*small.flags, "--out_dir", out_dir, *more])]
+
+LONG = ["--max_steps", 5000, "--save_every", 5000]
+
+def test_ctrl_c_in_a_terminal_with_tee_ends_with_a_checkpoint_and_status_0(tmp_path, small):
+    """`train.py 2>&1 | tee log`: Ctrl-C reaches both, and tee dies first. The log says that the streams are gone."""
+    line = f'"$@" 2>&1 | tee {tmp_path}/tee.txt; echo "${{PIPESTATUS[*]}}" > {tmp_path}/status'
+    child, terminal = pty.fork()
+    if not child:
+        signal.signal(signal.SIGINT, signal.SIG_DFL) # pytest's may be ignored, and is inherited
+        os.execvp("bash", ["bash", "-c", line, "bash", *words_of(small, tmp_path / "run", *LONG)])
+    while b"step 2/" not in os.read(terminal, 10_000):
+        pass
+    os.write(terminal, b"\x03")
+    until(lambda: (tmp_path / "status").exists())
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert (tmp_path / "status").read_text() == "0 130\n"
+    assert steps_of(tmp_path / "run") == [log_of(tmp_path / "run")[-1]["step"]]
+    said = {r["warning"].split(":")[1].strip() for r in records_of(tmp_path / "run") if "warning" in r}
+    assert said & {"stdout", "stderr"}
+
+def close_streams(how):
+    """For a child process: nobody reads stdout and stderr, or they were closed before the start; its own group."""
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
+    read, write = os.pipe()
+    for number in (1, 2):
+        os.dup2(write, number)
+    os.close(read)
+    sys.stdout, sys.stderr = [open(number, "w", closefd=False) for number in (1, 2)]
+    if how == "closed":
+        sys.stdout = sys.stderr = None
+        os.closerange(0, 3)
+
+@pytest.mark.parametrize("how, number", [("pipe", signal.SIGINT), ("pipe", signal.SIGHUP), ("closed", signal.SIGTERM),
+                                         ("nohup", signal.SIGUSR1)])
+def test_signals_keep_their_promise_with_every_stream_gone(tmp_path, small, start, how, number):
+    """Under nohup SIGHUP changes nothing."""
+    process = start("train.py", *small.flags, *LONG, "--out_dir", tmp_path / "run",
+                    prelude=functools.partial(close_streams, how))
+    until(lambda: (tmp_path / "run/log.jsonl").exists() and len(log_of(tmp_path / "run")) > 1)
+    if how == "nohup":
+        kill(process, signal.SIGHUP)
+        before = len(log_of(tmp_path / "run"))
+        until(lambda: len(log_of(tmp_path / "run")) > before + 2)
+    kill(process, number)
+    assert process.wait() == 0 and steps_of(tmp_path / "run") == [log_of(tmp_path / "run")[-1]["step"]]
+
+def test_two_processes_end_together_with_every_stream_gone(tmp_path, small, start):
+    """One gets the signal, as torchrun's processes may."""
+    prelude = functools.partial(close_streams, "pipe")
+    ranks = start_ranks(start, *small.flags, *LONG, "--out_dir", tmp_path / "run", preludes=(prelude, prelude))
+    until(lambda: (tmp_path / "run/log.jsonl").exists() and len(log_of(tmp_path / "run")) > 1)
+    kill(ranks[1], signal.SIGTERM)
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert steps_of(tmp_path / "run") == [log_of(tmp_path / "run")[-1]["step"]]
+
+def test_killed_with_a_closed_pipe_at_any_instant_nothing_is_lost(tmp_path, small, start, unbroken):
+    """By signals of all kinds; what a checkpoint had stays, and the run ends as the unbroken one."""
+    rng, kills, runs, prelude = random.Random(1), 0, 0, functools.partial(close_streams, "pipe")
+    while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
+        out_dir = tmp_path / f"{runs}"
+        resume = ["--resume"] if (out_dir / "log.jsonl").exists() else []
+        before = max(steps_of(out_dir), default=0)
+        process = start("train.py", *small.flags, "--out_dir", out_dir, *resume, prelude=prelude)
+        if kills < OPTIONS["kills"]:
+            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
+            number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+            kills += process.alive()
+            kill(process, number)
+        status = process.wait()
+        assert_checkpoints_whole(out_dir)
+        assert max(steps_of(out_dir), default=0) >= before
+        if (out_dir / "DONE").exists():
+            assert status == 0
+            assert_same_run(out_dir, unbroken.out_dir)
+            runs += 1
+        else: # ended by the signal: at once before the loop began, else with a checkpoint
+            assert status != 1 or number == signal.SIGINT, status
+            if status == 0:
+                assert max(steps_of(out_dir)) == log_of(out_dir)[-1]["step"]
+    print(f"{kills} kills of train.py in {runs} runs with a closed pipe: all end as the unbroken one")
