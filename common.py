@@ -268,7 +268,7 @@ def is_tiny(model):
     config = Path(model, "transformer/config.json")
     if model == "tiny" or not config.is_file():
         return model == "tiny"
-    with open(config, errors="replace") as f:
+    with open(config, errors="replace", encoding="utf-8") as f:
         return TINY_WIDTH in f.read(2**16) # a stranger's file may have a gigabyte
 
 def add_data_flags(parser):

@@ -360,7 +360,7 @@ def learning_rate(n):
 def write_log(record, sync=False):
     """Appends a line of JSON. sync: onto the disk, so that after a power loss the log is never behind a checkpoint."""
     try:
-        with open(out_dir / "log.jsonl", "a") as f:
+        with open(out_dir / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
             if sync:
                 f.flush()

@@ -163,7 +163,7 @@ def test_a_flash_attention_that_cannot_be_loaded_leaves_torchs_own(capability, f
             del sys.modules[name]
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_text(text, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert cuda.activate_flash(capability) == f"flash attention {words}"
     assert torch.nn.attention.current_flash_attention_impl() is None

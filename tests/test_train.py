@@ -463,7 +463,7 @@ def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tm
 def test_a_caption_that_is_one_text_in_lines_is_named(tmp_path, text, warned, monkeypatch):
     """As language models write it, in Markdown or JSON. Each of its lines is a prompt of its own."""
     data = add_item(tmp_path / "data", "cat")
-    (data / "target/cat.txt").write_text(text)
+    (data / "target/cat.txt").write_text(text, "utf-8")
     monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: sys.exit(7))
     result = train(data, tmp_path)
     assert ("warning: cat: its caption has" in result.err) == warned and "warning: --" not in result.err, result.err
@@ -521,7 +521,7 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
         result = train_demo(tmp_path / "a", *flags, "--resume", f"--{name}", value)
         assert result.status == 1 and is_one_line(result.errors[0], f"{name}: "), result.err
         assert not [other for other in changes if other != name and f"{other}: " in result.errors[0]]
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", "utf-8")
     with monkeypatch.context() as patch: # a checkpoint of a train.py that compared less
         real = common.read_tensors
         patch.setattr("extras.resume.read_tensors", lambda *args: [old_info(part) for part in real(*args)])
@@ -535,8 +535,8 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
 def test_a_flag_that_is_added_to_train_py_is_compared_on_resume(tmp_path):
     """Unless MAY_CHANGE names it; and a checkpoint that is older than the flag counts as having had its default."""
     own = tmp_path / "train.py"
-    own.write_text((HERE / "train.py").read_text().replace(
-        'flag("--seed"', 'flag("--huber_delta", 0.5, "of a fork", type=not_negative)\nflag("--seed"'))
+    own.write_text((HERE / "train.py").read_text("utf-8").replace(
+        'flag("--seed"', 'flag("--huber_delta", 0.5, "of a fork", type=not_negative)\nflag("--seed"'), encoding="utf-8")
     def run(script, *flags):
         return run_script(script, "--cache_dir", demo_cache(), "--out_dir", tmp_path / "run", "--val_data", *EXACT,
                           "--lr_scheduler", "constant", "--batch_size", 2, *flags)
@@ -556,7 +556,7 @@ def test_what_resume_does_not_compare_are_flags():
 def test_other_data_is_refused(tmp_path, data):
     flags = ["--cache_dir", tmp_path / "c", "--lr_scheduler", "constant", *NATIVE, *EXACT]
     assert train(data, tmp_path, *flags, "--max_steps", 1).status == 0
-    (data / "target/cat.txt").write_text("another caption")
+    (data / "target/cat.txt").write_text("another caption", "utf-8")
     result = train(data, tmp_path, *flags, "--out_dir", tmp_path / "run-0", "--resume")
     assert result.status == 1 and is_one_line(result.errors[0], "data_hash: ")
     result = train(data, tmp_path, *flags, "--out_dir", tmp_path / "run-0", "--resume", "--target_pixels", "32*32")

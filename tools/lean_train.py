@@ -204,7 +204,7 @@ with common.signals_noted() as signals:
         if rank == 0:
             record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=time.perf_counter() - t0)
             tell(f"step {step}  loss {loss:.4f}  gradient {grad_norm:.3g}  {record['seconds']:.3g} s")
-            with open(log, "a") as f:
+            with open(log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
             meta = dict(step=step, geometry=geometry | dict(target_pixels=geometry["target_pixels"][0]))
