@@ -185,7 +185,7 @@ def clean_folder(out_dir, step):
     for name in ("DONE", LORA_FILE):
         (out_dir / name).unlink(missing_ok=True)
     log = out_dir / "log.jsonl"
-    lines = log.read_text("utf-8", "replace", encoding="utf-8").splitlines() if step and log.exists() else []
+    lines = log.read_text("utf-8", "replace").splitlines() if step and log.exists() else []
     first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
     return first + [line for line in lines[1:] if is_record(line, step)]
 
