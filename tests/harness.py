@@ -678,7 +678,8 @@ def starter(folder):
         def wait():
             process.join()
             return process.exitcode
-        return SimpleNamespace(pid=process.pid, wait=wait, alive=process.is_alive, output=output.read_text)
+        return SimpleNamespace(pid=process.pid, wait=wait, alive=process.is_alive,
+                               output=functools.partial(output.read_text, "utf-8"))
     return start
 
 def free_port():
