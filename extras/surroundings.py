@@ -10,11 +10,13 @@ import platform
 import re
 import sys
 from datetime import timedelta
+from threading import Timer
 
 from PIL import ImageFile
 
 # numbers that torchrun sets for each process, and what holds without it
 NUMBERS = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+PATIENCE = 20 # seconds in which processes that exist have met
 # `accelerate launch` and others leave these: other attention (8 bits in some), weights that only the first process
 # loads, products in TF32 or bf16
 OTHER_NUMBERS = re.compile("ACCELERATE_.*|FSDP_.*|DIFFUSERS_ATTN_.*|TRANSFORMERS_SDPA_.*|USE_HUB_KERNELS|"
@@ -44,20 +46,24 @@ def refusal():
 
 
 def meet(backend):
-    """Lets the processes find each other. InputError if this one cannot. Without torchrun it may wait for hours, as the
-    others may not exist, so it says whom it waits for."""
+    """Lets the processes find each other. InputError if this one cannot. Where these variables were left, the others do
+    not exist, and it would wait for hours: so it says whom it waits for."""
     import torch.distributed
 
     from common import InputError, first_line, tell
     rank, world, address, port = [os.environ[name] for name in "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()]
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        tell(f"process {rank} of {world} (RANK, WORLD_SIZE) waits for the others at {address}:{port}; if there are "
-             "none, unset these", file=sys.stderr)
+    line = (f"process {rank} of {world} (RANK, WORLD_SIZE) waits for the others at {address}:{port}; if there are "
+            "none, unset these")
+    waiting = Timer(PATIENCE, tell, [line])
+    waiting.daemon = True
+    waiting.start()
     try: # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
         torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
     except (RuntimeError, ValueError) as e:
         raise InputError(f"MASTER_ADDR {address}, MASTER_PORT {port}: process {rank} of {world} cannot meet the others "
                          f"there ({first_line(e)}); give the first one's address and a free port, or use torchrun")
+    finally:
+        waiting.cancel()
 
 
 def put_back():

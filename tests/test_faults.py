@@ -72,8 +72,7 @@ def test_training_killed_at_any_instant_ends_as_the_unbroken_run(tmp_path, small
     rng, kills, runs = random.Random(0), 0, 0
     while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
         out_dir = tmp_path / f"{runs}"
-        resume = ["--resume"] if (out_dir / "log.jsonl").exists() else []
-        process = start("train.py", *small.flags, "--out_dir", out_dir, *resume)
+        process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume") # one command, also for the start
         if kills < OPTIONS["kills"]:
             time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
             kill(process)

@@ -95,8 +95,8 @@ TABLE = [
         OWN + "--pretrained_lora {run}"]),
     ("{d} --out_dir {run}", "with --resume, or give another folder", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
-    ("{d} --resume --out_dir {f}/none", "give the right --out_dir", [
-        "{d} --max_steps 3 --resume --out_dir {copy:run}"]),
+    ("{d} --resume --out_dir {f}/data", "give the right --out_dir", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--resume"]),
     # extras/resume.py
     ("{d} --max_steps 3 --resume --out_dir {run} --lr 1", "give the old ones, or start a new run", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--lr 1"]),

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,7 @@ from PIL import ImageFile
 
 import common
 from extras import surroundings
-from tests.harness import (HERE, add_item, assert_same_run, is_one_line, log_of, refused, run_script, start_ranks,
-                           train)
+from tests.harness import (HERE, add_item, assert_same_run, is_one_line, log_of, refused, run_script, train)
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
@@ -119,11 +119,15 @@ def test_one_process_of_one_is_a_process(monkeypatch, data, tmp_path):
         assert run_script("cache.py", "--data", data, "--val_data", "--cache_dir", tmp_path / "cache").status == 0
         assert run_script("tools/prune.py", tmp_path / "cache").status == 0
 
-def test_processes_that_torchrun_has_not_started_say_whom_they_wait_for(start, tmp_path, data):
+def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     """Or one alone, in a shell where a complete set is left, would wait for hours in silence."""
-    ranks = start_ranks(start, "--data", data, "--cache_dir", tmp_path / "cache", "--val_data", script="cache.py")
-    for n, process in enumerate(ranks):
-        assert process.wait() == 0 and f"process {n} of 2 (RANK, WORLD_SIZE) waits for the others" in process.output()
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: time.sleep(0.2))
+    with_environment(monkeypatch, HERE_IS | dict(RANK="1", WORLD_SIZE="2"))
+    for patience, said in ((0.01, True), (20, False)):
+        monkeypatch.setattr(surroundings, "PATIENCE", patience)
+        surroundings.meet("gloo")
+        out = capsys.readouterr().out
+        assert ("process 1 of 2 (RANK, WORLD_SIZE) waits for the others at 127.0.0.1:29500" in out) == said
 
 def test_a_port_that_another_program_has_is_one_line(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -511,8 +511,10 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
     assert result.status == 0 and "already done" in result.out
     result = train_demo(tmp_path / "a", *flags)
     assert result.status == 1 and is_one_line(result.errors[-1], f"--out_dir {tmp_path / 'a'}: is not empty")
+    (tmp_path / "b").mkdir(), (tmp_path / "b/notes.txt").touch()
     result = train_demo(tmp_path / "b", "--resume")
-    assert result.status == 1 and is_one_line(result.errors[-1], "checkpoint") and not (tmp_path / "b").exists()
+    assert result.status == 1 and is_one_line(result.errors[-1], "checkpoint")
+    assert {path.name for path in (tmp_path / "b").iterdir()} <= {".lock", "notes.txt"}
     monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
     changes = dict(lr=0.5, lora_rank=8, lora_targets="to_k", batch_size=3, seed=1, preserve=0.5, weight_decay=0.5)
     result = train_demo(tmp_path / "a", *flags, "--resume", "--target_pixels", "64x64")

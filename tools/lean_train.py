@@ -55,13 +55,9 @@ args.val_data = [] # tiny's defaults have some
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which is not here; use bfloat16")
 there = {path.name for path in args.out_dir.glob("[!.]*")}
-saved = args.resume and "state.safetensors" in there # else a kill may have come before that
-if args.resume and not saved and there - {"log.jsonl", LORA_FILE}:
-    parser.error(f"argument --out_dir: {args.out_dir} has no state.safetensors; give another, or leave out --resume")
-if args.resume and not saved:
-    tell(f"{args.out_dir}: nothing to resume; begins there")
-elif there and not saved:
-    parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another folder, or --resume")
+saved = args.resume and "state.safetensors" in there # else --resume begins
+if there and not saved and not (args.resume and there == {"log.jsonl"}): # which a start leaves that was killed early
+    parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another, or --resume its state.safetensors")
 common.look_over(args)
 
 import torch # from here on imports take ten seconds; what is above needs one
