@@ -309,7 +309,8 @@ def test_a_batch_is_at_least_one_sample_a_process_or_says_what_idles(small, tmp_
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
     said = [rank.output().count("warning: --batch_size 1 for 2 processes") for rank in ranks]
     assert said == [1, 0] and len(log_of(tmp_path / "one")[0]["samples"]) == 1
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name, value in dict(RANK="0", WORLD_SIZE="8", MASTER_ADDR="a", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
     defaults = []
     monkeypatch.setattr(common.Parser, "parse_args", lambda self: sys.exit(defaults.append(
         self.get_default("batch_size"))))
