@@ -130,7 +130,7 @@ def load_pipeline(folder, cache_dir=None):
     fingerprints = {}
     try:
         # a new model family begins here; GUIDE.md lists the other places
-        name = json.loads((folder / "model_index.json").read_text())["_class_name"]
+        name = json.loads((folder / "model_index.json").read_bytes())["_class_name"]
         if name not in ("QwenImageEditPipeline", "QwenImageEditPlusPipeline"):
             raise InputError(f"{folder / 'model_index.json'}: a {name!s:.99}; want QwenImageEdit(Plus)Pipeline")
         if cache_dir:
@@ -146,7 +146,7 @@ def load_pipeline(folder, cache_dir=None):
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder/config.json" # (tools/doctor.py does without)
     pad_id = pipe.tokenizer.convert_tokens_to_ids("<|image_pad|>") # a tokenizer without vocabulary gives another one
-    if config.is_file() and json.loads(config.read_text()).get("image_token_id") != pad_id:
+    if config.is_file() and json.loads(config.read_bytes()).get("image_token_id") != pad_id:
         raise InputError(f"{folder / 'tokenizer'}: is not the text encoder's; download it again")
     pipe.fingerprints = fingerprints | dict(pipeline=type(pipe).__name__)
     return pipe
@@ -231,7 +231,7 @@ def hash_encoder(folder, encoder, cache_dir):
 def encoder_fingerprints(folder, cache_dir):
     """What decides encoded files, of a model -> dict(pipeline: its class, vae: a hash, text: a hash). An encoder whose
     weights are not here is left out."""
-    found = dict(pipeline=json.loads((folder / "model_index.json").read_text())["_class_name"])
+    found = dict(pipeline=json.loads((folder / "model_index.json").read_bytes())["_class_name"])
     for encoder, parts in PARTS_OF.items():
         if any((folder / parts[0]).glob("*.safetensors")):
             found[encoder] = hash_encoder(folder, encoder, cache_dir)

@@ -20,7 +20,6 @@ import unicodedata
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +27,7 @@ import safetensors
 from PIL import Image
 from tqdm import tqdm
 
+from extras import surroundings
 from extras.strangers import command, is_inside, lost, show_streams, shown # (command: for who imports this file)
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
@@ -224,6 +224,8 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
     """-h shows all defaults; an error is one line, with the flag that may be meant, and status 2."""
 
     def __init__(self, description, usage=None): # usage: the flags that a person needs first
+        if line := surroundings.refusal(): # before any flag: a default may need their number
+            raise InputError(line)
         super().__init__(description=description, usage=usage and f"%(prog)s {usage} [other flags: see below]",
                          formatter_class=HelpFormatter, allow_abbrev=False)
         self._negative_number_matcher = NEGATIVE # argparse takes -1e-1 for a flag
@@ -255,6 +257,10 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         show_streams()
         warn_once.cache_clear()
         warned.clear()
+        for line in surroundings.put_back():
+            warn_once(line)
+        if world() > 1 and "--flash_attention" not in self._option_string_actions: # one of add_model_flags
+            self.error(f"argument WORLD_SIZE: {world()}, and {self.prog} works in one process; unset RANK WORLD_SIZE")
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
@@ -267,15 +273,15 @@ def from_hub(name, fetch):
     try:
         return Path(fetch())
     except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-        raise InputError(f"{name}: not here, and the hub does not give it; check the name and the network, or log in: "
-                         f"hf auth login ({type(e).__name__}: {first_words(e)})")
+        raise InputError(f"{name}: not here, and the hub does not give it; {surroundings.offline()}check the name and "
+                         f"the network, or log in: hf auth login ({type(e).__name__}: {first_words(e)})")
 
 def is_tiny(model):
     """Whether this is tiny/ or a model of its size: a copy, a merged one."""
     config = Path(model, "transformer/config.json")
     if model == "tiny" or not config.is_file():
         return model == "tiny"
-    with open(config, errors="replace") as f:
+    with open(config, errors="replace", encoding="utf-8") as f:
         return TINY_WIDTH in f.read(2**16) # a stranger's file may have a gigabyte
 
 def add_data_flags(parser):
@@ -465,8 +471,7 @@ def start_processes(args):
         torch.cuda.set_device(args.device) # where NCCL works
         say(card)
     if world() > 1:
-        # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
-        torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
+        surroundings.meet(backend)
         if "nccl" in backend and cards:
             cards.start_nccl(args.device)
 
@@ -721,16 +726,18 @@ def checkpoints(run):
     return [path for path in numbered(run, "checkpoint") if (path / LORA_FILE).is_file()]
 
 def find_run_folder(args, name):
-    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number."""
+    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden names
+    are what a start has left that was killed before its log."""
     # a folder without a log does not count: its run never began
     runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
     folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
     if args.resume and runs and not args.out_dir:
         folder = runs[-1]
-    if not (args.resume or args.plan) and any(folder.glob("[!.]*")):
+    used = any(folder.glob("[!.]*"))
+    if args.resume and not used:
+        say(f"{folder}: nothing to resume; begins there")
+    if used and not (args.resume or args.plan):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
-    if args.resume and not folder.exists():
-        raise InputError(f"--resume: no checkpoint in {folder}, which does not exist; give the right --out_dir")
     load_extra("run_folder").check(folder, args.tracker)
     return folder
 
@@ -914,7 +921,8 @@ def check_text(where, prompt):
     if len(prompt) > 200_000: # its tokens are counted, which takes minutes for more
         raise InputError(f"{where}: prompt of {len(prompt):,} letters; shorten it")
     if re.search("<[|]|[\ud800-\udfff]", prompt):
-        raise InputError(f"{where}: a special token, or half a character, in {prompt!r:.200}; leave it out")
+        raise InputError(f"{where}: a special token, or half a character, in {prompt!r:.200}; leave it out, or "
+                         "if it looks right to you, set LC_ALL=C.UTF-8")
     if found := re.search(r"\[(trigger|name)\]", prompt): # ai-toolkit's, which would be trained literally
         raise InputError(f"{where}: {found[0]} stands for a word in {prompt!r:.200}; write the word itself")
 

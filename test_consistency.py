@@ -353,7 +353,7 @@ def test_two_ranks_equal_one(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", free_port(),
                HERE / "train.py", "--cache_dir", demo_cache(), "--val_data", *EXACT, "--device", "cpu",
                "--out_dir", tmp_path / "two", *flags]
-    job = subprocess.run(list(map(str, command)), capture_output=True, text=True,
+    job = subprocess.run(list(map(str, command)), capture_output=True, encoding="utf-8",
                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert job.returncode == 0 and "Traceback" not in job.stderr, job.stderr
     two = log_of(tmp_path / "two")
@@ -374,8 +374,8 @@ def test_training_predicts_what_the_stock_pipeline_predicts(tmp_path, monkeypatc
     model = copy_model(tmp_path / "model")
     if family == "v1":
         as_v1(model)
-    config = json.loads((model / "transformer/config.json").read_text()) | dict(zero_cond_t=family == "2511")
-    (model / "transformer/config.json").write_text(json.dumps(config))
+    config = json.loads((model / "transformer/config.json").read_bytes()) | dict(zero_cond_t=family == "2511")
+    (model / "transformer/config.json").write_text(json.dumps(config), "utf-8")
     data, area = add_item(tmp_path / "data", "cat", [(90, 70), *controls], "turn it blue"), 96 * 96
     add_item(data, "dog", [(64, 130), (40, 40)], "add a red border around the dog, and leave the rest as it is")
     preds, run_packed = [], rope_patch.run_packed
@@ -429,7 +429,7 @@ def test_resume_is_bitwise(tmp_path, optimizer, flags):
         patch.setitem(sys.modules, "extras.probe", None) # whose trial takes steps of its own
         train_log(tmp_path / "b", *flags)
     shutil.rmtree(tmp_path / "b" / "checkpoint-000004")
-    with open(tmp_path / "b" / "log.jsonl", "a") as f:
+    with open(tmp_path / "b" / "log.jsonl", "a", encoding="utf-8") as f:
         f.write('{"step": 5, "lo')
     assert curve(train_log(tmp_path / "b", *flags, "--resume")) == curve(whole)
     assert_bitwise(lora_of(tmp_path / "b"), lora_of(tmp_path / "a"))

@@ -97,7 +97,8 @@ flag("--save_every", 200, "steps between checkpoints", type=positive)
 flag("--keep", 2, "number of newest checkpoints to keep", type=positive)
 flag("--tracker", "none", "where else to log (WANDB_MODE=offline: locally)", choices=["none", "tensorboard", "wandb"])
 flag("--plan", False, "only print the tokens, memory and time this would take; needs no weights")
-flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data")
+flag("--resume", False, "continue the run in --out_dir, or the newest run of this model and data; if there is none, "
+     "begin")
 args = common.parse_data_args(parser, "train.py") # tiny/defaults.json has those of --model tiny, the default
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
@@ -139,7 +140,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, bases, disk, failures, finite, unchanged
+from extras import agree, bases, disk, failures, finite, surroundings, unchanged
 from extras.log import Log
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
@@ -569,7 +570,7 @@ if not resume:
 if args.resume:
     checkpoint = resume.find_checkpoint(out_dir, args)
 if checkpoint:
-    resume.refuse_changes(out_dir, checkpoint.info["config"], config | resume.sizes(args), parser)
+    resume.refuse_changes(out_dir, checkpoint.info["config"], config | resume.sizes(args), parser, args.data)
     step = checkpoint.info["step"]
 if step >= args.max_steps and (out_dir / "DONE").exists():
     say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
@@ -655,6 +656,7 @@ geometry = geometry | dict(target_pixels=areas[0])
 config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=hashes["model"],
                scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
+around = versions | surroundings.described()
 base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, config["model_hash"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 bases.compare([*sample_lora_files, pretrained_file], base)
@@ -665,7 +667,7 @@ common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_dat
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
 # learning rate follow from --seed and the step.
 if checkpoint:
-    resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser)
+    resume.refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
     resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
@@ -687,7 +689,8 @@ if rank == 0:
     if args.resume:
         say(f"{out_dir}: continues after step {step}")
         kept = resume.clean_folder(out_dir, step)
-    begin = json.dumps(dict(command=sys.argv, flags=vars(args), **versions, started=time.time()), default=str)
+        say(*surroundings.changed("".join(kept[:1]), around))
+    begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     log = Log(out_dir / "log.jsonl")
     if args.tracker != "none":

@@ -102,7 +102,7 @@ def read_validations(out_dir):
             warn_once(f"warning: {log}: over {LONG_TEXT:,} bytes, and left aside: no validation is called the best, "
                       "and --keep keeps the newest checkpoints")
         else:
-            lines = log.read_text(errors="replace").split("\n")
+            lines = log.read_text("utf-8", "replace").split("\n")
     for line in lines:
         if '"val_loss"' in line: # few of a long log
             with contextlib.suppress(Exception): # a foreign log can fail in any way

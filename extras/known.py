@@ -78,7 +78,7 @@ def read_memory(path):
     may come from anyone, and the digest in it, too."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         if path.is_file() and path.stat().st_size <= LONG_TEXT: # (a pipe would hang)
-            digest, text = path.read_text().split("\n", 1)
+            digest, text = path.read_text(encoding="utf-8").split("\n", 1)
             remembered = json.loads(text) if digest == digest_of(text) else None
             if isinstance(remembered, dict) and all(is_entry(one, path.stem) for one in remembered.values()):
                 return remembered

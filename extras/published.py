@@ -74,7 +74,7 @@ def write_configs(model):
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.copytree(common.TINY_DATA.parent / "tokenizer", folder / "tokenizer")
-    tokens = json.loads((folder / "tokenizer/tokenizer.json").read_text())["added_tokens"]
+    tokens = json.loads((folder / "tokenizer/tokenizer.json").read_bytes())["added_tokens"]
     [pad] = [token["id"] for token in tokens if token["content"] == "<|image_pad|>"]
     pipeline, more = MODELS[model]
     files = CONFIGS | {"model_index.json": dict(PARTS, _class_name=pipeline)}
@@ -83,5 +83,5 @@ def write_configs(model):
     files["text_encoder/config.json"] = files["text_encoder/config.json"] | dict(image_token_id=pad)
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(content))
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
     return str(folder)

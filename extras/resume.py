@@ -38,6 +38,8 @@ MAY_CHANGE = ( # what is written, when and where; then what changes speed and me
     "val_data val_pictures sample_every save_every keep out_dir tracker plan resume sample_lora "
     "device vae_device text_encoder_device flash_attention max_tokens gradient_checkpointing offload fsdp compile"
 ).split() + list(SAMPLING)
+CONTENTS = dict(data_hash="--data", model_hash="the transformer", scheduler_hash="--model's scheduler",
+                pretrained_hash="--pretrained_lora") # of these a checkpoint has hashes, which tell a person nothing
 LEFT_OUT = "--resume --out_dir --lora_rank --lora_alpha --lora_targets --lora_args --pretrained_lora".split()
 
 
@@ -108,8 +110,9 @@ def find_checkpoint(out_dir, args):
             raise InputError(f"--resume: {line}; continue with that version{also}")
         except InputError as e:
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
-    # a run that was killed before its first checkpoint begins again
-    if not saved and (out_dir / "log.jsonl").exists() and not (out_dir / LORA_FILE).exists():
+    # a run that was killed before its first checkpoint begins again; one killed before its log has left hidden names
+    log, lora = [(out_dir / name).exists() for name in ("log.jsonl", LORA_FILE)]
+    if not saved and (log and not lora or not any(out_dir.glob("[!.]*"))):
         return None
     raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or begin a new run in "
                      "another, without --resume")
@@ -123,9 +126,9 @@ def compared(args):
     return config
 
 
-def refuse_changes(out_dir, old, config, parser):
+def refuse_changes(out_dir, old, config, parser, data=()):
     """InputError names what differs between a checkpoint's config and ours. If a flag is newer than the checkpoint, it
-    had its default there."""
+    had its default there. data: --data, as of the samples the config has only a hash."""
     if "data_hash" not in old:
         raise InputError(f"--resume: {out_dir} was begun by an older version of train.py; continue it with that one, "
                          "or start a new run from its LoRA with --pretrained_lora")
@@ -136,10 +139,16 @@ def refuse_changes(out_dir, old, config, parser):
             continue
         if before != value:
             changes[name] = f"{name}: {in_short(before)} -> {in_short(value)}"
+    for name in CONTENTS.keys() & changes.keys():
+        changes[name] = f"{name}: {CONTENTS[name]} has another content"
     if changes.keys() == {"max_steps"}:
         raise InputError(f"--resume: {out_dir} was begun with --max_steps {old['max_steps']}, where the learning rate "
                          f"of --lr_scheduler {config['lr_scheduler']} ends; give that to go on until there; to train "
                          f"beyond, start a new run from its LoRA: {from_its_lora(out_dir)}")
+    if changes.keys() == {"data_hash"}:
+        raise InputError(f"--resume: {out_dir} was begun with other samples (data_hash: pictures, prompts or encoders "
+                         f"of --data {' '.join(map(str, data))} have changed); give the old ones, or start a new run "
+                         f"on these from its LoRA: {from_its_lora(out_dir)}")
     if changes:
         raise InputError(f"--resume: {out_dir} was begun with other settings ({'; '.join(changes.values())}); give the "
                          "old ones, or start a new run")
@@ -190,7 +199,7 @@ def clean_folder(out_dir, step):
     for name in ("DONE", LORA_FILE):
         (out_dir / name).unlink(missing_ok=True)
     log = out_dir / "log.jsonl"
-    lines = log.read_text(errors="replace").splitlines() if step and log.exists() else []
+    lines = log.read_text("utf-8", "replace").splitlines() if step and log.exists() else []
     first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
     return first + [line for line in lines[1:] if is_record(line, step)]
 

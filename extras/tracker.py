@@ -23,7 +23,7 @@ def open_tracker(kind, out_dir, step, config):
 
     import wandb
     # the log's first line says when the run was begun, so a resumed run has the same id
-    begun = (out_dir / "log.jsonl").read_text().split("\n")[0]
+    begun = (out_dir / "log.jsonl").read_text(encoding="utf-8").split("\n")[0]
     try:
         run = wandb.init(project="qwen-image-edit", name=out_dir.resolve().name, dir=out_dir, config=config,
                          id=hashlib.sha256(begun.encode()).hexdigest()[:32], resume="allow")

@@ -170,7 +170,7 @@ def refuse_format(path, f, names):
 def check_fit(path, folder):
     """InputError unless the file holds just the tensors that transformer/config.json of this folder asks for."""
     layout, config = read_layout(path), folder / "transformer" / "config.json"
-    fields = json.loads(config.read_text())
+    fields = json.loads(config.read_bytes())
     if layout.marked != bool(fields.get("zero_cond_t")):
         has = "has" if layout.marked else "lacks"
         remedy = "give the --model it was made from"

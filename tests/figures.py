@@ -147,7 +147,7 @@ def output_of(name, command, seed, reuse):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}" # in which `python` is this one
         env = dict(PATH=path, OUT=str(folder), SEED=str(seed), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
         subprocess.run(["bash", "-c", f"({command}; echo exit status $?) &> {kept}"], cwd=HERE, env=os.environ | env)
-    return kept.read_text(errors="replace")
+    return kept.read_text(errors="replace", encoding="utf-8")
 
 def pick(which, found):
     """found: of each seed, what find_numbers returned -> the numbers to compare."""
@@ -175,7 +175,8 @@ for name in args.only or FIGURES:
     outputs = [output_of(name, command, seed, args.reuse) for seed in seeds if args.all or args.only]
     for text, pattern, which, limit in rows:
         words = re.escape(text).replace(r"\ ", r"\s+").replace(r"\.\.\.", r"[\s\S]{0,80}?").replace(r"\#", "#")
-        claims = [claim for document in DOCUMENTS for claim in find_numbers(words, (HERE / document).read_text())]
+        claims = [claim for document in DOCUMENTS
+                  for claim in find_numbers(words, (HERE / document).read_text("utf-8"))]
         found = [find_numbers(pattern, output) for output in outputs if pattern]
         measured = pick(which, found) if found and all(map(len, found)) else np.array([])
         verdict = "ok" if outputs else ""

@@ -384,7 +384,7 @@ def add_item(data, name, sizes=((64, 64), (64, 64)), caption="add a red border",
     for k, size in enumerate(sizes):
         file = f"target/{name}.png" if k == 0 else f"control/{name}.png" if k == 1 else f"control/{name}_{k - 1}.png"
         save(paint_picture(size, seed=(seed, k)), data / file)
-    (data / f"target/{name}.txt").write_text(caption, encoding="utf-8")
+    (data / f"target/{name}.txt").write_text(caption, "utf-8")
     if mask:
         save(mask, data / f"mask/{name}.png")
     return data
@@ -454,8 +454,8 @@ def copy_model(folder, *without):
 
 def as_v1(model):
     """It makes tiny a Qwen-Image-Edit v1: the same weights, the other pipeline class."""
-    index = json.loads((model / "model_index.json").read_text())
-    (model / "model_index.json").write_text(json.dumps(index | {"_class_name": "QwenImageEditPipeline"}))
+    index = json.loads((model / "model_index.json").read_bytes())
+    (model / "model_index.json").write_text(json.dumps(index | {"_class_name": "QwenImageEditPipeline"}), "utf-8")
     return model
 
 def samples_of(pipe, data, texts=None, **geometry):
@@ -518,7 +518,7 @@ class Reader(HTMLParser): # a class because HTMLParser calls its methods
     def __init__(self, path):
         super().__init__()
         self.tags, self.texts, self.open = [], {}, []
-        self.feed(path.read_text())
+        self.feed(path.read_text("utf-8"))
         self.pictures = [attributes for tag, attributes in self.tags if tag == "img" and "src" in attributes]
 
     def handle_starttag(self, tag, attributes):
@@ -636,7 +636,8 @@ def in_child(script, flags, env, prelude, output):
     """It runs `python SCRIPT FLAGS` in a process that has its imports behind it; prelude() comes first."""
     file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
+    sys.stdout = open(1, "w", closefd=False, encoding="utf-8")
+    sys.stderr = open(2, "w", closefd=False, buffering=1, encoding="utf-8")
     os.environ.update(env)
     sys.argv = [str(HERE / script), *map(str, flags)]
     signal.signal(signal.SIGINT, signal.default_int_handler) # the server of forks ignores it
@@ -677,7 +678,8 @@ def starter(folder):
         def wait():
             process.join()
             return process.exitcode
-        return SimpleNamespace(pid=process.pid, wait=wait, alive=process.is_alive, output=output.read_text)
+        return SimpleNamespace(pid=process.pid, wait=wait, alive=process.is_alive,
+                               output=functools.partial(output.read_text, "utf-8"))
     return start
 
 def free_port():
@@ -754,11 +756,11 @@ def train_and_measure(run, jobs, *flags):
                           ["tools/measure.py", results, jobs, "--json", results / "measured.json"]):
         result = run_script(script, *more)
         assert result.status == 0, result.err
-    return json.loads((results / "measured.json").read_text())
+    return json.loads((results / "measured.json").read_bytes())
 
 def records_of(out_dir):
     """It returns the lines of a run's log, but for the first, which has the flags."""
-    return list(map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines()[1:]))
+    return list(map(json.loads, (Path(out_dir) / "log.jsonl").read_text("utf-8").splitlines()[1:]))
 
 def log_of(out_dir):
     """It returns the steps in a run's log; validations have lines of their own."""

@@ -33,7 +33,7 @@ def make_tree(root):
     mask = Image.new("L", (64, 64))
     mask.paste(255, (0, 0, 32, 32))
     add_item(add_item(root / "data", "good", mask=mask), BYTES)
-    (root / "jobs.jsonl").write_text(json.dumps(dict(image=[f"data/control/{BYTES}.png"], prompt="snow")))
+    (root / "jobs.jsonl").write_text(json.dumps(dict(image=[f"data/control/{BYTES}.png"], prompt="snow")), "utf-8")
     lora_file(root, lora_tensors(rank=4), **{"transformer.r": 4, "transformer.lora_alpha": 4})
     copy_model(root / "model")
     shutil.copy(TINY / "transformer/diffusion_pytorch_model.safetensors", root / "one.safetensors")
@@ -42,7 +42,7 @@ def make_tree(root):
     (root / "old").mkdir()
     safetensors.torch.save_file(tensors, root / "old/a.safetensors")
     (root / "table.json").write_text(json.dumps([dict(target=f"data/target/{BYTES}.png", prompt="snow",
-                                                      control=f"data/control/{BYTES}.png")]))
+                                                      control=f"data/control/{BYTES}.png")]), encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
@@ -132,7 +132,7 @@ def work(tmp_path_factory):
 
 def test_the_log_the_index_and_the_lists_have_the_bytes_again(work):
     """As what they name must be found."""
-    begin = json.loads((work.run / "log.jsonl").read_text().splitlines()[0])
+    begin = json.loads((work.run / "log.jsonl").read_text("utf-8").splitlines()[0])
     assert begin["flags"]["data"] == [str(work.data)] and str(work.run) in begin["command"]
     samples = {}
     for index in work.cache.glob("*.json"):

@@ -27,7 +27,7 @@ def made(small, tmp_path_factory):
     models = {name: copy_model(folder / name) for name in ("v1", "2511", "other", "same")}
     as_v1(models["v1"])
     config = models["2511"] / "transformer/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | dict(zero_cond_t=True)))
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | dict(zero_cond_t=True)), "utf-8")
     change_weight(models["other"] / "transformer")
     return SimpleNamespace(run=folder / "run", models=models, photo=save(paint_picture(), folder / "in/bee.png"))
 
@@ -127,4 +127,4 @@ def test_what_train_py_tells_of_its_base(made):
     _, meta = predict.read_lora(made.run)
     assert meta["train.pipeline"] == "QwenImageEditPlusPipeline" and meta["train.zero_cond_t"] is False
     assert meta["train.model"] == "tiny" and meta["train.model_hash"] == meta["train.config"]["model_hash"]
-    assert json.loads((TINY / "model_index.json").read_text())["_class_name"] == meta["train.pipeline"]
+    assert json.loads((TINY / "model_index.json").read_bytes())["_class_name"] == meta["train.pipeline"]

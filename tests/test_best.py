@@ -22,7 +22,8 @@ def flags(small):
 
 def write_log(folder, records):
     folder.mkdir(exist_ok=True)
-    (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [dict(flags={}, command=[]), *records]))
+    (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [dict(flags={}, command=[]), *records]),
+                                      "utf-8")
 
 def validation(step, loss, *psnrs, **made_of):
     shown = [dict(file=f"a/{n}.png", prompt="go", controls=1, psnr=[1, 2, psnr, 40]) for n, psnr in enumerate(psnrs)]
@@ -82,18 +83,18 @@ def test_the_best_of_each_set_is_kept(tmp_path):
 def test_no_curve_joins_what_is_not_comparable(tmp_path):
     write_log(tmp_path, [dict(step=n, loss=1.0) for n in range(1, 9)] + OTHER_DATA)
     page.make_page([tmp_path], tmp_path / "index.html", 0)
-    lines = dict(re.findall(r'data-name="([^"]*)" d="M([^"]*)"', (tmp_path / "index.html").read_text()))
+    lines = dict(re.findall(r'data-name="([^"]*)" d="M([^"]*)"', (tmp_path / "index.html").read_text("utf-8")))
     steps = {name: [float(point.split(",")[0]) for point in d.split()] for name, d in lines.items()}
     assert steps["held-out pairs"] == steps["LoRA"] == [4, 6, 8]
     assert steps["held-out pairs (earlier set 1)"] == steps["LoRA (earlier set 1)"] == [2, 4]
-    assert "not compared by mean PSNR, and not shown" in (tmp_path / "index.html").read_text()
+    assert "not compared by mean PSNR, and not shown" in (tmp_path / "index.html").read_text("utf-8")
 
 def test_runs_with_other_validations_are_not_to_be_compared(tmp_path):
     for name, data in (("a", V), ("b", W), ("c", V)):
         write_log(tmp_path / name, [dict(step=1, loss=1.0), dict(step=2, loss=1.0), validation(2, 2.0, 30, **data)])
     for other, said in (("b", True), ("c", False)):
         page.make_page([tmp_path / "a", tmp_path / other], tmp_path / "both.html", 0)
-        text = (tmp_path / "both.html").read_text()
+        text = (tmp_path / "both.html").read_text("utf-8")
         for measure in best.MEASURES:
             assert (f"Do not compare these runs by {measure}: their validations had other val_data" in text) == said
 
@@ -113,8 +114,8 @@ DAMAGES = ['{"val_loss": 0.1', '"val_loss"', '["val_loss"]', '{"val_loss": null,
 def test_a_foreign_line_of_a_log_counts_as_none(tmp_path, line):
     """A run folder may come from anywhere. tools/page.py names the line."""
     write_log(tmp_path, [validation(2, 2.0, 30)])
-    whole = (tmp_path / "log.jsonl").read_text()
-    (tmp_path / "log.jsonl").write_text(f"{whole}{line}\n{json.dumps(validation(4, 3.0, 20))}\n")
+    whole = (tmp_path / "log.jsonl").read_text("utf-8")
+    (tmp_path / "log.jsonl").write_text(f"{whole}{line}\n{json.dumps(validation(4, 3.0, 20))}\n", "utf-8")
     assert best.best_steps(tmp_path) == {"validation loss": (2, 2.0), "mean PSNR": (2, 30.0)}
     assert best.steps_to_keep(tmp_path) == {2}
     with refused(f"{tmp_path / 'log.jsonl'}:3"):
@@ -122,7 +123,7 @@ def test_a_foreign_line_of_a_log_counts_as_none(tmp_path, line):
 
 def test_a_number_that_no_float_holds_is_infinite(tmp_path):
     write_log(tmp_path, [validation(2, 2.0, 30)])
-    with open(tmp_path / "log.jsonl", "a") as f:
+    with open(tmp_path / "log.jsonl", "a", encoding="utf-8") as f:
         f.write('{"val_loss": 1' + 400 * "0" + ', "step": 4}\n')
     assert best.best_steps(tmp_path)["validation loss"] == (2, 2.0)
     page.make_page([tmp_path], tmp_path / "index.html", 0)

@@ -93,7 +93,7 @@ def test_the_text_encoder_knows_rows_and_columns_of_a_picture(pipes, monkeypatch
     assert column[at].tolist() == [first + n for n in (0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4)]
 
 def test_the_stock_pipeline_of_the_guide_encodes_as_the_cache_does(plus):
-    code = re.search(r"```\n(import cache.*?)```", (TINY.parent / "GUIDE.md").read_text(), re.DOTALL)[1]
+    code = re.search(r"```\n(import cache.*?)```", (TINY.parent / "GUIDE.md").read_text("utf-8"), re.DOTALL)[1]
     scope = {}
     exec(code.replace('"tiny"', repr(str(TINY))), scope)
     pipe, picture = scope["pipe"].to(DEVICE), paint_picture((128, 64))
@@ -288,7 +288,7 @@ def root(cached, tmp_path):
     """Such a folder, to be changed; make(*flags) calls cache.py on it again."""
     folder = shutil.copytree(cached, tmp_path / "root")
     index = folder / "cache/model-data.json"
-    index.write_text(index.read_text().replace(str(cached), str(folder))) # as if it had been made here
+    index.write_text(index.read_text("utf-8").replace(str(cached), str(folder)), "utf-8") # as if it had been made here
     data, model, cache_dir = folder / "data", folder / "model", folder / "cache"
     make = lambda *flags: make_cache(next(folder.glob("*/target")).parent, cache_dir, "--model", model, *NATIVE, *flags)
     return SimpleNamespace(make=make, data=data, model=model, cache=cache_dir, index=cache_dir / "model-data.json")
@@ -312,15 +312,15 @@ CHANGES = { # of two items, cat with a mask and dog with three controls: how man
     "one control less": (lambda r, patch: (r.data / "control/dog_2.png").unlink(), 1, 1),
     "order of controls": (lambda r, patch: [(r.data / f"control/{a}.png").rename(r.data / f"control/{b}.png")
                                             for a, b in (("dog", "x"), ("dog_1", "dog"), ("x", "dog_1"))], 1, 1),
-    "caption": (lambda r, patch: (r.data / "target/cat.txt").write_text("add a blue border"), 0, 1),
+    "caption": (lambda r, patch: (r.data / "target/cat.txt").write_text("add a blue border", "utf-8"), 0, 1),
     "control size": (["--control_pixels", "32*32"], 2, 0),
     "dtype": (["--dtype", "bfloat16" if DTYPE == torch.float32 else "float32"], 2, 2),
     "empty prompt": (["--caption_dropout_rate", 0.1], 0, 2),
     "no pictures": (["--prompt_image_dropout_rate", 0.1], 0, 1), # both have the same prompt
     "VAE": (lambda r, patch: change_weight(r.model / "vae"), 2, 0),
     "text encoder": (lambda r, patch: change_weight(r.model / "text_encoder"), 0, 2),
-    "tokenizer": (lambda r, patch: (r.model / "tokenizer/tokenizer_config.json").open("a").write("\n"), 0, 2),
-    "processor": (lambda r, patch: (r.model / "processor/preprocessor_config.json").open("a").write("\n"), 0, 2),
+    "tokenizer": (lambda r, patch: (r.model / "tokenizer/tokenizer_config.json").open("ab").write(b"\n"), 0, 2),
+    "processor": (lambda r, patch: (r.model / "processor/preprocessor_config.json").open("ab").write(b"\n"), 0, 2),
     "model family": (lambda r, patch: [as_v1(r.model), [p.unlink() for p in r.data.glob("control/dog_*")]], 2, 2),
     "preprocessing": (lambda r, patch: patch.setattr(cache, "PREPROCESSING", "another"), 2, 2),
     "cache version": (lambda r, patch: [r.index.unlink(), patch.setattr(cache, "VERSION", "2.1")], 2, 2)}
@@ -422,11 +422,12 @@ REFUSED = { # what is done to a cache, where a and b are files of texts, or the 
     "another's copy": (lambda r, a, b: shutil.copy(b, a), "text/", "holds"),
     "latents for a text": (lambda r, a, b: shutil.copy(next(r.cache.glob("latents/*")), a), "text/", "holds"),
     "gone": (lambda r, a, b: a.unlink(), "text/", "missing"),
-    "index": (lambda r, a, b: r.index.write_text("{"), "data.json"),
-    "index of nothing": (lambda r, a, b: r.index.write_text('{"version": "2.0", "samples": []}'), "data.json"),
-    "index of version 3.0": (lambda r, a, b: r.index.write_text(r.index.read_text().replace('"2.0"', '"3.0"')), "3.0"),
+    "index": (lambda r, a, b: r.index.write_text("{", "utf-8"), "data.json"),
+    "index of nothing": (lambda r, a, b: r.index.write_text('{"version": "2.0", "samples": []}', "utf-8"), "data.json"),
+    "index of version 3.0": (lambda r, *_: r.index.write_bytes(
+        r.index.read_bytes().replace(b'"2.0"', b'"3.0"')), "3.0"),
     "VAE": (lambda r, a, b: change_weight(r.model / "vae"), "data.json", "vae"),
-    "tokenizer": (lambda r, a, b: (r.model / "tokenizer/merges.txt").write_text("a b"), "data.json", "text"),
+    "tokenizer": (lambda r, a, b: (r.model / "tokenizer/merges.txt").write_text("a b", "utf-8"), "data.json", "text"),
     "model family": (lambda r, a, b: as_v1(r.model), "data.json", "pipeline"), # the encoder sees other pictures
     "caption dropout": (lambda r, a, b: ["--caption_dropout_rate", 0.1], "data.json", "--caption_dropout_rate"),
     "no pictures": (lambda r, a, b: ["--prompt_image_dropout_rate", 0.1], "data.json", "--prompt_image_dropout"),
@@ -457,7 +458,7 @@ def test_a_copied_cache_trains_and_validates_on_a_machine_without_the_pictures(t
     val, = there.glob("tiny-val*.json")
     again = train(there / "tiny-data.json", tmp_path, "--val_data", val, "--sample_every", 1, *flags)
     assert again.losses == here.losses and len(here.losses) == 2, again.err
-    logs = [(tmp_path / run / "log.jsonl").read_text() for run in ("run-0", "run-1")]
+    logs = [(tmp_path / run / "log.jsonl").read_text("utf-8") for run in ("run-0", "run-1")]
     looks = [re.findall(r'"val_loss": ([\d.]+)', log) for log in logs]
     assert looks[0] == looks[1] and len(looks[0]) == len(list((tmp_path / "run-1/samples").glob("*.png"))) == 2
 
@@ -474,12 +475,12 @@ def prune(cache_dir, *flags):
 def test_an_index_holds_what_the_last_call_has_asked_for_and_files_stay_until_they_are_pruned(root):
     """So that a training without dropout, between two with it, costs nothing."""
     root.make("--caption_dropout_rate", 0.1)
-    before, files = root.index.read_text(), cached_files(root.cache)
+    before, files = root.index.read_text("utf-8"), cached_files(root.cache)
     assert root.make().status == 0 and cached_files(root.cache) == files
     texts = {s.name: [prompt for prompt, _ in s.texts] for s in indexes.read_index(root.index)[0]}
     assert texts == dict.fromkeys(("cat", "dog"), ["add a red border"])
     root.make("--caption_dropout_rate", 0.1)
-    assert root.index.read_text() == before and cached_files(root.cache) == files
+    assert root.index.read_text("utf-8") == before and cached_files(root.cache) == files
 
 def test_an_index_to_validate_on_brings_its_own_sizes_alone(data, tmp_path):
     val = add_item(tmp_path / "val", "dog")
@@ -538,11 +539,11 @@ def test_files_of_removed_items_stay_until_they_are_pruned_and_those_of_other_da
     result = make_cache(data, cache_dir)
     assert result.status == 0 and "2 files" in prune(cache_dir) and cached_files(cache_dir) == before
     assert [s.name for s in indexes.read_index(cache_dir / "tiny-data.json")[0]] == ["good"] # nobody shall train them
-    (cache_dir / "mine.json").write_text("{}") # no index
+    (cache_dir / "mine.json").write_text("{}", "utf-8") # no index
     assert make_cache(data, cache_dir).status == 0
     (cache_dir / "mine.json").unlink()
     for folder, named, spoil in ((cache_dir, "others.json", "{"), (tmp_path, "latents", sound)):
-        index.write_text(spoil) if spoil == "{" else index.write_bytes(spoil) # what must stay is not known
+        index.write_text(spoil, "utf-8") if spoil == "{" else index.write_bytes(spoil) # what must stay is not known
         result = run_script("tools/prune.py", folder, "--delete")
         assert result.status == 1 and is_one_line(result.errors[-1], named) and cached_files(cache_dir) == before
     caption.unlink() # with errors the index stays as it is, and so do its files
@@ -762,7 +763,7 @@ def test_good_items_are_cached_although_others_are_bad(data, tmp_path, monkeypat
     monkeypatch.setattr(cache, "encode_samples", lambda *args: print("now", file=cache.sys.stderr) or real(*args))
     result = make_cache(data, tmp_path / "c") # no encoder can read these two, whatever is in the others
     assert result.status == 1 and len(result.errors) == 2 and "error" not in result.out and "now" not in result.err
-    (data / "target/cat.txt").write_text("x")
+    (data / "target/cat.txt").write_text("x", "utf-8")
     bad[3].replace(tmp_path / "WEBP.png")
     (data / "control/WEBP.png").write_bytes((data / "control/good.png").read_bytes())
     result = make_cache(data, tmp_path / "c")
@@ -825,10 +826,10 @@ def test_a_bad_flag_is_told_before_any_model_is_loaded(monkeypatch, flags):
 
 DAMAGES = {
     "gone": os.unlink, "empty": lambda p: os.truncate(p, 0), "cut": lambda p: os.truncate(p, p.stat().st_size // 2),
-    "LFS pointer": lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 500000\n"),
+    "LFS pointer": lambda p: p.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 500000\n"),
     "foreign": lambda p: safetensors.torch.save_file({"a": torch.ones(1)}, p, {"format": "pt"}), # the rest: random
-    "no shard": lambda p: p.with_suffix(".safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
-    "Flux": lambda p: p.write_text('{"_class_name": "FluxPipeline"}')}
+    "no shard": lambda p: p.with_suffix(".safetensors.index.json").write_bytes(b'{"weight_map": {"a": "b.s"}}'),
+    "Flux": lambda p: p.write_text('{"_class_name": "FluxPipeline"}', "utf-8")}
 PARTS = {
     "vae/diffusion_pytorch_model.safetensors": ["gone", "cut", "foreign"], "vae/config.json": ["empty"],
     "text_encoder/model.safetensors": ["gone", "LFS pointer", "no shard"], "tokenizer/tokenizer.json": ["gone", "cut"],

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.harness import HERE, add_item, log_of, paint_picture, save
 
-TEXT = (HERE / "README.md").read_text().split("## How do I change")[1].split("\n## ")[0]
+TEXT = (HERE / "README.md").read_text("utf-8").split("## How do I change")[1].split("\n## ")[0]
 CHANGES = {} # {a word of the sentence before: (the file, lines that go, lines that come, claims that then fail)}
 for word, sentence, block in re.findall(r"\n(?:The|An) (\w+)([^\n]*)\n```diff\n(.*?)```", TEXT, re.S):
     head, *lines = block.splitlines()
@@ -22,7 +22,7 @@ for word, sentence, block in re.findall(r"\n(?:The|An) (\w+)([^\n]*)\n```diff\n(
                      [line[1:] for line in lines if line[0] == "+"], re.findall(r"-k (\w+)", sentence))
 
 def run(folder, *command):
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True,
+    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, encoding="utf-8",
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 @pytest.fixture(scope="module")
@@ -63,11 +63,11 @@ def test_readme_has_five_changes_and_names_what_fails():
 def test_a_change_as_readme_has_it(tmp_path, what, flags, unchanged):
     project = copy_of(tmp_path / "project")
     name, old, new, fails = CHANGES[what]
-    text, folder = (project / name).read_text() if old else "", flags[0]
+    text, folder = (project / name).read_text("utf-8") if old else "", flags[0]
     for before, after in zip(old, new):
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    (project / name).write_text(text if old else "\n".join(new) + "\n")
+    (project / name).write_text(text if old else "\n".join(new) + "\n", "utf-8")
     more = dict(optimizer=["--optimizer", "mine.SignSGD"], augmentation=["mirrored"]).get(what, [])
     if what == "augmentation":
         assert run(folder, project / name).returncode == 0

@@ -42,7 +42,7 @@ PARTS += [(file, None) for file in sources.EXTRAS]
 def test_an_edit_of_any_function_is_one_and_a_comment_or_docstring_is_none(file, names):
     """Of all that draws and encodes: a statement more at the end of each function; a comment above and behind a line, a
     docstring of other words, a blank line."""
-    text = (HERE / file).read_text()
+    text = (HERE / file).read_text("utf-8")
     before, found = sources.digest(text, names), functions(text, names)
     assert found and {name for name, _ in found} >= {*(names or [])} - {"Processor"}
     for name, node in random.Random(0).sample(found, min(len(found), 25)):
@@ -63,7 +63,7 @@ def test_an_edit_of_any_function_is_one_and_a_comment_or_docstring_is_none(file,
     ('if sample.settings["true_cfg_scale"] > 1:', 'if sample.settings["true_cfg_scale"] > 0:'),
     ("transformer.set_adapters(list(active), list(active.values()))", "transformer.set_adapters(list(active))")])
 def test_a_change_of_the_sampler_is_an_edit(old, new):
-    text = (HERE / "predict.py").read_text()
+    text = (HERE / "predict.py").read_text("utf-8")
     assert text.count(old) == 1 and sources.digest(text.replace(old, new)) != sources.digest(text)
 
 def test_texts_that_look_like_comments_count():
@@ -85,11 +85,11 @@ def cache_names(node):
 def test_all_that_draws_of_cache_py_is_listed():
     """What predict.py's library and generate() call there, and what these call; but for what finds files, hashes them,
     or encodes (which an encoded file carries)."""
-    text = (HERE / "predict.py").read_text()
+    text = (HERE / "predict.py").read_text("utf-8")
     library = text[:text.index("# ==== the command line ====")].count("\n")
     nodes = [node for node in ast.parse(text).body if node.lineno < library or getattr(node, "name", "") == "generate"]
     used = set().union(*map(cache_names, nodes))
-    here = dict(functions((HERE / "cache.py").read_text()))
+    here = dict(functions((HERE / "cache.py").read_text("utf-8")))
     for name in list(used & here.keys() & {*sources.DRAWING}):
         used |= {n.id for n in ast.walk(here[name]) if isinstance(n, ast.Name) and n.id in here}
     assert used - {"find_model", "hash_part", "hash_encoder"} - {*sources.ENCODING["cache.py"]} <= {*sources.DRAWING}
@@ -148,7 +148,7 @@ def test_pictures_of_encodings_that_other_functions_made_are_drawn_again(photo, 
 def test_a_file_that_is_saved_while_the_libraries_load_is_one_line(monkeypatch):
     """It was read by us, and perhaps not by Python yet: predict.py asks when all is imported."""
     sources.refuse_edits()
-    assert (HERE / "predict.py").read_text().endswith('"__main__":\n    sources.refuse_edits()\n    main(args)\n')
+    assert (HERE / "predict.py").read_bytes().endswith(b'"__main__":\n    sources.refuse_edits()\n    main(args)\n')
     real = sources.read
     monkeypatch.setattr(sources, "read", lambda file: real(file) + "# edited")
     with refused("predict.py", "changed", "same command"):
@@ -336,5 +336,5 @@ def test_two_commands_on_the_same_pictures_have_a_list_each(tmp_path):
         with keep_from_prune(["a"], tmp_path, lambda sample: files):
             assert len(list(tmp_path.glob(".planned-*"))) == 2
         left, = tmp_path.glob(".planned-*")
-        assert left.read_text() == "text/0.safetensors"
+        assert left.read_text("utf-8") == "text/0.safetensors"
     assert not list(tmp_path.glob(".planned-*"))

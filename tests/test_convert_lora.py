@@ -39,7 +39,7 @@ def predict_with(model, *loras, scales=(1.0, 1.0)):
 
 def peft_folder(folder, tensors, **config):
     save_file(renamed("transformer.", "base_model.model.")(tensors), folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config | dict(peft_type="LORA", some_new_field=1)))
+    (folder / "adapter_config.json").write_text(json.dumps(config | dict(peft_type="LORA", some_new_field=1)), "utf-8")
     return folder
 
 @pytest.mark.parametrize("config, scale", [ # adapter_config.json -> the true scale of a LoRA of rank 2
@@ -330,7 +330,7 @@ def test_a_merged_tiny_draws_what_tiny_with_the_lora_draws(tmp_path, three_loras
     """With the flags that tiny's folder sets, such as its CFG scale, as the merged folder sets them, too."""
     paths, _ = three_loras
     out = merged(tmp_path, paths, [1, 1, 1], "float32")[2]
-    assert json.loads((out / "defaults.json").read_text()) == json.loads((TINY / "defaults.json").read_text())
+    assert json.loads((out / "defaults.json").read_bytes()) == json.loads((TINY / "defaults.json").read_bytes())
     flags = ["--image", photos[0], "--prompt", "go", "--cache_dir", tmp_path / "c", *EXACT, "--device", "cpu"]
     for name, more in (("a", ["--model", out]), ("b", ["--lora", *paths, "--lora_scale", 1]),
                        ("c", ["--lora", ""])):
@@ -342,7 +342,7 @@ def test_a_merged_tiny_draws_what_tiny_with_the_lora_draws(tmp_path, three_loras
 def test_defaults_that_a_model_may_not_set_or_that_lie_elsewhere_are_not_taken_along(tmp_path, two_loras):
     model = copy_model(tmp_path / "base")
     flags = [two_loras[0], "--to", "model", "--model", model, "--out", tmp_path / "m"]
-    (model / "defaults.json").write_text(json.dumps({"predict.py": dict(out_dir="/")}))
+    (model / "defaults.json").write_text(json.dumps({"predict.py": dict(out_dir="/")}), "utf-8")
     result = run_script("tools/convert_lora.py", *flags)
     assert result.status == 1 and is_one_line(result.errors[-1], "defaults.json", "out_dir"), result.err
     (model / "defaults.json").unlink()
@@ -406,7 +406,7 @@ def test_what_has_come_to_out_meanwhile_stays(tmp_path, two_loras, monkeypatch, 
     def read_lora(path):
         out.parent.mkdir()
         if what == "file":
-            out.write_text("mine")
+            out.write_text("mine", "utf-8")
         else:
             (out / ("mine" if what == "folder" else "")).mkdir(parents=True)
         return real(path)
@@ -414,7 +414,7 @@ def test_what_has_come_to_out_meanwhile_stays(tmp_path, two_loras, monkeypatch, 
     result = run_script("tools/convert_lora.py", two_loras[0], "--to", to, "--out", out)
     assert result.status == 1 and is_one_line(result.errors[-1], out, "already exists"), result.err
     assert [path.name for path in out.parent.iterdir()] == [out.name]
-    assert out.read_text() == "mine" if what == "file" else len(list(out.iterdir())) == (what == "folder")
+    assert out.read_text("utf-8") == "mine" if what == "file" else len(list(out.iterdir())) == (what == "folder")
 
 @pytest.mark.parametrize("place", [WEIGHTS, "vae/config.json"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["replaced", "written over"])

@@ -34,13 +34,17 @@ def parse(monkeypatch, *flags):
     common.find_devices(args)
     return args
 
+def set_processes(patch, rank, world):
+    """The environment is that of one process of several, as torchrun sets it: half of a set is refused."""
+    for name, value in dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="a", MASTER_PORT=1).items():
+        patch.setenv(name, str(value))
+
 def test_every_device_has_a_number_and_each_process_its_own(card, monkeypatch):
     """NCCL, FSDP2 and torch.cuda.set_device refuse a device without one."""
     args = parse(monkeypatch, "--text_encoder_device", "cuda", "--vae_device", "cpu")
     assert (args.device, args.text_encoder_device, args.vae_device) == ("cuda:0", "cuda:0", "cpu")
     assert args.dtype == "bfloat16"
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    set_processes(monkeypatch, rank=3, world=4)
     assert parse(monkeypatch, "--device", "cuda").text_encoder_device == "cuda:3"
     for name in ("--device", "--vae_device"): # all processes on one card
         with pytest.raises(SystemExit) as e:
@@ -53,7 +57,7 @@ def test_a_card_works_without_extras(card, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "extras.cuda", None) # as if the file were gone
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: groups.append((args, kwargs)))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    set_processes(monkeypatch, rank=0, world=2)
     args = parse(monkeypatch)
     assert (args.device, args.dtype) == ("cuda:0", "bfloat16")
     common.start_processes(args)
@@ -73,7 +77,7 @@ def test_nccl_waits_minutes_and_has_its_memory_before_anything_is_measured(card,
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=group))
     monkeypatch.setattr(torch, "zeros", lambda *args, device: device)
     monkeypatch.setattr(torch.distributed, "all_reduce", calls.append)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    set_processes(monkeypatch, rank=0, world=2)
     common.start_processes(parse(monkeypatch))
     assert calls == ["set_device", timedelta(hours=6), torch.device("cuda:0"), timedelta(minutes=20), "cuda:0"]
 
@@ -163,7 +167,7 @@ def test_a_flash_attention_that_cannot_be_loaded_leaves_torchs_own(capability, f
             del sys.modules[name]
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_text(text, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert cuda.activate_flash(capability) == f"flash attention {words}"
     assert torch.nn.attention.current_flash_attention_impl() is None

@@ -65,7 +65,7 @@ BAD_ITEMS = { # what is done to cat, and what the one line about it must name
     "two targets": (lambda d: paint_picture().save(d / "target/cat.jpg"), "cat.jpg", "cat.png"),
     "two controls": (lambda d: paint_picture().save(d / "control/cat.WEBP"), "cat.WEBP", "cat.png"),
     "two masks": (lambda d: [save(paint_picture(), d / f"mask/cat.{s}") for s in ("bmp", "png")], "cat.bmp", "cat.png"),
-    "two captions": (lambda d: (d / "target/cat.TXT").write_text("go"), "cat.TXT", "cat.txt"),
+    "two captions": (lambda d: (d / "target/cat.TXT").write_text("go", "utf-8"), "cat.TXT", "cat.txt"),
     "second control, or another item's first": (lambda d: add_item(d, "cat_1"), "control/cat_1.png"),
     "second control, but no first": (lambda d: (d / "control/cat.png").rename(d / "control/cat_1.png"), "cat.png"),
     "31 pixels": (resized("control/cat.png", 64, 31), "control/cat.png", "64x31"),
@@ -73,7 +73,7 @@ BAD_ITEMS = { # what is done to cat, and what the one line about it must name
     "mask of another shape": (instead("mask/cat.png", lambda p: paint_picture((256, 64), mode="L").save(p)),
                               "mask/cat.png", "256x64", "64x64"),
     "empty file": (instead("control/cat.png", Path.touch), "control/cat.png", "empty file"),
-    "web page": (instead("control/cat.png", lambda p: p.write_text("<html>404</html>")), "control/cat.png"),
+    "web page": (instead("control/cat.png", lambda p: p.write_text("<html>404</html>", "utf-8")), "control/cat.png"),
     "GIF": (instead("target/cat.png", lambda p: animation(p, format="GIF")), "target/cat.png"),
     "animated PNG": (instead("target/cat.png", animation), "target/cat.png", "animated"),
     "animated WebP": (instead("target/cat.png", lambda p: animation(p, format="WEBP")), "target/cat.png", "animated"),
@@ -100,12 +100,12 @@ STRAYS = { # what is put beside two good items, and what the one line about it m
     "third control, but no second": (lambda d: paint_picture().save(d / "control/cat_2.png"), "control/cat_2.png"),
     "mask": (lambda d: save(paint_picture(), d / "mask/dog.png"), "mask/dog.png"),
     "numbered mask": (lambda d: save(paint_picture(), d / "mask/cat_1.png"), "mask/cat_1.png"),
-    "caption": (lambda d: (d / "target/dog.txt").write_text("add a border"), "target/dog.txt"),
+    "caption": (lambda d: (d / "target/dog.txt").write_text("add a border", "utf-8"), "target/dog.txt"),
     "picture in another format": (lambda d: animation(d / "target/dog.gif"), "target/dog.gif", ".gif is not read"),
     "picture in JPEG XL": (lambda d: (d / "target/dog.JXL").write_bytes(b"x"), "target/dog.JXL", "to PNG or JPEG"),
     "picture of an iPhone": (lambda d: (d / "target/dog.HEIC").write_bytes(b"x"), "target/dog.HEIC", "no control"),
     "link to a folder": (lambda d: (d / "target/dog").symlink_to(add_item(d / "../x", "x") / "target"), "target/dog"),
-    "manifest": (lambda d: (d / "metadata.jsonl").write_text("{}"), "metadata.jsonl", "give the file itself"),
+    "manifest": (lambda d: (d / "metadata.jsonl").write_text("{}", "utf-8"), "metadata.jsonl", "give the file itself"),
 }
 
 @pytest.mark.parametrize("kind", STRAYS)
@@ -131,12 +131,12 @@ NO_DATASET = { # what is there instead of a dataset, and what else the one line 
                                     "control"),
     "control/ of a disk that is not there": (lambda d: (d / "target").mkdir(parents=True) or (d / "control").symlink_to(
         d / "nowhere"), "control", "mount"),
-    "a file called target": (lambda d: d.mkdir() or (d / "target").write_text("x"), "photos/target", "folder"),
+    "a file called target": (lambda d: d.mkdir() or (d / "target").write_text("x", "utf-8"), "photos/target", "folder"),
     "a file called control": (lambda d: add_item(d, "a") and shutil.rmtree(d / "control") or (
-        d / "control").write_text("x"), "photos/control", "folder"),
-    "empty manifest": (lambda d: d.mkdir() or (d / "metadata.jsonl").write_text("\n \n"),),
-    "a table": (lambda d: d.mkdir() or (d / "metadata.csv").write_text("target,control,prompt\n"), "metadata.csv"),
-    "a text file": (lambda d: d.write_text("hello"), "target/NAME.png"),
+        d / "control").write_text("x", "utf-8"), "photos/control", "folder"),
+    "empty manifest": (lambda d: d.mkdir() or (d / "metadata.jsonl").write_text("\n \n", "utf-8"),),
+    "a table": (lambda d: d.mkdir() or (d / "metadata.csv").write_bytes(b"target,control,prompt\n"), "metadata.csv"),
+    "a text file": (lambda d: d.write_text("hello", "utf-8"), "target/NAME.png"),
 }
 
 @pytest.mark.parametrize("script, kind", [*(("cache.py", kind) for kind in NO_DATASET), ("train.py", "empty folder")])
@@ -203,7 +203,7 @@ def test_marks_and_blank_lines_are_no_part_of_a_prompt_and_joiners_are(tmp_path)
              "\U0001fae9", "!"]
     data = add_item(tmp_path, "cat", caption="\ufeff" + "\n\u200b\n\ufeff".join(lines))
     (tmp_path / "target/dog.png").write_bytes((tmp_path / "target/cat.png").read_bytes())
-    (tmp_path / "m.jsonl").write_text(json.dumps(dict(target="target/cat.png", control=[], prompt=lines)))
+    (tmp_path / "m.jsonl").write_text(json.dumps(dict(target="target/cat.png", control=[], prompt=lines)), "utf-8")
     for root in (data, tmp_path / "m.jsonl"):
         samples, _ = common.read_dataset(root)
         assert samples[0].prompts == lines
@@ -270,7 +270,7 @@ def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_tr
     """The prompt has no picture then, the control has no token."""
     for name in ("face", "more/face"):
         save(paint_picture((96, 64)), tmp_path / f"faces/target/{name}.png")
-        (tmp_path / f"faces/target/{name}.txt").write_text("a face\nthe face")
+        (tmp_path / f"faces/target/{name}.txt").write_text("a face\nthe face", "utf-8")
     samples, problems = samples_of(plus, [data, tmp_path / "faces"])
     sample = samples["more/face"]
     got = encode(plus, sample)
@@ -285,7 +285,7 @@ def test_pictures_without_controls_are_encoded_as_the_stock_pipeline_does_and_tr
 def test_version_1_of_the_model_takes_exactly_one_control(data, tmp_path, pipes):
     paint_picture().save(data / "control/cat_1.png")
     save(paint_picture(), tmp_path / "faces/target/face.png")
-    (tmp_path / "faces/target/face.txt").write_text("a face")
+    (tmp_path / "faces/target/face.txt").write_text("a face", "utf-8")
     samples, problems = samples_of(pipes["v1"], [data, tmp_path / "faces"])
     assert list(samples) == ["good"] and len(problems) == 2
     assert all(is_one_line(p, file, "one control") for p, file in zip(problems, ("control/cat_1.png", "face.png")))
@@ -486,7 +486,7 @@ def test_every_picture_of_a_sample_is_prepared_alike(tmp_path, plus):
             save(image, tmp_path / name / folder / "cat.png", **options)
         mask = paint_picture((96, 64), mode="L")
         save(mask.transpose(Image.ROTATE_90) if options else mask, tmp_path / name / "mask/cat.png", **options)
-        (tmp_path / name / "target/cat.txt").write_text("add a red border")
+        (tmp_path / name / "target/cat.txt").write_text("add a red border", "utf-8")
         samples.append(samples_of(plus, tmp_path / name)[0]["cat"])
     assert samples[0].sizes == samples[1].sizes == [(96, 64), (96, 64)]
     assert_same(*[encode(plus, s) for s in samples])

@@ -158,7 +158,7 @@ def diagnose(*flags, out, status=0):
     """-> result of the script, rows of report.json by name."""
     result = run_script("tools/doctor.py", *flags, "--out", out)
     assert result.status == status, result.err
-    rows = json.loads((out / "report.json").read_text()) if (out / "report.json").exists() else []
+    rows = json.loads((out / "report.json").read_bytes()) if (out / "report.json").exists() else []
     return result, {row["name"]: row for row in rows}
 
 def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
@@ -170,7 +170,7 @@ def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
         for folder, image in (("control", control), ("target", target)):
             image = image.resize([int(scale * side) for side in image.size], Image.LANCZOS)
             save(image, data / f"{folder}/{name}.{suffix}", quality=80) # which PNG has no use for
-        (data / f"target/{name}.txt").write_text(caption)
+        (data / f"target/{name}.txt").write_text(caption, "utf-8")
 
     for n in range(30):
         control, target = edited_pair(rng, EDITS[n % 8], SHAPES[n % 2])
@@ -185,7 +185,7 @@ def test_twins_and_contradictions_are_found_and_nothing_else(tmp_path):
             save(natural(rng, (64, 64)), data / f"control/b{n:02}_1.png")
         planted |= {(kind, f"a{n:02}", f"b{n:02}")} if n % 5 < 3 else set()
     predict.save_png(paint_picture(), tmp_path / "out/sheet_moved_9.png")
-    (tmp_path / "out/report.json").write_text("[]") # an earlier report's
+    (tmp_path / "out/report.json").write_text("[]", "utf-8") # an earlier report's
     result, rows = diagnose(data, out=tmp_path / "out")
     found = {(finding.split(": ")[0], name, finding.split()[-1])
              for name, row in rows.items() for finding in row["findings"] if ": and " in finding}
@@ -201,7 +201,7 @@ def test_the_page_shows_the_pictures_of_each_finding(tmp_path):
     for name in ("one", "two"):
         for file, image in (("target/{}.png", target), ("control/{}.png", control)):
             save(image, tmp_path / "data" / file.format(name))
-        (tmp_path / f"data/target/{name}.txt").write_text(attack)
+        (tmp_path / f"data/target/{name}.txt").write_text(attack, "utf-8")
     out = tmp_path / "out"
     save(paint_picture(), out / "pictures/moved-7-0.jpg")
     refused = run_script("tools/doctor.py", tmp_path / "data", "--out", out) # somebody's own pictures
@@ -228,7 +228,7 @@ def test_the_table_counts_what_cache_py_will_encode(tmp_path, data):
     add_item(data, "wide", [(160, 64), (64, 64), (96, 64)], caption="one\ntwo words")
     Image.new("RGB", (96, 64), (12, 200, 77)).save(data / "control/wide_1.png")
     save(paint_picture((64, 96)), tmp_path / "faces/target/face.png")
-    (tmp_path / "faces/target/face.txt").write_text("a face")
+    (tmp_path / "faces/target/face.txt").write_text("a face", "utf-8")
     sizes = ["--target_pixels", "128*128", "native", "--control_pixels", "native"]
     flags = [data, tmp_path / "faces", *sizes]
     plain, _ = diagnose(*flags, out=tmp_path / "plain")
@@ -287,7 +287,7 @@ def test_pairs_are_reported_in_their_order(tmp_path):
         picture = natural(np.random.default_rng(n), (900, 700) if n < 3 else (64, 64))
         for role in ("target", "control"):
             save(picture, tmp_path / f"data/{role}/{n:02}.png")
-        (tmp_path / f"data/target/{n:02}.txt").write_text("go")
+        (tmp_path / f"data/target/{n:02}.txt").write_text("go", "utf-8")
     for n in (1, 7):
         (tmp_path / f"data/control/{n:02}.png").write_bytes(b"broken")
     result, rows = diagnose(tmp_path / "data", out=tmp_path / "out", status=1)
@@ -474,7 +474,7 @@ def test_the_doctor_says_what_it_found_and_its_page_begins_with_a_verdict(tmp_pa
     def write(i, control, target):
         for role, image in (("control", control), ("target", target)):
             save(image, tmp_path / f"data/{role}/{i:02}.png")
-        (tmp_path / f"data/target/{i:02}.txt").write_text("add a red border")
+        (tmp_path / f"data/target/{i:02}.txt").write_text("add a red border", "utf-8")
     pictures = photographs(16)
     for i, image in enumerate(pictures):
         target = bordered(pictures[i + 1] if i in (4, 5) else image).resize(image.size)
@@ -500,7 +500,7 @@ def test_a_pair_of_different_pictures_is_not_said_to_have_moved_too(tmp_path, mo
     for i, image in enumerate(pictures):
         save(image, tmp_path / f"data/control/{i}.png")
         save(pictures[3 if i == 2 else i].resize(image.size), tmp_path / f"data/target/{i}.png")
-        (tmp_path / f"data/target/{i}.txt").write_text("go")
+        (tmp_path / f"data/target/{i}.txt").write_text("go", "utf-8")
     args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
     _, rows, findings, _ = doctor.examine(common.read_dataset(tmp_path / "data")[0], None, args)
     assert rows[2]["findings"] == ["other picture: shows the control of 3"]
@@ -512,7 +512,7 @@ def test_a_pair_of_another_shape_need_not_correspond(tmp_path):
     for i, image in enumerate(pictures):
         save(image, tmp_path / f"data/control/{i}.png")
         save(image if i != 2 else stranger.resize((image.width, image.height // 2)), tmp_path / f"data/target/{i}.png")
-        (tmp_path / f"data/target/{i}.txt").write_text("go")
+        (tmp_path / f"data/target/{i}.txt").write_text("go", "utf-8")
     args = SimpleNamespace(target_pixels=["native"], control_pixels="native", upscale=True)
     _, _, findings, _ = doctor.examine(common.read_dataset(tmp_path / "data")[0], None, args)
     assert [indices for _, indices in findings["other shape"]] == [[2]] and not findings["other picture"]
@@ -523,7 +523,7 @@ def test_where_most_pairs_are_recoloured_it_is_perhaps_the_edit(tmp_path):
                                                       .astype(np.uint8))
         for role, picture in (("control", image), ("target", target)):
             save(picture, tmp_path / f"data/{role}/{i}.png")
-        (tmp_path / f"data/target/{i}.txt").write_text("make it cold")
+        (tmp_path / f"data/target/{i}.txt").write_text("make it cold", "utf-8")
     result, rows = diagnose(tmp_path / "data", "--target_pixels", "native", "--control_pixels", "native",
                             out=tmp_path / "out")
     assert sum("recoloured" in str(row["findings"]) for row in rows.values()) >= 5, rows

@@ -100,7 +100,7 @@ def test_validation_under_fsdp_is_that_of_one_process(tmp_path, start, data):
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "one").status == 0
     ranks = start_ranks(start, *flags, "--fsdp", "--out_dir", tmp_path / "two")
     assert [r.wait() for r in ranks] == [0, 0], [r.output() for r in ranks]
-    one, two = [json.loads((tmp_path / d / "log.jsonl").read_text().splitlines()[-1]) for d in ("one", "two")]
+    one, two = [json.loads((tmp_path / d / "log.jsonl").read_text("utf-8").splitlines()[-1]) for d in ("one", "two")]
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-6)
     assert two["psnr"]["data"] == pytest.approx(one["psnr"]["data"], abs=0.05)
 
@@ -295,7 +295,7 @@ def large_model(tmp_path, dtype):
     return folder
 
 def status_of_process(key):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+    return next(int(line.split()[1]) for line in open("/proc/self/status", encoding="utf-8") if line.startswith(key))
 
 def load_and_tell(folder):
     """For a child process: what loading the transformer takes, in KiB, and what its weights are."""
@@ -318,7 +318,7 @@ def tell_peak():
     """For a child process: by how much it has grown at most, when it ends."""
     ctypes.CDLL(None).mallopt(-3, 65536) # M_MMAP_THRESHOLD: what is freed goes back at once
     before = status_of_process("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", "utf-8")
     exit_now = os._exit
     def say_and_exit(status):
         print("PEAK", (status_of_process("VmHWM") - before) * 1024, flush=True)
@@ -350,9 +350,9 @@ def test_the_plan_of_the_real_model_needs_no_weights(tmp_path, monkeypatch):
     folder = copy_model(tmp_path / "real", "*.safetensors")
     (folder / "defaults.json").unlink() # which are tiny's
     file = folder / "transformer" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | dict(
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | dict(
         num_layers=10, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,
-        axes_dims_rope=[16, 56, 56])))
+        axes_dims_rope=[16, 56, 56])), encoding="utf-8")
     result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--dtype", "bfloat16",
                         "--target_pixels", "256*256", "--control_pixels", "256*256", "--device", "cpu", "--val_data",
                         "--cache_dir", tmp_path / "c", "--lora_targets", "to_q", "to_k", "to_v", "to_out.0")
@@ -381,7 +381,7 @@ def test_tensorboard_has_the_curves_and_the_pictures(tmp_path, data):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     flags = ["--cache_dir", tmp_path / "c", "--tracker", "tensorboard", "--val_data", data, *NATIVE, *EXACT]
     assert train(data, tmp_path, *flags).status == 0
-    records = list(map(json.loads, (tmp_path / "run-0/log.jsonl").read_text().splitlines()[1:]))
+    records = list(map(json.loads, (tmp_path / "run-0/log.jsonl").read_text("utf-8").splitlines()[1:]))
     events = EventAccumulator(str(tmp_path / "run-0/tensorboard")).Reload()
     for name in ("loss", "lr", "grad_norm", "val_loss"):
         assert [e.value for e in events.Scalars(name)] == pytest.approx([r[name] for r in records if name in r])

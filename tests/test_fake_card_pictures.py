@@ -39,11 +39,11 @@ def folder(tmp_path_factory):
         for side in (1024, 2048):
             Image.new("RGB", (side, side), "red" if part == "target" else "blue").save(
                 folder / f"data/{part}/{side}.png")
-            (folder / f"data/target/{side}.txt").write_text("make it snow")
+            (folder / f"data/target/{side}.txt").write_text("make it snow", "utf-8")
     for part in ("target", "control"):
         (folder / "small" / part).mkdir(parents=True)
         Image.new("RGB", (512, 512)).save(folder / f"small/{part}/a.png")
-    (folder / "small/target/a.txt").write_text("make it snow")
+    (folder / "small/target/a.txt").write_text("make it snow", "utf-8")
     return folder
 
 def run(folder, script, *flags, card, fails=False, **more):
@@ -90,7 +90,7 @@ def test_editing_keeps_its_limits(folder):
     """Several sizes with guidance, all in one pack: a step's kernels and waits; then each picture is decoded."""
     (folder / "jobs.jsonl").write_text("\n".join(json.dumps(dict(
         image=["data/control/1024.png"], prompt="make it snow", out=f"{side}.png", height=side, width=768))
-        for side in (512, 768, 1024)))
+        for side in (512, 768, 1024)), encoding="utf-8")
     steps = """
 seen.passes = []
 run_packed = predict.run_packed

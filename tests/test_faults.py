@@ -72,8 +72,7 @@ def test_training_killed_at_any_instant_ends_as_the_unbroken_run(tmp_path, small
     rng, kills, runs = random.Random(0), 0, 0
     while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
         out_dir = tmp_path / f"{runs}"
-        resume = ["--resume"] if (out_dir / "log.jsonl").exists() else []
-        process = start("train.py", *small.flags, "--out_dir", out_dir, *resume)
+        process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume") # one command, also for the start
         if kills < OPTIONS["kills"]:
             time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
             kill(process)
@@ -293,13 +292,13 @@ def test_a_damaged_checkpoint_displaces_no_whole_one(tmp_path, small, start, unb
     names = sorted(path.name for path in out_dir.glob("checkpoint-*"))
     assert names[0] == "checkpoint-000010" and names[1].startswith("checkpoint-000012.damaged-"), names
     assert names[2:] == ["checkpoint-000013"] and (out_dir / names[1] / "optimizer.safetensors").exists()
-    begun = [(run / "log.jsonl").read_text().splitlines()[0] for run in (out_dir, unbroken.out_dir)]
+    begun = [(run / "log.jsonl").read_text("utf-8").splitlines()[0] for run in (out_dir, unbroken.out_dir)]
     assert begun[0] == begun[1] # how the run was begun, not how it was resumed
 
 def test_a_finished_run_that_goes_on_is_no_longer_finished(tmp_path, unbroken):
     """Until it ends again its newest checkpoint is its LoRA, and a kill leaves no DONE."""
     out_dir = shutil.copytree(unbroken.out_dir, tmp_path / "run")
-    assert resume.clean_folder(out_dir, 12) == (unbroken.out_dir / "log.jsonl").read_text().splitlines()
+    assert resume.clean_folder(out_dir, 12) == (unbroken.out_dir / "log.jsonl").read_text("utf-8").splitlines()
     assert not (out_dir / "DONE").exists()
     assert common.find_lora(out_dir).parent == out_dir / "checkpoint-000012"
 
@@ -376,9 +375,9 @@ def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, small):
     job = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", HERE / "train.py",
          *map(str, small.flags), "--max_steps", "100000", "--save_every", "100000", "--out_dir", out_dir],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"})
     until(lambda: lines_of(out_dir) > 2 or job.poll())
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text("utf-8").split()
     victim, = [int(pid) for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     t0 = time.monotonic()
     os.kill(victim, signal.SIGKILL)

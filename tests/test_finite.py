@@ -78,7 +78,8 @@ def test_the_line_names_the_model_that_computed_it_and_no_lora_where_there_is_no
     else:
         monkeypatch.setattr(AutoencoderKLQwenImage, "decode", decode)
     jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text("\n".join(json.dumps(dict(image=[str(path)], prompt="go", out=path.name)) for path in photos[:2]))
+    jobs.write_text("\n".join(json.dumps(dict(image=[str(path)], prompt="go", out=path.name)) for path in photos[:2]),
+                    "utf-8")
     result = draw("--jobs", jobs, "--lora", "", "--out_dir", tmp_path / "o", "--cache_dir", tmp_path / "c")
     drawn = {p.name for p in tmp_path.glob("o/*.png")} - {"sheet.png"}
     assert result.status == 1 and len(drawn) == 1 and len(result.errors) == 1, result.err
@@ -143,7 +144,7 @@ def test_nan_in_an_encoded_file_is_encoded_again(tmp_path, photos, name):
 def spoil(cache_dir, name, index=None):
     """It writes NaN into the first file with this tensor, of those that the index names, and returns the file."""
     files = sorted(cache_dir.glob(f"{'latents' if 'latent' in name else 'text'}/*.safetensors"))
-    file = next(file for file in files if index is None or file.stem in index.read_text())
+    file = next(file for file in files if index is None or file.stem in index.read_text("utf-8"))
     tensors, meta = common.read_tensors(file, key=file.stem)
     tensors[name][1, 2] = math.nan
     common.write_tensors(file, tensors, meta)
@@ -203,7 +204,7 @@ def test_a_validation_with_nan_has_no_psnr_and_no_rank_and_the_training_goes_on(
     ranked = [step for measure, (step, _) in best.best_steps(run).items() if measure == "mean PSNR"]
     assert lost[0] not in ranked and bool(ranked) == lora
     assert run_script("tools/page.py", run).status == 0
-    page = (run / "index.html").read_text()
+    page = (run / "index.html").read_text("utf-8")
     assert "not ranked, as NaN or Inf was computed: step " in page and name in page
 
 def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path, monkeypatch):
@@ -227,21 +228,21 @@ def test_a_loss_of_nan_is_said_in_words_and_never_ranked_or_kept(small, tmp_path
     assert best.best_steps(run)["validation loss"][0] == 3 and steps_of(run) == [3, 4]
     assert f"{run / 'checkpoint-000003'} is better than the last one by validation loss" in result.out
     assert run_script("tools/page.py", run).status == 0
-    text = (run / "index.html").read_text()
+    text = (run / "index.html").read_text("utf-8")
     assert "NaN or Inf at the last validation" in text and "computed: step 2, 4" in text and ">nan" not in text
 
 def test_a_log_in_which_no_validation_is_finite_ranks_none(tmp_path):
     """The page says that there is no best one."""
     record = dict(val_loss=math.nan, psnr={}, pictures=[], not_finite=["lora of a/0.png"])
     lines = [dict(flags=dict(val_data=["a"]), command=[]), dict(step=1, loss=1.0), record | dict(step=1)]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     assert best.best_steps(tmp_path) == {} and best.describe(tmp_path) == "best so far: none"
     assert best.steps_to_keep(tmp_path) == set() and best.better_checkpoints(tmp_path) == {}
     shown = page.measures(page.read_log(tmp_path))
     for name in best.MEASURES:
         assert shown[f"Best by {name}"][0] == "none" and "step 1" in shown[f"Best by {name}"][1]
     page.make_page([tmp_path], tmp_path / "index.html", 0)
-    assert "lora of a/0.png" in (tmp_path / "index.html").read_text()
+    assert "lora of a/0.png" in (tmp_path / "index.html").read_text("utf-8")
 
 # ---- what is saved ---------------------------------------------------------------------------------------------------
 

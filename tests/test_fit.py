@@ -326,9 +326,9 @@ def test_the_plan_tells_the_time_of_the_flags_as_given(tmp_path, monkeypatch):
     folder = copy_model(tmp_path / "real", "*.safetensors")
     (folder / "defaults.json").unlink() # which are tiny's
     file = folder / "transformer/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | dict(
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | dict(
         num_layers=8, num_attention_heads=24, attention_head_dim=128, joint_attention_dim=3584,
-        axes_dims_rope=[16, 56, 56])))
+        axes_dims_rope=[16, 56, 56])), encoding="utf-8")
     rates = 989, 640, 400, 310, 3.6, 0.1
     monkeypatch.setattr(plan, "RATES", {"Large": (10**4, *rates), "Small": (3, *rates)})
 
@@ -372,9 +372,9 @@ def flags(small, tmp_path_factory):
     for path in (TINY / "transformer").iterdir():
         (folder / "transformer" / path.name).symlink_to(path)
     config = folder / "transformer/config.json"
-    text = json.dumps(json.loads(config.read_text()), separators=(",", ":"))
+    text = json.dumps(json.loads(config.read_bytes()), separators=(",", ":"))
     config.unlink()
-    config.write_text(text) # without the space by which tiny is known
+    config.write_text(text, "utf-8") # without the space by which tiny is known
     return [*small.flags, "--model", folder, "--max_steps", 3, "--dtype", "float32"]
 
 def trained(flags, folder):
@@ -454,7 +454,7 @@ def test_train_py_measures_the_lengths_of_all_samples(flags, card, monkeypatch, 
     card(10**12)
     monkeypatch.setattr(fit, "largest_pack", lambda lengths, args, processes: seen.append(lengths) or [max(lengths)])
     trained([*flags, "--batch_size", 1, "--max_steps", 10], tmp_path / "run")
-    log = (tmp_path / "run/log.jsonl").read_text().splitlines()[1:]
+    log = (tmp_path / "run/log.jsonl").read_text("utf-8").splitlines()[1:]
     assert seen == [{json.loads(line)["tokens"] for line in log}] and len(seen[0]) == 2
 
 def test_a_number_that_is_given_is_not_measured(flags, card, tmp_path):

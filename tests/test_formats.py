@@ -80,7 +80,7 @@ def test_a_checkpoint_of_an_older_format_is_refused_as_older(tmp_path, small, co
     """--resume names the way on, a new run from its LoRA, and that command works."""
     run = tmp_path / "run"
     shutil.copytree(FORMATS / commit / "checkpoint-000002", run / "checkpoint-000002")
-    (run / "log.jsonl").write_text('{"command": []}\n')
+    (run / "log.jsonl").write_text('{"command": []}\n', "utf-8")
     result = run_script("train.py", *small.flags, "--out_dir", run, "--resume")
     assert result.status == 1 and is_old(result.err), result.err
     assert is_one_line(result.errors[-1], run / "checkpoint-000002", "continue with that version, or"), result.err

@@ -56,7 +56,7 @@ def test_every_stage_runs_on_an_imitated_card(tmp_path):
     pytest.importorskip("bitsandbytes")
     answer = client.ask(script="tools/gpu_check.py", flags=[], folder=tmp_path, card=TWO_CARDS, prelude=PRELUDE)
     print(f"{answer.seconds:.1f} s of CPU time")
-    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    found = json.loads((tmp_path / "gpu_check.json").read_bytes())
     rows = {stage: {row["what"]: row for row in found[stage]} for stage in STAGES}
     assert not [row for stage in STAGES for row in found[stage] if "broken" in row or "note" in row], answer.out
     assert {stage: list(rows[stage]) for stage in STAGES} == STAGES and "**speed**" in answer.out
@@ -94,7 +94,7 @@ def test_an_all_reduce_on_two_imitated_cards(tmp_path):
 def gpu_check(folder, *flags):
     """-> result of run_script with the JSON, whose rows are read by stage."""
     result = run_script("tools/gpu_check.py", "--device", "cpu", "--out", folder / "found.json", *flags)
-    result.found = json.loads((folder / "found.json").read_text()) if (folder / "found.json").exists() else {}
+    result.found = json.loads((folder / "found.json").read_bytes()) if (folder / "found.json").exists() else {}
     return result
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_claims_count_name_and_stop(tmp_path, monkeypatch):
         code = "import time; time.sleep(600)"
         if "bfloat16" not in command:
             code = "print('FAILED t.py::test_b[v1-2] - AssertionError'); print('1 failed, 2 passed in 3 s'); exit(1)"
-        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, encoding="utf-8",
                                         start_new_session=True))
         return started[-1]
     started = []

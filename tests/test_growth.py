@@ -58,7 +58,7 @@ def link_dataset(root, n):
         paint_picture((32, 32), seed=len(folder)).save(root / f"{folder}.png")
         for i in range(n):
             os.link(root / f"{folder}.png", root / folder / f"{i:06}.png")
-    (root / "caption").write_text("add a red border")
+    (root / "caption").write_text("add a red border", "utf-8")
     for i in range(n):
         os.link(root / "caption", root / f"target/{i:06}.txt")
     for name in ("target.png", "control.png", "caption"):
@@ -106,7 +106,7 @@ def test_an_index_is_written_and_read_in_near_linear_time(starts, tmp_path, caps
     few, many = [lambda n=n: indexes.read_index(starts[n].index) for n in (FEW, MANY)]
     assert_near_linear("read_index", few, many, capsys)
     assert [s.texts for s in indexes.read_index(starts[FEW].index)[0]] == [s.texts for s in starts[FEW].samples]
-    assert len(starts[FEW].index.read_text().splitlines()) == FEW + 1 # a line a sample, behind what is of all
+    assert len(starts[FEW].index.read_text("utf-8").splitlines()) == FEW + 1 # a line a sample, behind what is of all
 
 def test_finished_pictures_are_found_in_near_linear_time_without_their_pixels(tmp_path, capsys):
     predict.save_png(paint_picture((1024, 1024)), tmp_path / "a.png", "key")

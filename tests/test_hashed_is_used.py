@@ -60,7 +60,7 @@ def shrink(file):
     safetensors.torch.save_file(kept, file)
 
 def edit_json(file, **fields):
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | fields), "utf-8")
 
 def other_lora(folder):
     shutil.copy(folder / "lora2" / predict.LORA_FILE, folder / "lora1" / predict.LORA_FILE)
@@ -68,7 +68,7 @@ def other_lora(folder):
 def other_words(folder):
     """A tokenizer of other bytes."""
     file = folder / "model/tokenizer/tokenizer.json"
-    file.write_text(file.read_text() + " ")
+    file.write_text(file.read_text("utf-8") + " ", "utf-8")
 
 # {what is replaced: (how, what the line names)}
 REPLACED = {
@@ -269,7 +269,7 @@ def test_an_index_names_the_encoders_that_have_encoded(here, monkeypatch):
         return failed
     monkeypatch.setattr(cache, "encode_samples", encode_samples)
     assert make_cache(here / "data", here / "cache", "--model", here / "model").status == 0
-    assert json.loads((here / "cache/model-data.json").read_text())["models"] == models
+    assert json.loads((here / "cache/model-data.json").read_bytes())["models"] == models
 
 def test_small_weights_do_not_lie_in_their_files(tmp_path):
     """Of a folder and of one file: they are overwritten in place, and the model stays."""

@@ -27,7 +27,7 @@ def imports_of(path):
     def names(node):
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
         return {module.split(".")[0] for module in modules}
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text("utf-8"))
     of = lambda nodes: {name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for name in names(n)}
     return of(tree.body), of(ast.walk(tree))
 
@@ -42,7 +42,8 @@ def copied(folder):
 def python(folder, *command):
     """A process of its own, in which only this copy can be found."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True,
+                          encoding="utf-8")
 
 def test_imports_point_down_only():
     top = {stem: name for name in CORE for stem in [name.removesuffix(".py")]}
@@ -55,13 +56,13 @@ def test_imports_point_down_only():
         below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "published") else set()
         assert not imports_of(path)[1] & {*top, "tools", "tests"} - below, path
     for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
-        assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text())), path
+        assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text("utf-8"))), path
 
 def test_a_script_imports_extras_before_any_module_of_ours():
     """Or a folder cache/ beside it could be taken for cache.py. What comes before is there already."""
     ours = {name.removesuffix(".py") for name in CORE} | {"tools", "extras"}
     for path in [HERE / name for name in CORE[2:]] + [*(HERE / "tools").glob("*.py")]:
-        source = path.read_text()
+        source = path.read_text("utf-8")
         if "sys.path.insert" not in source: # it is imported by one that has
             assert "argparse" not in source and "common.Parser" not in source, path
             continue
@@ -78,7 +79,7 @@ def test_no_file_imports_a_test_module():
     assert {"test_consistency", "test_house"} <= modules
     for path in [p for pattern in ("*.py", "extras/*.py", "tiny/*.py", "tools/*.py", "tests/*.py")
                  for p in HERE.glob(pattern)]:
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
         names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
         names |= {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
         assert not modules & {part for name in names for part in name.split(".")}, path
@@ -106,7 +107,7 @@ def test_the_five_files_with_extras_alone_cache_train_and_sample(tmp_path):
         result = python(folder, "-c", AS_ON_WINDOWS, *command)
         assert result.returncode == 0, result.stderr[-2000:]
     assert (folder / "out/tiny-data-001/DONE").exists()
-    assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text()
+    assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text("utf-8")
     assert len(list((folder / "out/predict").glob("*.png"))) == 5 # four, and a sheet of them
 
 def take_away(patch, name, folder):
@@ -226,7 +227,7 @@ def test_other_trainers_names_are_none_of_ours():
         assert not any(re.search(f"  --{name}[ ,]", helps) for name in others.split()), ours
 
 def test_the_names_in_the_guides_table_are_answered_with_ours():
-    guide = (HERE / "GUIDE.md").read_text().split("## Coming from another trainer")[1]
+    guide = (HERE / "GUIDE.md").read_text("utf-8").split("## Coming from another trainer")[1]
     helps = "".join(run_script(script, "-h").out for script in ("train.py", "predict.py"))
     known = re.findall(r"^  (--\w+)[ ,]", helps, re.MULTILINE)
     answered = 0
@@ -250,12 +251,12 @@ def test_help_and_typos_import_nothing_slow(tool):
 
 def test_the_lines_for_own_photographs_make_both_datasets(tmp_path):
     """As GUIDE prints them, with photographs of any suffix and what a Mac leaves behind."""
-    [code] = re.findall(r'^python -c "\n(from pathlib.*?)"$', (HERE / "GUIDE.md").read_text(), re.M | re.S)
+    [code] = re.findall(r'^python -c "\n(from pathlib.*?)"$', (HERE / "GUIDE.md").read_text("utf-8"), re.M | re.S)
     shutil.copy(HERE / "common.py", tmp_path), shutil.copytree(HERE / "extras", tmp_path / "extras")
     for folder, names in (("duo", ("a.JPG", "b.png", "c.tif")), ("duo_val", ("d.jpg",))):
         for n, name in enumerate(names):
             save(paint_picture((64, 48), n), tmp_path / folder / "control" / name)
-        (tmp_path / folder / "control/.DS_Store").write_text("x")
+        (tmp_path / folder / "control/.DS_Store").write_text("x", "utf-8")
     assert python(tmp_path, "-c", code).returncode == 0
     for folder, names in (("duo", "abc"), ("duo_val", "d")):
         samples, problems = common.read_dataset(tmp_path / folder)
@@ -274,7 +275,7 @@ def test_files_have_the_mode_that_umask_gives(tmp_path):
 DOCS = ["README.md", "README.zh.md", "GUIDE.md"]
 
 def text_of(name):
-    return (HERE / name).read_text(encoding="utf-8")
+    return (HERE / name).read_text("utf-8")
 
 def commands_of(name):
     """-> the lines of the blocks of code, without their comments. Lines in Chinese are none."""

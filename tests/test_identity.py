@@ -57,8 +57,8 @@ def test_one_byte_of_any_tensor_is_another_model(tmp_path, settled):
 
 SAME = {"another name": lambda model: model.rename(model.with_name("renamed")),
         "another time": lambda model: [os.utime(path, ns=(0, 0)) or model for path in model.iterdir()][0],
-        "a README": lambda model: (model / "README.md").write_text("x") and model,
-        "a hidden file": lambda model: (model / ".gitattributes").write_text("x") and model}
+        "a README": lambda model: (model / "README.md").write_text("x", "utf-8") and model,
+        "a hidden file": lambda model: (model / ".gitattributes").write_text("x", "utf-8") and model}
 
 @pytest.mark.parametrize("what", SAME)
 def test_what_does_not_matter_is_the_same_model(tmp_path, settled, what):
@@ -108,7 +108,7 @@ def merged(folder, name="transformer_blocks.1.attn.to_q.weight"):
 
 def other_shift(model):
     config = model / "scheduler/scheduler_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | dict(max_shift=2.0)))
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | dict(max_shift=2.0)), "utf-8")
 
 def other_lora(folder):
     lora_file(folder / "lora", {k: 0.2 * v for k, v in lora_tensors().items()})
@@ -149,7 +149,7 @@ RESUMED = { # change of the model's folder -> what the error names
     "text encoder": (lambda f: change_weight(f / "model/text_encoder"), "data_hash"),
     "VAE": (lambda f: change_weight(f / "model/vae"), "data_hash"),
     "a picture": (lambda f: save(paint_picture(seed=9), f / "data/control/cat.png"), "data_hash"),
-    "nothing": (lambda f: None, None), "README": (lambda f: (f / "model/scheduler/README.md").write_text("x"), None)}
+    "nothing": (lambda f: None, None), "README": (lambda f: (f / "model/scheduler/README.md").write_bytes(b"x"), None)}
 
 @pytest.mark.parametrize("change", RESUMED)
 def test_resume_compares_everything_that_decides_the_run(drawn, tmp_path, data, change):

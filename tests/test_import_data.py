@@ -30,7 +30,7 @@ def put(source, files, captions=()):
     for n, name in enumerate(files.split()):
         save(PICTURES[n], source / name, format="PNG") # also as .jpg: content counts
     for name in captions:
-        (source / name).write_text("go")
+        (source / name).write_text("go", "utf-8")
     return source
 
 def import_data(source, out, *flags, status=0):
@@ -150,7 +150,7 @@ def test_everything_wrong_in_folders_is_listed_and_the_rest_can_be_had(tmp_path)
                  "control/stray.png", "control/good.gif", "mask/sub/x.png"):
         save(paint_picture(), source / file)
     (source / "target/silent.txt").unlink(), (source / "control/lonely.png").unlink()
-    (source / "target/empty.txt").write_text(" \n")
+    (source / "target/empty.txt").write_text(" \n", "utf-8")
     (source / "control/link").symlink_to("../target")
     wrong = """target/lonely.png target/gap.png target/empty.txt control/twins control/two_1.png target/m_1.png
                mask/masked.png target/silent.png stray.png good.gif x.png control/link""".split()
@@ -397,7 +397,7 @@ def test_a_configuration_that_cannot_be_used_names_the_flags_that_would_do(tmp_p
 def test_captions_of_several_lines_are_joined_and_those_beside_the_target_come_first(tmp_path):
     source = put(tmp_path / "edited-images", "cat.png dog.png").parent
     put(source / "reference-images", "cat.png dog.png", ["cat.txt", "dog.txt"])
-    (source / "edited-images/cat.txt").write_text("a cat\nin  the rain\n")
+    (source / "edited-images/cat.txt").write_text("a cat\nin  the rain\n", "utf-8")
     samples = import_data(source, tmp_path / "out").samples
     assert samples == {"cat": (["a cat in  the rain"], [0, 0], None), "dog": (["go"], [1, 1], None)}
 
@@ -436,11 +436,11 @@ def test_two_tables_of_one_folder_are_one_dataset(tmp_path):
                'images/edited_1.jpg,images/source_1.jpg,"a cat is sleeping",1')
     first = dict(image="images/edited_1.jpg", prompt="a cat is sleeping", edit_image="images/source_1.jpg")
     both = first | dict(prompt="make it red", edit_image=["images/source_1.jpg", "images/source_2.jpg"])
-    (source / "metadata.json").write_text(json.dumps([first, both], indent=4))
+    (source / "metadata.json").write_text(json.dumps([first, both], indent=4), "utf-8")
     got = import_data(source, tmp_path / "out").samples
     assert got == {"000000-edited_1": (["a cat is sleeping"], [0, 1], None),
                    "000002-edited_1": (["make it red"], [0, 1, 2], None)}
-    (source / "metadata.json").write_text(json.dumps([first, both, both]))
+    (source / "metadata.json").write_text(json.dumps([first, both, both]), "utf-8")
     [error] = import_data(source, tmp_path / "none", status=1).errors
     assert is_one_line(error, "metadata.json:3: the same as", "metadata.json:2")
 
@@ -486,7 +486,7 @@ NAMES = { # targets; controls; the caption; the sample's name, or what is named
 def test_endings_are_left_out_and_names_that_differ_are_shown(tmp_path, kind):
     targets, controls, caption, want = NAMES[kind]
     put(tmp_path / "after", targets), put(tmp_path / "before", controls)
-    (tmp_path / f"after/{caption}.txt").write_text("go")
+    (tmp_path / f"after/{caption}.txt").write_text("go", "utf-8")
     for name in ("a.CR2", "a.gif") if kind == "raw" else ():
         write_rows(tmp_path / "before" / name, "")
     flags = ["--target", tmp_path / "after", "--control", tmp_path / "before", "--prompt", "go"]
@@ -499,7 +499,7 @@ def test_endings_are_left_out_and_names_that_differ_are_shown(tmp_path, kind):
 
 def test_a_caption_of_another_suffix_may_lie_beside_the_control(tmp_path):
     put(tmp_path, "after/a.png before/a.png")
-    (tmp_path / "before/a.cap").write_text("so")
+    (tmp_path / "before/a.cap").write_text("so", "utf-8")
     config = f"""[[datasets]]
                  image_directory = "{tmp_path}/after"
                  control_directory = "{tmp_path}/before"
@@ -510,8 +510,8 @@ def test_a_caption_of_another_suffix_may_lie_beside_the_control(tmp_path):
 def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
     """Or, as in ai-toolkit, stands before a caption that has none."""
     put(tmp_path, "after/a.png before/a.png after/b.png before/b.png")
-    (tmp_path / "after/a.txt").write_text("[trigger] so")
-    (tmp_path / "after/b.txt").write_text("in snow")
+    (tmp_path / "after/a.txt").write_text("[trigger] so", "utf-8")
+    (tmp_path / "after/b.txt").write_text("in snow", "utf-8")
     config = f"""config: {{process: [{{trigger_word: p3rson, datasets: [{{folder_path: {tmp_path}/after,
                  control_path: {tmp_path}/before}}]}}]}}"""
     got = import_data(write_rows(tmp_path / "a.yaml", config), tmp_path / "out")
@@ -520,7 +520,7 @@ def test_ai_toolkits_trigger_word_takes_its_place(tmp_path):
     [error] = import_data(tmp_path / "b.yaml", tmp_path / "none", status=1).errors
     assert is_one_line(error, "a.txt", "[trigger]", "give the .yaml with its trigger_word")
     (tmp_path / "after/b.txt").unlink() # --prompt is a caption as well; YAML has numbers, and another placeholder
-    (tmp_path / "after/a.txt").write_text("[name] so")
+    (tmp_path / "after/a.txt").write_text("[name] so", "utf-8")
     write_rows(tmp_path / "c.yaml", config.replace("p3rson", "0, resolution: [512, 768], caption_dropout_rate: 1.0"))
     got = import_data(tmp_path / "c.yaml", tmp_path / "third", "--prompt", "[trigger] here")
     assert {name: prompts for name, (prompts, *_) in got.samples.items()} == dict(a=["0 so"], b=["0 here"])
@@ -566,7 +566,7 @@ def test_columns_of_any_table_are_taken_by_name(tmp_path, kind):
         separator = "," if kind == "csv" else "\t"
         write_rows(path, separator.join(TABLE[0]), separator.join(TABLE[0].values()))
     elif kind in ("json", "jsonl"):
-        path.write_text(json.dumps(TABLE if kind == "json" else TABLE[0]))
+        path.write_text(json.dumps(TABLE if kind == "json" else TABLE[0]), "utf-8")
     else:
         pytest.importorskip("pyarrow")
         rows = TABLE
@@ -662,7 +662,7 @@ def test_a_mask_in_our_form_is_linked_and_another_form_is_written_once_in_ours(t
         for ending in ("", "-condlabel"):
             save(PICTURES[0], source / f"{name}{ending}.png")
         save(image, source / f"{name}-masklabel.png", **options)
-        (source / f"{name}.txt").write_text("go")
+        (source / f"{name}.txt").write_text("go", "utf-8")
     assert len(import_data(source, tmp_path / "out").samples) == 5
     masks = masks_of(tmp_path / "out")
     assert len(masks) == 5 and all(np.array_equal(mask, hole()) for mask in masks.values())
@@ -676,7 +676,7 @@ def aitoolkit(tmp_path, **settings):
         target.putalpha(hole(32) if name == "a" else 255)
         save(target, tmp_path / f"after/{name}.png"), save(PICTURES[n], tmp_path / f"before/{name}.png")
         save(hole(), tmp_path / f"masks/{name}.png")
-        (tmp_path / f"after/{name}.txt").write_text("go")
+        (tmp_path / f"after/{name}.txt").write_text("go", "utf-8")
     dataset = dict(folder_path=f"{tmp_path}/after", control_path=f"{tmp_path}/before") | settings
     return write_rows(tmp_path / "a.yaml", yaml.dump(dict(config=dict(process=[dict(datasets=[dataset])]))))
 
@@ -874,7 +874,7 @@ def test_simpletuners_list_of_folders_is_read(tmp_path):
     put(tmp_path, "edits/a.png edits/b.png refs/a.png refs/b.png second/a.png second/b.png")
     for name in ("a", "b"):
         save(PICTURES[2].point(lambda v: 255 * (v > 99)), tmp_path / f"masks/{name}.png", format="PNG")
-        (tmp_path / f"edits/{name}.txt").write_text("make it so\n\nmore so\n")
+        (tmp_path / f"edits/{name}.txt").write_text("make it so\n\nmore so\n", "utf-8")
     usual = dict(type="local", probability=1.0, start_epoch=1,
                  resolution=1024, resolution_type="pixel_area", cache_dir_vae="x", repeats=0)
     table = backend(tmp_path,
@@ -908,7 +908,7 @@ def test_simpletuners_list_of_folders_is_read(tmp_path):
     (dict(caption_strategy="textfile", instance_prompt="snow", prepend_instance_prompt=True), ["snow in\nsnow"])])
 def test_simpletuners_strategies_give_its_captions(tmp_path, settings, prompts):
     put(tmp_path, "edits/cat_on_mat.png refs/cat_on_mat.png", ["edits/cat_on_mat.txt"])
-    (tmp_path / "edits/cat_on_mat.txt").write_text("in\nsnow")
+    (tmp_path / "edits/cat_on_mat.txt").write_text("in\nsnow", "utf-8")
     edits = dict(id="e", conditioning_data="r", instance_data_dir=str(tmp_path / "edits"), **settings)
     table = backend(tmp_path, edits,
                     dict(id="r", dataset_type="conditioning", instance_data_dir=str(tmp_path / "refs")))

@@ -105,7 +105,7 @@ def test_after_a_kill_the_log_is_cut_back_and_resume_is_bitwise(tmp_path, traini
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_step(patch, 7, lambda: (_ for _ in ()).throw(KeyboardInterrupt)) # as if killed
         run_script(LEAN, *training, "--out_dir", tmp_path, "--save_every", 4)
-    with open(tmp_path / "log.jsonl", "a") as log:
+    with open(tmp_path / "log.jsonl", "a", encoding="utf-8") as log:
         log.write('{"step": 7, "lo')
     lean(tmp_path, *training, "--save_every", 4, "--resume")
     assert_same(tmp_path, unstopped)
@@ -129,7 +129,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path, traini
     ranks = start_ranks(start, *training, "--out_dir", tmp_path / "run", "--max_steps", 2000, "--save_every", 2000,
                         script=LEAN)
     log = tmp_path / "run/log.jsonl"
-    until(lambda: log.exists() and log.read_text().count("\n") > 1)
+    until(lambda: log.exists() and log.read_text("utf-8").count("\n") > 1)
     kill(ranks[1], signal.SIGUSR1)
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
     _, state = common.read_tensors(tmp_path / "run/state.safetensors")
@@ -139,7 +139,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path, traini
 
 def test_it_is_one_page_and_imports_no_extra():
     """But the package, which keeps other folders from being taken for our modules."""
-    text = (HERE / LEAN).read_text()
+    text = (HERE / LEAN).read_text("utf-8")
     assert len(text.splitlines()) <= 220
     for node in ast.walk(ast.parse(text)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]

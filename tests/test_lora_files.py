@@ -146,7 +146,7 @@ def write_form(folder, kind, tensors):
     path = folder / "x.safetensors"
     safetensors.torch.save_file({k: v.contiguous() for k, v in made.items()}, path, metadata=header or None)
     if config:
-        (folder / "adapter_config.json").write_text(json.dumps(config))
+        (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
     dtype = DTYPES.get(kind, E4M3 if "fp8" in kind else torch.float64)
     truth = mixed_ranks(tensors) if "mixed" in kind or kind == "diffusers, patterns" else tensors
     changes = {}
@@ -313,7 +313,7 @@ def test_two_different_alphas_are_an_error_that_names_both_places(tmp_path, kind
     change, header, config, *words = DIFFER[kind]
     safetensors.torch.save_file(change(lora_tensors()), tmp_path / "x.safetensors", metadata=header or None)
     if config:
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config), "utf-8")
     with refused(tmp_path / "x.safetensors", *words):
         predict.read_lora(tmp_path / "x.safetensors")
 

@@ -29,7 +29,7 @@ def passes(tmp_path_factory):
     library = guard.build(tmp_path_factory.mktemp("guard"))
     env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     done = subprocess.run([sys.executable, "-m", "tests.fake_card.machine_code", library, *CARDS], cwd=HERE, env=env,
-                          capture_output=True, text=True)
+                          capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -92,7 +92,7 @@ def test_a_bad_row_is_named_by_line_and_field(data, plus, kind):
     (data / "control/loop.png").symlink_to("loop.png")
     line, *named = BAD_ROWS[kind]
     good = row().replace("cat", "good")
-    (data / "metadata.jsonl").write_text(f"{good}\n{line}\n")
+    (data / "metadata.jsonl").write_text(f"{good}\n{line}\n", "utf-8")
     samples, problems = samples_of(plus, data / "metadata.jsonl")
     assert list(samples) == ["target/good"]
     assert len(problems) == 1 and is_one_line(problems[0], "metadata.jsonl:2", *named), problems
@@ -111,7 +111,7 @@ def test_a_job_has_one_prompt(tmp_path):
     jobs, problems = manifest.read(path, is_job=True)
     assert [job.prompts for job in jobs] == [["go"], ["go"], ["a", "b"]] and len(problems) == 2
     assert is_one_line(problems[0], "jobs.jsonl:5", "one", "a line for each") and "empty prompt" in problems[1]
-    path.write_text('{"image": "control/cat.png", "prompt": "go", "seed": 1, "seed": 2}')
+    path.write_text('{"image": "control/cat.png", "prompt": "go", "seed": 1, "seed": 2}', "utf-8")
     [problem] = manifest.read(path, is_job=True)[1]
     assert is_one_line(problem, "jobs.jsonl:1", "'seed' is given twice")
 

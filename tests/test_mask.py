@@ -95,7 +95,8 @@ def test_auto_masks_cover_edits_of_photographs(photos):
 def test_auto_masks_cover_the_borders_of_the_toy_dataset(shifted, jpeg):
     """To the token: a small picture has four tokens inside its border, and one of them would be too many."""
     rng, good = np.random.default_rng(1), []
-    names = [path.stem for path in sorted((TINY / "toys/data/target").glob("*.txt")) if "border" in path.read_text()]
+    names = [path.stem for path in sorted((TINY / "toys/data/target").glob("*.txt"))
+             if "border" in path.read_text("utf-8")]
     for name in names[:None if FULL else 36]:
         target, control = [common.read_image(TINY / f"toys/data/{role}/{name}.png") for role in ("target", "control")]
         inside = np.ones(target.size[::-1], bool)
@@ -361,14 +362,14 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
         strokes.putalpha(target.convert("L"))
         save(strokes, data / f"mask/sub/{name}.png")
         save(paint_picture(), data / f"control/sub/{name}_1.jpg")
-        (data / f"target/sub/{name}.txt").write_text("one\ntwo\n")
+        (data / f"target/sub/{name}.txt").write_text("one\ntwo\n", "utf-8")
     before = {path: path.read_bytes() for path in data.rglob("*.*")}
     result = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--mask", "auto", "--align", out)
     assert result.status == 0 and "2 samples, 1 of them repaired; not repaired" in result.out, result.err
     assert "left out, 1: sub/far (turned by 5.0 degrees)" in result.out and not [*out.rglob("far*")]
     assert before == {path: path.read_bytes() for path in data.rglob("*.*")}
     assert (tmp_path / "report/sheet_aligned_1.png").exists() and (tmp_path / "report/sheet_overview_1.png").exists()
-    titles = re.findall(r"<h2>(.*?)(?:, \d+)?</h2>", (tmp_path / "report/index.html").read_text())
+    titles = re.findall(r"<h2>(.*?)(?:, \d+)?</h2>", (tmp_path / "report/index.html").read_text("utf-8"))
     assert [title for title in titles if title in ("Aligned", "Moved", "Mask")] == ["Aligned", "Moved"], titles
     there = {path.relative_to(out): path.read_bytes() for path in out.rglob("*.*")}
     for path, content in before.items():
@@ -391,8 +392,8 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     for path in ("cat.png", "cat_1.png", "x.png", "y.jpg"):
         save(paint_picture((64, 64), seed=(len(path), 5)), tmp_path / "m" / path)
     save(paint_picture(), tmp_path / "r/target/a.png")
-    (tmp_path / "r/target/a.txt").write_text("a face")
-    (tmp_path / "m/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "r/target/a.txt").write_text("a face", "utf-8")
+    (tmp_path / "m/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     for flags, status, named in (
         ([tmp_path / "m", "--align", tmp_path / "no"], 1, "control/cat_1"),
         ([data, "--align", data / "target/no"], 1, "lies in a dataset"),
@@ -403,7 +404,7 @@ def test_align_repairs_what_moved_and_copies_the_rest_byte_for_byte(tmp_path, ph
     for path, image in (("far.png", far_turned), ("its.png", its_control)): # one target twice, not to be repaired
         save(image, tmp_path / "twice" / path)
     rows = [dict(target="far.png", control="its.png", prompt=prompt) for prompt in ("one", "two")]
-    (tmp_path / "twice/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "twice/metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     result = run_script("tools/doctor.py", tmp_path / "twice", "--out", tmp_path / "r2", "--align", tmp_path / "gone")
     assert result.status == 0 and "left out, 2: far (turned" in result.out and "far-1 (turned" in result.out, result.err
     again = run_script("tools/doctor.py", data, "--out", tmp_path / "report", "--align", out)

@@ -57,7 +57,7 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     flags = [tmp_path / "out", tmp_path / "data", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
     assert result.status == 1 and len(result.errors) == 1 and is_one_line(result.errors[0], "c-lost.png"), result.err
-    found = json.loads((tmp_path / "m.json").read_text())
+    found = json.loads((tmp_path / "m.json").read_bytes())
     assert found.keys() == want.keys() == {"data", "data/a", "data/b"} and found["data/a"]["pictures"] == 3
     lines = {line.split()[0]: line for line in result.out.splitlines()}
     for group, m in found.items():
@@ -68,7 +68,7 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     assert found["data/a"]["inside"] > 20 and "inside" not in found["data/b"] and "outside" not in found["data/b"]
     assert "kept" not in found["data/b"]
     assert run_script("tools/measure.py", *flags, "--model", "none").status == 1
-    plain = json.loads((tmp_path / "m.json").read_text())["data/a"]
+    plain = json.loads((tmp_path / "m.json").read_bytes())["data/a"]
     assert "vae" not in plain and plain["shift"] == pytest.approx(np.median(moved[:3])) and plain["shift"] > 0.001
     for results in (tmp_path / "data", tmp_path / "none"): # before each sample would be an error of its own
         result = run_script("tools/measure.py", results, tmp_path / "data")
@@ -119,7 +119,7 @@ def test_scales_have_a_line_each_and_seeds_are_averaged(tmp_path):
     flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
     assert result.status == 0, result.err
-    found = json.loads((tmp_path / "m.json").read_text())
+    found = json.loads((tmp_path / "m.json").read_bytes())
     scales = ["0", "1e-05", "0.5", "1"]
     assert list(found) == [f"{folder} x{scale}" for folder in ("data", "data/deep") for scale in scales]
     for group, values in psnrs.items():
@@ -146,7 +146,7 @@ def test_inside_and_outside_are_those_of_the_mask_as_the_training_reads_it(tmp_p
     flags = [tmp_path / "out", tmp_path / "data", "--model", "none", "--json", tmp_path / "m.json"]
     result = run_script("tools/measure.py", *flags)
     assert len(result.errors) == 1 and is_one_line(result.errors[0], "mask/photo/x.png", "white on black"), result.err
-    found = json.loads((tmp_path / "m.json").read_text())
+    found = json.loads((tmp_path / "m.json").read_bytes())
     assert found.keys() == {"data/layer", "data/gray", "data/black"}
     for name in ("layer", "gray"):
         assert found[f"data/{name}"]["inside"] < 22 and found[f"data/{name}"]["outside"] > 60

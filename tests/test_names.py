@@ -47,7 +47,7 @@ def draw_list(here, out, *rows):
     """Likewise, a list of (picture, prompt)."""
     lines = [json.dumps(dict(image=str(here / f"in/{picture}.png"), prompt=prompt)) for picture, prompt in rows]
     jobs = here / "jobs.jsonl"
-    jobs.write_text("\n".join(lines))
+    jobs.write_text("\n".join(lines), "utf-8")
     return draw(here, out, "--jobs", jobs)
 
 def files(folder):
@@ -167,7 +167,7 @@ def test_a_line_that_names_its_file_has_it_and_others_make_room(here, tmp_path):
     def call(prompt):
         rows = [dict(prompt="red"), dict(prompt=prompt, out="001-bee.png"), dict(prompt=prompt, out="sub/x.png")]
         jobs = tmp_path / "jobs.jsonl"
-        jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) for row in rows))
+        jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) for row in rows), "utf-8")
         return sorted(draw(here, tmp_path / "out", "--jobs", jobs).drawn)
     assert call("blue") == ["001-bee-2.png", "001-bee.png", "x.png"] and call("green") == ["001-bee.png", "x.png"]
     out = tmp_path / "out"
@@ -181,7 +181,7 @@ def test_a_result_that_another_line_reads_stays_where_it_is(here, tmp_path):
     before = pixels(tmp_path / "001-bee.png")
     jobs = tmp_path / "jobs.jsonl"
     rows = [(tmp_path / "001-bee.png", "blue"), (here / "in/bee.png", "red"), (here / "in/bee.png", "green")]
-    jobs.write_text("\n".join(json.dumps(dict(image=str(image), prompt=prompt)) for image, prompt in rows))
+    jobs.write_text("\n".join(json.dumps(dict(image=str(image), prompt=prompt)) for image, prompt in rows), "utf-8")
     result = draw(here, tmp_path, "--jobs", jobs)
     assert sorted(result.drawn) == ["001-001-bee.png", "003-bee.png"] and pixels(tmp_path / "001-bee.png") == before
 
@@ -429,7 +429,7 @@ def test_of_two_processes_of_one_call_the_first_looks_and_knows_all_names(here, 
     jobs = tmp_path / "jobs.jsonl"
     rows = [CAT, BEE, GREEN]
     jobs.write_text("\n".join(json.dumps(dict(image=str(here / f"in/{name}.png"), prompt=prompt))
-                              for name, prompt in rows))
+                              for name, prompt in rows), encoding="utf-8")
     ranks = start_ranks(start, *flags_of(here, out), "--jobs", jobs, "--device", "cpu", script="predict.py",
                         preludes=[None, finds_nothing])
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
@@ -467,7 +467,7 @@ def test_a_given_name_that_another_process_has_written_is_one_line_and_stops_no_
     assert run(*flags).status == 0
     jobs = tmp_path / "jobs.jsonl"
     rows = [dict(prompt="red", out="x.png"), dict(prompt="blue")]
-    jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) for row in rows))
+    jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) for row in rows), "utf-8")
     other = slow("--jobs", jobs)
     assert run(*flags, "--seed", 1).status == 0
     (tmp_path / "go").touch()
@@ -531,7 +531,8 @@ def test_a_result_says_its_own_prompt_seed_strength_and_line(here, tmp_path):
     rows = [dict(prompt="red"), {}, dict(prompt="it's \u96ea", negative_prompt="\u96e8", seed=3, true_cfg_scale=2,
                                          sigmas=[1, 0.5], out="x.png")]
     jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) if row else "" for row in rows))
+    jobs.write_text("\n".join(json.dumps(row | dict(image=str(here / "in/bee.png"))) if row else "" for row in rows),
+                    "utf-8")
     draw(here, tmp_path / "out", "--jobs", jobs, "--scales", 0.5, 1, "--lora_scale", 2, lora=lora)
     about = said(tmp_path / "out/x-x0.5.png")
     want = dict(prompt="it's \u96ea", negative_prompt="\u96e8", seed=3, true_cfg_scale=2.0, sigmas=[1.0, 0.5],
@@ -557,7 +558,7 @@ def test_seeds_that_would_give_one_picture_are_refused(here, tmp_path):
         assert result.status == 2 and is_one_line(*result.errors, "--seed", "32 bits", "give 0 to 4294967295")
     assert common.seed_number(2**32 - 1) == 2**32 - 1
     jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text(json.dumps(dict(image=str(here / "in/bee.png"), prompt="x", seed=2**32 + 1)))
+    jobs.write_text(json.dumps(dict(image=str(here / "in/bee.png"), prompt="x", seed=2**32 + 1)), "utf-8")
     result = run_script("predict.py", "--jobs", jobs)
     assert result.status == 1 and is_one_line(*result.errors, "jobs.jsonl:1", "32 bits"), result.err
 
@@ -572,7 +573,7 @@ def test_a_wrong_value_of_a_line_is_answered_in_the_words_of_the_list(here, tmp_
     """Not in Python's."""
     jobs = tmp_path / "jobs.jsonl"
     prompt = "" if "prompt\": {" in row else '"prompt": "x", '
-    jobs.write_text(f'{{"image": "{here}/in/bee.png", {prompt}{row}}}')
+    jobs.write_text(f'{{"image": "{here}/in/bee.png", {prompt}{row}}}', "utf-8")
     result = run_script("predict.py", "--jobs", jobs)
     assert result.status == 1 and is_one_line(*result.errors, "jobs.jsonl:1", says), result.err
     assert not re.search(r"None|True|literal|convert|object has|base 10", result.err)

@@ -23,7 +23,7 @@ def add_packages(folder, names, marker):
     """Each of these packages notes in the file `marker` that it was imported."""
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "__init__.py").write_text(f"open({str(marker)!r}, 'a').write(__file__ + '\\n')\n")
+        (folder / name / "__init__.py").write_text(f"open({str(marker)!r}, 'a').write(__file__ + '\\n')\n", "utf-8")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -38,7 +38,7 @@ def place(tmp_path_factory):
     shutil.copytree(TINY, root / "tiny")
     add_packages(root, [*OURS[:5], *OTHERS, "tests"], marker)
     add_packages(root / "cache", OURS + OTHERS, marker)
-    (root / "cache/cache.py").write_text((root / "cache/__init__.py").read_text())
+    (root / "cache/cache.py").write_text((root / "cache/__init__.py").read_text("utf-8"), "utf-8")
     add_packages(top / "elsewhere", OURS + ["tests"], marker)
     add_packages(top / "data", OURS + OTHERS, marker)
     (top / "link").symlink_to(root)
@@ -47,12 +47,13 @@ def place(tmp_path_factory):
     (root / "mine.py").write_text(
         "import json, torch\nfrom importlib.util import find_spec\n"
         f"print('FOUND', json.dumps({{name: str(find_spec(name) and find_spec(name).origin) for name in {names}}}))\n"
-        "class Noisy(torch.optim.SGD): pass\n")
+        "class Noisy(torch.optim.SGD): pass\n", encoding="utf-8")
     return root, top, marker
 
 def python(top, command, folder, **env):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"} | env
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True,
+                          encoding="utf-8")
 
 @pytest.mark.parametrize("script, folder, env", [
     ("project/cache.py", "project", {}), ("project/predict.py", "data", {}),
@@ -67,7 +68,7 @@ def test_a_script_imports_our_modules_whatever_stands_around_it(place, script, f
     env = {key: str(top / value) if key == "PYTHONPATH" else value for key, value in env.items()}
     result = python(top, [top / script, "-h"], top / folder, **env)
     assert result.returncode == 0 and "usage: " in result.stdout, result.stderr
-    assert not marker.exists(), marker.read_text()
+    assert not marker.exists(), marker.read_text("utf-8")
 
 @pytest.mark.parametrize("script", ["cache.py", "train.py", "predict.py", "tools/page.py", "tools/import_data.py"])
 def test_no_folder_stands_for_the_standard_library(place, script):
@@ -88,7 +89,7 @@ def test_a_whole_start_takes_no_folder_for_a_package_and_a_persons_own_module_is
     flags = ["--plan", "--optimizer", "mine.Noisy", "--max_steps", 1, "--cache_dir", root / "cache"]
     result = python(top, [root / "train.py", *flags], root)
     assert result.returncode == 0, result.stderr
-    assert not marker.exists(), marker.read_text()
+    assert not marker.exists(), marker.read_text("utf-8")
     found = json.loads(result.stdout.split("FOUND ")[1].splitlines()[0])
     assert found["torch"].endswith("torch/__init__.py") and str(top) not in json.dumps(found)
 
@@ -265,7 +266,7 @@ def test_every_place_where_a_text_becomes_code_or_a_name_is_known():
     for pattern in ("*.py", "extras/*.py", "tools/*.py", "tiny/*.py"):
         for path in HERE.glob(pattern):
             if path.name not in ("conftest.py", "test_consistency.py"):
-                found |= {(path.relative_to(HERE).as_posix(), *place) for place in places_in(path.read_text())}
+                found |= {(path.relative_to(HERE).as_posix(), *place) for place in places_in(path.read_text("utf-8"))}
     for file, functions in ALLOWED.items():
         known |= {(file, function, call) for function, calls in functions.items() for call in calls}
     assert not found - known, "\n".join(f"{file}, {function or 'the script'}: {call}: can a file say what this names? "

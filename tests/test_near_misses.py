@@ -158,10 +158,10 @@ def test_a_near_miss_imports_nothing_slow(two, command):
     with bad lines only, and a folder whose pictures cannot be read."""
     save(paint_picture(), two / "out/tiny-a-001" / common.LORA_FILE, format="PNG")
     (two / "empty").mkdir()
-    (two / "empty/text.jpg").write_text("x")
-    (two / "bad.jsonl").write_text('{"image": "photo.jpg"}\n{"image": "gone.jpg", "prompt": "x"}\n')
+    (two / "empty/text.jpg").write_text("x", "utf-8")
+    (two / "bad.jsonl").write_text('{"image": "photo.jpg"}\n{"image": "gone.jpg", "prompt": "x"}\n', "utf-8")
     script, *flags = command.split()
     env = os.environ | dict(PYTHONPATH=str(HERE))
     command = [sys.executable, "-c", SLOW, HERE / script, *flags]
-    result = subprocess.run(command, cwd=two, env=env, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=two, env=env, capture_output=True, encoding="utf-8")
     assert result.stdout == "True\n", (result.stdout, result.stderr)

@@ -71,7 +71,7 @@ def listed(text):
     return names
 
 SCRIPTS = sorted(path.relative_to(HERE).as_posix() for pattern in ("*.py", "tools/*.py", "tiny/*.py", "extras/*.py")
-                 for path in HERE.glob(pattern) if re.search(r"^(    )?parser = ", path.read_text(), re.M))
+                 for path in HERE.glob(pattern) if re.search(r"^(    )?parser = ", path.read_text("utf-8"), re.M))
 
 def test_each_flag_that_takes_a_name_is_known_to_be_an_output_or_not(monkeypatch):
     """A new one that stands in neither list fails here; an output without a case below fails in the next test."""
@@ -162,7 +162,7 @@ def fill(folder, files):
         elif name == "link":
             path.symlink_to("nowhere")
         else:
-            path.write_text(f"mine, and not to be lost: {name}\n")
+            path.write_text(f"mine, and not to be lost: {name}\n", "utf-8")
 
 def test_each_output_has_a_case():
     assert set(CASES) == {f"{script} {name}" for script, names in listed(OUTPUTS).items() for name in names}
@@ -266,7 +266,7 @@ def test_reports_of_ours_are_written_again(made, tmp_path):
                                 "none", "--json", tmp_path / "x.json"]):
             result = run_script(script, *flags)
             assert result.status == 0, result.err
-    assert json.loads((tmp_path / "x.json").read_text())
+    assert json.loads((tmp_path / "x.json").read_bytes())
     result = run_script("tools/page.py", made.folder / "run", "--out", tmp_path / "new.jpg") # a page has another suffix
     assert result.status == 1 and is_one_line(result.errors[0], "new.jpg", ".html"), result.err
     assert not (tmp_path / "new.jpg").exists()

@@ -34,7 +34,7 @@ KEYS = ["input", "base", "lora", "vae"]
 def write_log(folder, records, **flags):
     folder.mkdir(exist_ok=True, parents=True)
     first = dict(flags=flags, torch="2.13.0", commit="abc", started=1.0)
-    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, [first, *records])) + "\n")
+    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, [first, *records])) + "\n", "utf-8")
     return folder
 
 def toy_log(steps=200):
@@ -105,11 +105,11 @@ def test_a_validation_of_nan_is_in_words_and_no_number(tmp_path):
     """Whatever the names of its pictures; the curves have the other steps."""
     odd = ["lora of " + ATTACKS[0], "base of a/\ud800.png", "vae of \u732b"]
     run = make_run(tmp_path / "run")
-    lines = (run / "log.jsonl").read_text().splitlines()
+    lines = (run / "log.jsonl").read_text("utf-8").splitlines()
     lines.append(json.dumps(dict(step=225, val_loss=float("nan"), psnr={}, pictures=[], not_finite=odd)))
-    (run / "log.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "log.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     draw_page(run)
-    text = (run / "index.html").read_text()
+    text = (run / "index.html").read_text("utf-8")
     for name in ("validation loss", "mean PSNR"):
         value, remark = page.measures(page.read_log(run))[f"Best by {name}"]
         assert value == "step 200" and "NaN or Inf at the last validation" in remark and "step 225" in remark
@@ -135,7 +135,7 @@ def test_only_pairs_that_stand_out_are_named_and_page_and_terminal_say_the_same(
     assert first.startswith(f"{run}: {said}") and first.removeprefix(f"{run}: ") in read.texts["p"]
     assert [line.split(":")[0] for line in rest] == named
     assert [text for text in read.texts["p"] if "times the median, seen" in text] == rest
-    assert ("target may be wrong" in (run / "index.html").read_text()) == bool(named)
+    assert ("target may be wrong" in (run / "index.html").read_text("utf-8")) == bool(named)
 
 def test_a_pair_that_was_hardly_seen_is_not_accused(tmp_path):
     run = log_of_losses(tmp_path / "run", dict(a=1, b=9, c=1, d=1, e=1), seen=2)
@@ -150,7 +150,7 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
     flags = [*small.flags, "--val_data", small.folder / "data", "--sample_every", 2, "--max_steps", 3, "--out_dir", run,
              "--lora_args", "use_rslora=true", "init_lora_weights=gaussian", "--offload", "all"]
     assert run_script("train.py", *flags).status == 0
-    with open(run / "log.jsonl", "a") as f:
+    with open(run / "log.jsonl", "a", encoding="utf-8") as f:
         f.write('{"step": 4, "lo')
     assert "too short to tell" in draw_page(run).out
     read = Reader(run / "index.html")
@@ -172,7 +172,7 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
     assert "add a red border" in read.texts["h3"]
     for made in (lambda: draw_page(run), lambda: page.make_page([run], run / "index.html", 6)):
         made()
-        assert str(root) not in (run / "index.html").read_text()
+        assert str(root) not in (run / "index.html").read_text("utf-8")
 
 @pytest.mark.parametrize("text, named", [(None, "is no run"), ('{"flags": 1}', "with flags"), ("", "with flags"),
                                          ('{"flags": [1]}\n{"step": 1, "loss": 1}', "with flags"),
@@ -180,7 +180,7 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
                                          ('{}\n{"step": "x", "loss": 1}\n{}', "log.jsonl:2")])
 def test_a_folder_without_a_log_is_one_line(tmp_path, text, named):
     if text is not None:
-        (tmp_path / "log.jsonl").write_text(text)
+        (tmp_path / "log.jsonl").write_text(text, "utf-8")
     result = run_script("tools/page.py", tmp_path)
     assert result.status == 1 and is_one_line(result.errors[-1], tmp_path, named)
     (tmp_path / "log.jsonl").write_bytes(b"\xff")
@@ -194,7 +194,7 @@ def test_of_a_folder_that_holds_runs_these_are_listed_with_their_state(tmp_path)
         os.utime(tmp_path / f"out/tiny-00{n}/log.jsonl", (n, n))
     (tmp_path / "out/tiny-001/DONE").touch()
     (tmp_path / "out/other").mkdir()
-    (tmp_path / "out/other/log.jsonl").write_text("[]") # is another program's
+    (tmp_path / "out/other/log.jsonl").write_text("[]", "utf-8") # is another program's
     os.utime(tmp_path / "out/other/log.jsonl", (0, 0))
     for flags in ([], ["--watch"]):
         result = run_script("tools/page.py", tmp_path / "out", *flags)
@@ -218,7 +218,7 @@ def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):
 
 def points_of(path, title):
     """{name of a line: [(x, y), ...]} of a chart; of the band first its lower edge, then its upper one backwards."""
-    figure = next(part for part in path.read_text().split("<figure") if f"<strong>{title}" in part)
+    figure = next(part for part in path.read_text("utf-8").split("<figure") if f"<strong>{title}" in part)
     return {name: np.array([point.split(",") for point in d.split()], float) * (1, -1)
             for name, d in re.findall(r'data-name="([^"]*)" d="M([^"Z]*)', figure)}
 
@@ -252,7 +252,7 @@ def test_a_curve_ends_at_the_value_of_its_own_column(tmp_path):
 def test_the_two_losses_are_drawn_apart_unless_the_log_has_both_at_the_same_noise_levels(tmp_path):
     for name, more in (("run", {}), ("both", dict(train_loss=0.5))):
         run = make_run(tmp_path / name)
-        records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()[1:]]
+        records = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()[1:]]
         write_log(run, [r | more if "val_loss" in r else r for r in records])
         draw_page(run)
         titles = {line: title for title, line in ends_of(run / "index.html")}
@@ -287,13 +287,13 @@ def test_what_matters_comes_first_and_six_pictures_are_open(tmp_path):
     run = make_run(tmp_path / "run", prompts=[f"edit {n}" for n in range(24)],
                    files=[f"{'val' if n < 20 else 'known'}/{n}.png" for n in range(24)])
     two = '"psnr": {"val": {"input": 1, "base": 1, "lora": 2, "vae": 3}, "known/x": {'
-    (run / "log.jsonl").write_text((run / "log.jsonl").read_text().replace('"psnr": {"val": {', two))
+    (run / "log.jsonl").write_text((run / "log.jsonl").read_text("utf-8").replace('"psnr": {"val": {', two), "utf-8")
     draw_page(run)
     read = Reader(run / "index.html")
     assert read.texts["h2"][:3] == ["Curves", "Validation pictures", "Groups of validation pictures"]
     assert [text for text in read.texts["tr"] if text.startswith("known/x")] == ["known/x10.012.020.040.0"]
     assert not any("known" in text for text in read.texts["strong"] + read.texts["dt"])
-    text = (run / "index.html").read_text()
+    text = (run / "index.html").read_text("utf-8")
     assert text.split("<details>")[0].count('class="card"') == 6
     assert "18 more pictures" in read.texts["summary"]
 
@@ -303,7 +303,7 @@ def test_of_one_validation_there_is_no_slider_and_no_chart_of_a_dot(tmp_path):
     read = Reader(run / "index.html")
     assert read.texts["strong"] == ["Training loss", "Gradient norm", "Learning rate", "Tokens per second"]
     assert not [a for tag, a in read.tags if "data-steps" in a] and "the only validation" in str(read.texts["dd"])
-    marks = re.findall(r'<span class="x"[^>]*>([^<]*)', (run / "index.html").read_text())
+    marks = re.findall(r'<span class="x"[^>]*>([^<]*)', (run / "index.html").read_text("utf-8"))
     assert marks[:4] == ["0", "200", "470", "0"] # the last step has a mark of its own, 400 is too near
     draw_page(make_run(tmp_path / "two", steps=400, every=200))
     read = Reader(tmp_path / "two/index.html")
@@ -344,9 +344,9 @@ def test_a_page_without_pictures_says_what_would_give_them(tmp_path):
 
 def test_a_resumed_log_counts_a_step_once_and_takes_its_last_flags(tmp_path):
     run = make_run(tmp_path / "run", lr=1)
-    lines = (run / "log.jsonl").read_text().splitlines()
+    lines = (run / "log.jsonl").read_text("utf-8").splitlines()
     later = [json.dumps(dict(flags=dict(lr=2))), *lines[-40:]]
-    (run / "log.jsonl").write_text("\n".join(lines + later))
+    (run / "log.jsonl").write_text("\n".join(lines + later), "utf-8")
     read = page.read_log(run)
     assert [r["step"] for r in read.steps] == list(range(1, 201)) and len(read.validations) == 4
     assert read.flags["lr"] == 2
@@ -358,11 +358,12 @@ def test_a_text_stays_a_text(tmp_path):
         add_item(data, f"{n}", caption=attack.replace("\u2028", " "))
     run = make_run(tmp_path / ODD_NAME, prompts=ATTACKS, files=[f"{ODD_NAME}/{n} #.png" for n in range(len(ATTACKS))],
                    data=[str(data)], lora_args=[["a", ATTACKS[0]]], model=ATTACKS[1])
-    log = (run / "log.jsonl").read_text().replace('"val": {', json.dumps(ATTACKS[0]) + ": {").splitlines()
+    log = (run / "log.jsonl").read_text("utf-8").replace('"val": {', json.dumps(ATTACKS[0]) + ": {").splitlines()
     hard = {f"data/{n}": 9 for n in range(len(ATTACKS))} # all of these stand out
     steps = log_of_losses(tmp_path / "losses", hard | {f"easy/{n}": 1 for n in range(12)}, seen=100)
-    losses = (steps / "log.jsonl").read_text().splitlines()[1:]
-    (run / "log.jsonl").write_text("\n".join([log[0], *losses, *[line for line in log if "val_loss" in line]]) + "\n")
+    losses = (steps / "log.jsonl").read_text("utf-8").splitlines()[1:]
+    (run / "log.jsonl").write_text("\n".join([log[0], *losses, *[line for line in log if "val_loss" in line]]) + "\n",
+                                   "utf-8")
     draw_page(run, "--hardest", len(ATTACKS), "--data", data)
     read = Reader(run / "index.html")
     kinds = [tag for tag, _ in read.tags]
@@ -415,16 +416,16 @@ def test_two_runs_stand_side_by_side_with_what_differs_in_their_flags(tmp_path):
 def test_watching_writes_the_page_again_as_the_log_grows_until_the_end(tmp_path, monkeypatch):
     """A folder without a log is waited for. The terminal tells it when it begins and when it ends."""
     run = make_run(tmp_path / "run")
-    lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
+    lines = (run / "log.jsonl").read_text("utf-8").splitlines(keepends=True)
     (run / "log.jsonl").unlink()
     seen, left = [], lines
 
     def sleep(seconds):
         file = run / "index.html"
         seen.append(file.stat().st_mtime_ns if file.exists() else 0)
-        assert not file.exists() or "data-reload" in file.read_text()
+        assert not file.exists() or "data-reload" in file.read_text("utf-8")
         if len(seen) % 2: # half of the time there is nothing new
-            with open(run / "log.jsonl", "a") as f:
+            with open(run / "log.jsonl", "a", encoding="utf-8") as f:
                 f.writelines(left[:50])
             del left[:50]
         elif not left:
@@ -432,7 +433,7 @@ def test_watching_writes_the_page_again_as_the_log_grows_until_the_end(tmp_path,
     monkeypatch.setattr(time, "sleep", sleep)
     result = draw_page(run, "--watch")
     assert seen[0] == 0 and len(seen) == 10 and len(set(seen)) == 6
-    text = (run / "index.html").read_text()
+    text = (run / "index.html").read_text("utf-8")
     assert result.out.count("open it") == 2 and re.search(r"; finished \d", text)
     assert "data-reload" not in text and "data-made" not in text # it is final
 
@@ -468,14 +469,14 @@ def test_samples_that_lie_elsewhere_are_not_the_run_s(tmp_path):
 def test_fuzz_of_a_log(tmp_path, capsys):
     """The page is drawn, or one line says why not; --keep, the best step and --resume read the same log."""
     run = make_run(tmp_path / "run", steps=20, every=10, prompts=["x", "y"])
-    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
 
     def case(damaged):
         lines = damaged if isinstance(damaged, list) else [damaged]
-        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         best.describe(run), best.steps_to_keep(run), best.better_checkpoints(run)
         resume.clean_folder(run, 10)
-        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         page.make_page([run], run / "index.html", 6)
     fuzz("log", records, case, share=0.5)
 
@@ -502,7 +503,8 @@ def test_of_datasets_that_the_log_names_none_is_opened(tmp_path):
         add_item(data, f"{n}")
     run = log_of_losses(tmp_path / "a run", {f"data/{n}": 9 if n == 3 else 1 for n in range(4)})
     log = run / "log.jsonl"
-    log.write_text(log.read_text().replace('"flags": {}', json.dumps(dict(flags=dict(data=[str(data)])))[1:-1], 1))
+    log.write_text(log.read_text("utf-8").replace('"flags": {}',
+                   json.dumps(dict(flags=dict(data=[str(data)])))[1:-1], 1), "utf-8")
     assert page.read_log(run).flags["data"] == [str(data)]
     line = draw_page(run).out.splitlines()[-1]
     assert not Reader(run / "index.html").pictures and "--data DIR" in " ".join(Reader(run / "index.html").texts["p"])
@@ -514,7 +516,7 @@ def test_of_datasets_that_the_log_names_none_is_opened(tmp_path):
 
 def test_a_picture_that_an_index_names_is_shown_only_if_it_has_the_hash_in_it(tmp_path, small):
     """An index comes from a stranger, as the log does, and may name any picture of the disk as an odd pair's."""
-    index = json.loads((small.cache / "tiny-data.json").read_text())
+    index = json.loads((small.cache / "tiny-data.json").read_bytes())
     sample, *_ = index["samples"]
     names = [f"{s['root']}/{s['name']}" for s in index["samples"]]
     run = log_of_losses(tmp_path / "run", {name: 1 if n else 9 for n, name in enumerate(names)})
@@ -523,7 +525,7 @@ def test_a_picture_that_an_index_names_is_shown_only_if_it_has_the_hash_in_it(tm
     stolen = dict(sample, target=private, contents={**sample["contents"], private: "0" * 64})
     for named, pictures in ((sample, 2), (stolen, 1)):
         path = tmp_path / "cache/stranger.json"
-        path.write_text(json.dumps(index | dict(samples=[named, *index["samples"][1:]])))
+        path.write_text(json.dumps(index | dict(samples=[named, *index["samples"][1:]])), "utf-8")
         draw_page(run, "--data", path)
         assert len(Reader(run / "index.html").pictures) == pictures
 
@@ -583,7 +585,8 @@ def test_a_stranger_s_command_is_not_offered(tmp_path, command, why):
     """What a page offers is pasted. A line says why there is none."""
     run = make_run(tmp_path / "run")
     log = run / "log.jsonl"
-    log.write_text(log.read_text().replace('"flags"', json.dumps(dict(command=command))[1:-1] + ', "flags"', 1))
+    log.write_text(log.read_text("utf-8").replace('"flags"',
+                   json.dumps(dict(command=command))[1:-1] + ', "flags"', 1), "utf-8")
     draw_page(run)
     read = Reader(run / "index.html")
     predict, convert = map(shlex.split, read.texts["pre"])
@@ -603,7 +606,8 @@ def test_an_offered_command_has_one_word_for_each_value(tmp_path):
     words = ["/other/train.py", "--model", texts[0], "--data", *texts[1:4], "--negative_prompt=-1", "--shift", "2",
              "--optimizer", "torch.optim.AdamW", "--no-upscale", "--out_dir", "/elsewhere", "--resume"]
     log = run / "log.jsonl"
-    log.write_text(log.read_text().replace('"flags"', json.dumps(dict(command=words))[1:-1] + ', "flags"', 1))
+    log.write_text(log.read_text("utf-8").replace('"flags"',
+                   json.dumps(dict(command=words))[1:-1] + ', "flags"', 1), "utf-8")
     draw_page(run)
     again, predict, _ = Reader(run / "index.html").texts["pre"]
 
@@ -716,8 +720,8 @@ def test_a_watched_page_loads_itself_again_and_a_reader_keeps_the_place(tmp_path
 
     def write(mark):
         page.make_page([run], file, 0, watched=True)
-        text = re.sub('data-reload="[0-9]+"', 'data-reload="1"', file.read_text())
-        file.write_text(text.replace("<h1>run", f"<h1>{mark}"))
+        text = re.sub('data-reload="[0-9]+"', 'data-reload="1"', file.read_text("utf-8"))
+        file.write_text(text.replace("<h1>run", f"<h1>{mark}"), "utf-8")
 
     def evaluate(what, script):
         while True: # a reload takes the page away from under a script
@@ -752,7 +756,7 @@ def test_a_watched_page_loads_itself_again_and_a_reader_keeps_the_place(tmp_path
     evaluate(tab, "getSelection().empty()")
     until(lambda: tab.locator("h1").text_content() == "five", seconds=10)
     assert tab.locator(".live").count() == 0
-    file.write_text(file.read_text().replace("five", "six"))
+    file.write_text(file.read_text("utf-8").replace("five", "six"), "utf-8")
     time.sleep(2.5)
     assert tab.locator("h1").text_content() == "five"
 

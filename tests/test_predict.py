@@ -39,7 +39,7 @@ def draw(*flags, steps=2):
     return result
 
 def write_jobs(folder, rows):
-    (folder / "jobs.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    (folder / "jobs.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
     return folder / "jobs.jsonl"
 
 def apart(*paths):
@@ -276,7 +276,7 @@ def test_a_picture_stays_until_something_that_decides_it_changes(tmp_path, photo
         assert result.status == 0 and drew != ("1 of 1 pictures" in result.out), result.err
         return drew
     assert drawn() and not drawn()
-    Path(script).write_text(Path(script).read_text() + "\n# a comment\n")
+    Path(script).write_text(Path(script).read_text("utf-8") + "\n# a comment\n", "utf-8")
     assert not drawn()
     for change in (["--lora", two_loras[1]], ["--lora_scale", 0.5], ["--scales", 0.25], ["--seed", 1], ["--shift", 2],
                    ["--prompt", "x"], ["--num_inference_steps", 3], ["--true_cfg_scale", 4],
@@ -554,7 +554,7 @@ def caplog_of(name):
 @pytest.mark.parametrize("flags, named", [(["--max_sequence_length", 10**5], "4093 have positions"), ([], "1024")])
 def test_a_prompt_that_is_too_long_is_one_line_and_stops_no_other_job(tmp_path, photos, flags, named):
     rows = [dict(image=[str(photos[0])], prompt=prompt) for prompt in ("go", "red car " * 2500)]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     with caplog_of("transformers") as warnings:
         result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "o", "--lora", "",
                             *NATIVE, *ON_DEVICE, "--num_inference_steps", 2, *flags)

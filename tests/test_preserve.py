@@ -172,13 +172,13 @@ def print_row(name, row):
 def test_the_demo_forgets_nothing_without_known_edits_among_its_data(tmp_path):
     """The toy edit, learned from its own pairs alone, by three seeds: what that costs the instructions that the base
     knows, with and without --preserve. It prints GUIDE.md's table; the seconds are shares of those of `nothing`."""
-    captions = [p for p in (TINY / "toys/data/target").glob("*.txt") if "border" in p.read_text()]
+    captions = [p for p in (TINY / "toys/data/target").glob("*.txt") if "border" in p.read_text("utf-8")]
     for path in [path for caption in captions for path in (TINY / "toys/data").glob(f"*/{caption.stem}*")]:
         (tmp_path / "border" / path.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "border" / path.parent.name)
     draw_unseen(tmp_path)
     captions = [*tmp_path.glob("known/target/*/*.txt"), *(TINY / "toys").glob("known/target/*/*.txt")]
-    tested = {path.read_text().strip() for path in captions}
+    tested = {path.read_text("utf-8").strip() for path in captions}
     assert len(captions) == 5 * (16 + 4) and not tested & set(KNOWN)
     data = ["--data", tmp_path / "border", "--val_data", tmp_path / "val", tmp_path / "known", "--val_pictures", 104,
             "--cache_dir", tmp_path / "cache", "--max_steps", 450]

@@ -95,8 +95,8 @@ TABLE = [
         OWN + "--pretrained_lora {run}"]),
     ("{d} --out_dir {run}", "with --resume, or give another folder", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER]),
-    ("{d} --resume --out_dir {f}/none", "give the right --out_dir", [
-        "{d} --max_steps 3 --resume --out_dir {copy:run}"]),
+    ("{d} --resume --out_dir {f}/data", "give the right --out_dir", [
+        "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--resume"]),
     # extras/resume.py
     ("{d} --max_steps 3 --resume --out_dir {run} --lr 1", "give the old ones, or start a new run", [
         "{d} --max_steps 3 --resume --out_dir {copy:run}", OTHER + "--lr 1"]),
@@ -223,7 +223,7 @@ ELSEWHERE = { # lines of the two files: where their remedies are tried, or why n
 def lines_of(file):
     """It returns the texts of all error lines that a file of ours can write, without what is put into them."""
     texts = []
-    for node in ast.walk(ast.parse((HERE / file).read_text())):
+    for node in ast.walk(ast.parse((HERE / file).read_text("utf-8"))):
         name = isinstance(node, ast.Call) and ast.unparse(node.func)
         if name in ("InputError", "parser.error", "common.flag_error", "step_error") and node.args:
             constants = [part.value for arg in node.args for part in ast.walk(arg) if isinstance(part, ast.Constant)]

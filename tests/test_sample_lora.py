@@ -94,7 +94,7 @@ def test_a_validation_generates_what_predict_py_does_and_the_training_feels_noth
 def page_command(run):
     """The words of the page's command that edits a picture."""
     assert run_script("tools/page.py", run, "--out", run / "page.html").status == 0
-    text = (run / "page.html").read_text()
+    text = (run / "page.html").read_text("utf-8")
     words = [part.split("</span>")[0] for part in text.split("Edit a picture with it")[1].split("<span>")[1:]]
     return " ".join(word.strip() for word in words).split("--image")[0]
 

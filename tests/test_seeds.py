@@ -248,9 +248,10 @@ def test_a_transformer_that_is_not_there_is_named(tmp_path, script, photo):
 def test_a_quantized_model_is_refused_with_the_remedy(tmp_path, part, flag, photo):
     """S2's ovedrive/Qwen-Image-Edit-2509-4bit, as its config.json and one of its layers are."""
     folder = copy_model(tmp_path / "4bit")
-    config = json.loads((folder / part / "config.json").read_text())
+    config = json.loads((folder / part / "config.json").read_bytes())
     (folder / part / "config.json").write_text(json.dumps(config | dict(quantization_config=dict(
-        quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"))))
+        quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"))),
+            encoding="utf-8")
     file, = (folder / part).glob("*.safetensors")
     tensors = safetensors.torch.load_file(file)
     name = next(n for n in tensors if n.endswith("to_q.weight") or n.endswith("q_proj.weight"))
@@ -279,9 +280,9 @@ def test_firered_s_classes_are_taken(tmp_path):
     for file in folder.glob("*/*.safetensors"):
         file.unlink()
     for file, config in (("transformer/config.json", REAL | {"_class_name": "QwenImageTransformer2DModel"}),
-                         ("model_index.json", json.loads((folder / "model_index.json").read_text()) |
+                         ("model_index.json", json.loads((folder / "model_index.json").read_bytes()) |
                           {"_class_name": "QwenImageEditPlusPipeline"})):
-        (folder / file).write_text(json.dumps(config | {"_diffusers_version": "0.36.0.dev0"}))
+        (folder / file).write_text(json.dumps(config | {"_diffusers_version": "0.36.0.dev0"}), "utf-8")
     transformer = predict.load_transformer(cache.find_model(str(folder), ["transformer"], weights=False), "bfloat16",
                                            weights=False)
     assert transformer.multi_resolution and not transformer.zero_cond_t

@@ -62,7 +62,7 @@ def test_a_training_of_strange_names_shows_them_and_its_commands_can_be_pasted(t
     words = paste(command)
     assert words[:2] == ["python", "tools/page.py"] and words[2:] == [str(tmp_path / TEXT), "--data", str(strange)]
     run_shown("tools/page.py", *words[2:])
-    assert is_shown((tmp_path / TEXT / "index.html").read_text().replace("\n", ""))
+    assert is_shown((tmp_path / TEXT / "index.html").read_text("utf-8").replace("\n", ""))
     sheet = next((tmp_path / TEXT / "samples").glob("step_*.png"))
     with Image.open(sheet) as image:
         assert paste(image.info["command"])[2:4] == ["--data", str(strange)]
@@ -89,7 +89,7 @@ def test_jobs_of_strange_names_and_outs(tmp_path, out):
     """One that is generated, and two that are errors."""
     image = save(paint_picture(), tmp_path / "a.png")
     job = dict(image=[str(image)], prompt=f"go\n{PLANTED}\x1b[2J", out=out)
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(job) + "\n")
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(job) + "\n", "utf-8")
     flags = ["--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / NAME, "--cache_dir", tmp_path / "cache",
              "--num_inference_steps", 2, *EXACT, "--device", "cpu"]
     good = out.endswith(f"{PLANTED}.png")
@@ -103,9 +103,9 @@ def test_the_doctor_and_its_page(tmp_path, strange):
         run_shown("tools/doctor.py", strange, "--out", tmp_path / NAME, status=1)
     finally:
         (strange / f"target/9{NAME}.gif").unlink()
-    assert is_shown((tmp_path / NAME / "index.html").read_text().replace("\n", ""))
+    assert is_shown((tmp_path / NAME / "index.html").read_text("utf-8").replace("\n", ""))
     save(paint_picture(), strange / f"target/same{TEXT}.png")
-    (strange / f"target/same{TEXT}.txt").write_text("x")
+    (strange / f"target/same{TEXT}.txt").write_text("x", "utf-8")
     save(paint_picture(), strange / f"control/same{TEXT}.png")
     try:
         result = run_shown("tools/doctor.py", strange, "--out", tmp_path / NAME)
@@ -120,7 +120,7 @@ def test_what_import_data_says_of_a_table(tmp_path):
         save(paint_picture(seed=ord(name)), tmp_path / f"{name}.png")
     rows = [dict(target="a.png", control="b.png", prompt="x", **{f"column\n{PLANTED}\x1b[2J": 1}),
             dict(target=f"none\n{PLANTED}\x07.png", control="b.png", prompt="y")]
-    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     result = run_shown("tools/import_data.py", tmp_path / "table.jsonl", tmp_path / NAME, "--skip_bad")
     assert "columns that are not read: column\\nerror" in result.out and "1 samples" in result.out
     run_shown("tools/import_data.py", tmp_path / NAME / "none", tmp_path / "out", status=1)
@@ -151,7 +151,7 @@ def test_a_lora_of_strange_names(tmp_path, kind):
     ("scheduler/scheduler_config.json", "\x1b[2J\n" + PLANTED), ("transformer/config.json", json.dumps({TEXT: 1}))])
 def test_a_model_of_strange_texts(tmp_path, file, text):
     model = copy_model(tmp_path / NAME[:50])
-    (model / file).write_text(text)
+    (model / file).write_text(text, "utf-8")
     image = save(paint_picture(), tmp_path / "a.png")
     result = run_script("predict.py", "--model", model, "--image", image, "--prompt", "x", "--out", tmp_path / "o.png",
                         "--num_inference_steps", 2, "--cache_dir", tmp_path / "cache", *EXACT)
@@ -174,9 +174,9 @@ def test_a_page_of_a_strange_log(tmp_path):
     validation = dict(step=29, val_loss=1.0, pictures=[shown], psnr={TEXT: means, f"b{TEXT}": means})
     begin = dict(command=["train.py", "--data", TEXT], flags={TEXT: TEXT, "data": [TEXT, "\ud800"], "model": TEXT},
                  **{f"torch{TEXT}": TEXT})
-    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [begin, *steps, validation]))
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [begin, *steps, validation]), "utf-8")
     run_shown("tools/page.py", run)
-    text = (run / "index.html").read_text()
+    text = (run / "index.html").read_text("utf-8")
     assert is_shown(text.replace("\n", "")) and not any(line.startswith(PLANTED) for line in text.split("\n"))
     run_shown("tools/page.py", tmp_path, status=1) # lists the runs
     run_shown("tools/page.py", tmp_path / f"{TEXT}none", status=1)
@@ -185,7 +185,7 @@ def run_code(code):
     """It runs these lines of Python in a process of their own, behind common.Parser's parse_args."""
     begin = f"import sys; sys.path.insert(0, {str(HERE)!r}); import extras, common, logging, warnings"
     return subprocess.run([sys.executable, "-c", f"{begin}\ncommon.Parser('x').parse_args()\n{code}"],
-                          capture_output=True, text=True, errors="surrogateescape")
+                          capture_output=True, encoding="utf-8", errors="surrogateescape")
 
 def test_whoever_writes_moves_no_cursor():
     """Libraries and Python itself write to the same streams; their lines end where they end them."""
@@ -220,7 +220,7 @@ def test_all_lines_of_ours_are_told():
     """common.tell and common.say show what is in a line; print and tqdm.write would leave its line ends."""
     for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py"), *HERE.glob("tools/*.py")]:
         name = path.relative_to(HERE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("print", "tqdm.write") and name not in MAY_PRINT and not name.startswith(("test_", "conf")):
                 is_ours = isinstance(node.args[0], ast.Constant) or ast.unparse(node.args[0]) == "shown(line)"

@@ -41,7 +41,7 @@ def outside(tmp_path):
     """A folder that no dataset is in: a key, a picture with it in its notes, and a folder of controls."""
     folder = tmp_path / "home"
     add_item(folder, "cat", caption=SECRET)
-    (folder / "key.txt").write_text(SECRET)
+    (folder / "key.txt").write_text(SECRET, "utf-8")
     return folder
 
 LINKS = {"target/cat.png": "target/cat.png", "target/cat.txt": "key.txt", "control/cat.png": "control/cat.png",
@@ -106,7 +106,7 @@ def test_a_snapshot_of_the_hub_is_a_dataset_in_every_form(data, tmp_path, plus):
         rows.append(dict(target=f"after/{name}.png", control=[f"before/{name}.png"], prompt="go"))
         save(Image.open(data / f"target/{name}.png"), pictures / f"after/{name}.png")
         save(Image.open(data / f"control/{name}.png"), pictures / f"before/{name}.png")
-    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     listed = as_snapshot(pictures, tmp_path / "c")
     for root in (listed, listed / "metadata.jsonl"):
         samples, problems = samples_of(plus, root)
@@ -141,7 +141,7 @@ def test_jobs_jsonl_may_name_any_picture_and_a_dataset_given_as_jobs_may_not(dat
     line = json.dumps(dict(control=[str(outside / "control/cat.png")], prompt="go"))
     for name, count in (("jobs.jsonl", 1), ("metadata.jsonl", 0)):
         (tmp_path / "list").mkdir(exist_ok=True)
-        (tmp_path / "list" / name).write_text(line)
+        (tmp_path / "list" / name).write_text(line, "utf-8")
         for root in [tmp_path / "list" / name, tmp_path / "list"][:2 - count]:
             samples, problems = common.read_dataset(root, is_job=True)
             assert (len(samples), len(problems)) == (count, 1 - count)
@@ -152,7 +152,8 @@ def test_a_lines_out_stays_below_out_dir_after_links_too(data, outside, tmp_path
     (tmp_path / "out").mkdir()
     (tmp_path / "out/link").symlink_to(outside)
     before = sorted(tmp_path.rglob("*"))
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(dict(image=str(data / "control/cat.png"), prompt="go", out=out)))
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(dict(image=str(data / "control/cat.png"), prompt="go", out=out)),
+                                         "utf-8")
     result = run_script("predict.py", "--jobs", tmp_path / "jobs.jsonl", "--out_dir", tmp_path / "out", "--cache_dir",
                         tmp_path / "c", "--num_inference_steps", 2)
     assert result.status == 1 and is_one_line(result.errors[0], "out", "below --out_dir")
@@ -163,7 +164,7 @@ def test_a_manifests_absolute_paths_through_a_link_give_names_inside(data, tmp_p
     (tmp_path / "x/y/link").symlink_to(data)
     shutil.move(data / "target/cat.png", data / "cat.png")
     row = dict(target=str(data / "cat.png"), control=[str(data / "control/cat.png")], prompt="go")
-    (data / "metadata.jsonl").write_text(json.dumps(row))
+    (data / "metadata.jsonl").write_text(json.dumps(row), "utf-8")
     samples, problems = common.read_dataset(tmp_path / "x/y/link/metadata.jsonl")
     assert [s.name for s in samples] == ["cat"] and not problems
 
@@ -171,7 +172,8 @@ def test_a_table_or_a_folder_that_is_found_is_no_link_to_elsewhere(data, outside
     for name in ("metadata.csv", "data.parquet", "train"):
         source = tmp_path / f"source-{name}"
         source.mkdir()
-        (outside / "metadata.csv").write_text(f"target,control,prompt\n{outside}/target/cat.png,b.png,{SECRET}\n")
+        (outside / "metadata.csv").write_text(f"target,control,prompt\n{outside}/target/cat.png,b.png,{SECRET}\n",
+                                              "utf-8")
         (source / name).symlink_to(outside / "metadata.csv" if name != "train" else outside)
         result = run_script("tools/import_data.py", source, tmp_path / f"out-{name}")
         assert result.status == 1 and is_one_line(result.errors[0], source / name.split("/")[0], "leads out")
@@ -182,7 +184,7 @@ def test_a_table_that_is_named_may_name_any_picture_and_nothing_else(data, outsi
     for name, status in (("control/cat.png", 0), ("key.txt", 1)):
         row = dict(target=str(data / "target/cat.png"), control=str(outside / name), prompt="go")
         (tmp_path / "list").mkdir(exist_ok=True)
-        (tmp_path / "list/rows.jsonl").write_text(json.dumps(row))
+        (tmp_path / "list/rows.jsonl").write_text(json.dumps(row), "utf-8")
         result = run_script("tools/import_data.py", tmp_path / "list/rows.jsonl", tmp_path / f"out{status}")
         assert result.status == status and SECRET not in result.err + result.out
         assert (tmp_path / f"out{status}").exists() != bool(status)
@@ -199,10 +201,10 @@ def test_what_is_no_table_is_not_quoted_where_a_strangers_file_or_link_leads_to_
     """The line of the error says what to do, and nothing of what is in the file."""
     (tmp_path / "set").mkdir()
     key, link, config = outside / f"key.{kind}", tmp_path / f"set/rows.{kind}", tmp_path / "set/d.toml"
-    key.write_text(NO_TABLES[kind])
+    key.write_text(NO_TABLES[kind], "utf-8")
     link.symlink_to(key)
     name = {"an absolute path": str(key), "a path up": f"../home/{key.name}"}.get(way, link.name)
-    config.write_text(f"[[datasets]]\nimage_jsonl_file = {json.dumps(name)}")
+    config.write_text(f"[[datasets]]\nimage_jsonl_file = {json.dumps(name)}", "utf-8")
     source = link if way == "a link that is named" else config
     result = run_script("tools/import_data.py", source, tmp_path / "out")
     assert result.status == 1 and len(result.errors) == 1 and SECRET not in result.out + result.err
@@ -212,7 +214,7 @@ def test_what_is_no_table_is_not_quoted_where_a_strangers_file_or_link_leads_to_
 @pytest.mark.parametrize("name", ["jobs.jsonl", "metadata.jsonl"])
 def test_a_manifest_that_is_a_link_is_not_quoted(tmp_path, outside, name):
     """Of one that lies there the line is."""
-    (outside / name).write_text(f'["prompt", "{SECRET}"]')
+    (outside / name).write_text(f'["prompt", "{SECRET}"]', "utf-8")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / name).symlink_to(outside / name)
     for folder, is_quoted in ((tmp_path / "set", False), (outside, True)):
@@ -234,7 +236,7 @@ def test_a_manifest_a_table_and_an_index_have_a_gigabyte_at_most(tmp_path, name)
 def test_a_foreign_list_of_known_pictures_is_left_aside(tmp_path, content):
     """Though its digest is right; and a FIFO of its name."""
     path = tmp_path / "pictures.txt"
-    path.write_text(f"{known.digest_of(content)}\n{content}") if content else os.mkfifo(path)
+    path.write_text(f"{known.digest_of(content)}\n{content}", "utf-8") if content else os.mkfifo(path)
     with within(5):
         assert known.read_memory(path) == {}
 
@@ -275,7 +277,7 @@ PRUNED = {"latents": lambda c, other: link_to(c, "latents", other / "latents"),
           "up": lambda c, other: rename_files(next(c.glob("*.json")), "../other/latents")}
 
 def rename_files(index, folder):
-    index.write_text(index.read_text().replace('"latents/', f'"{folder}/'))
+    index.write_text(index.read_text("utf-8").replace('"latents/', f'"{folder}/'), "utf-8")
 
 @pytest.mark.parametrize("kind", PRUNED)
 def test_prune_deletes_nothing_outside_of_its_cache(data, tmp_path, small, kind):
@@ -365,10 +367,10 @@ BAD_INDEXES = {
 
 @pytest.mark.parametrize("kind", BAD_INDEXES)
 def test_a_field_of_an_index_that_cache_py_would_not_write_is_one_line(small, kind):
-    index = json.loads((small.cache / "tiny-data.json").read_text())
+    index = json.loads((small.cache / "tiny-data.json").read_bytes())
     BAD_INDEXES[kind](index)
     path = small.cache / "stranger.json"
-    path.write_text(json.dumps(index))
+    path.write_text(json.dumps(index), "utf-8")
     try:
         with refused("stranger.json", "run cache.py again"), within(5):
             indexes.read_index(path)
@@ -397,12 +399,12 @@ def test_a_picture_without_the_hash_that_an_index_names_goes_nowhere(small, tmp_
         common.read_image(scan, content)
     validation = ["--val_data", small.folder / "data", "--cache_dir", tmp_path / "cache"]
     assert run_script("cache.py", *small.cache_flags, *validation).status == 0
-    index = json.loads((tmp_path / "cache/tiny-data-val.json").read_text())
+    index = json.loads((tmp_path / "cache/tiny-data-val.json").read_bytes())
     for sample in index["samples"]:
         controls = [private] * len(sample["controls"])
         sample.update(target=private, controls=controls, contents={private: content})
     stranger = tmp_path / "cache/stranger.json"
-    stranger.write_text(json.dumps(index))
+    stranger.write_text(json.dumps(index), "utf-8")
     run = tmp_path / "run"
     result = run_script("train.py", *small.flags, "--val_data", stranger, "--max_steps", 1, "--num_inference_steps", 2,
                         "--out_dir", run)
@@ -503,7 +505,7 @@ BOMBS = {
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_configuration_costs_no_more_than_its_size(tmp_path, kind):
     name, content = BOMBS[kind]
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, "utf-8")
     (tmp_path / "data").mkdir()
     with within(10):
         result = run_script("tools/import_data.py", tmp_path / name, tmp_path / "out")
@@ -522,7 +524,7 @@ def test_dots_that_join_no_keys_are_read(text):
 def test_an_ordinary_alias_is_read(data, tmp_path):
     (tmp_path / "x.yaml").write_text(f"""
 base: &base {{caption_ext: txt, folder_path: {data}/target, control_path: {data}/control}}
-config: {{process: [{{datasets: [{{<<: *base}}]}}]}}""")
+config: {{process: [{{datasets: [{{<<: *base}}]}}]}}""", encoding="utf-8")
     assert "2 samples" in run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out").out
 
 def test_a_picture_that_would_be_computed_too_large_is_one_line(data, tmp_path):
@@ -563,7 +565,7 @@ MANY = {"columns": ("rows.csv", f"target,control,prompt{',a' * 200_000}\n" + "a\
 @pytest.mark.parametrize("kind", MANY)
 def test_a_row_costs_no_more_than_its_size_and_its_error_is_short(tmp_path, kind):
     name, content, named = MANY[kind]
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, "utf-8")
     for picture in "ab":
         save(paint_picture(), tmp_path / f"{picture}.png")
     with within(5):
@@ -574,7 +576,8 @@ def test_a_row_costs_no_more_than_its_size_and_its_error_is_short(tmp_path, kind
 def test_a_table_is_read_a_row_at_a_time(tmp_path):
     """A row of a hundred letters has a cell for each of a thousand columns, and all of them would take gigabytes."""
     from tools import import_data
-    (tmp_path / "rows.csv").write_text(",".join(f"c{n}" for n in range(1000)) + "\n" + ("," * 110 + "\n") * 10**5)
+    (tmp_path / "rows.csv").write_text(",".join(f"c{n}" for n in range(1000)) + "\n" + ("," * 110 + "\n") * 10**5,
+                                       "utf-8")
     with within(4):
         where, row = next(import_data.read_rows(tmp_path / "rows.csv"))
     assert where.endswith("rows.csv:2") and len(row) == 1000
@@ -588,9 +591,10 @@ def test_a_parquet_file_has_a_thousand_columns_at_most(tmp_path):
     assert result.status == 1 and is_one_line(result.errors[0], "rows.parquet", "1,000 columns")
 
 def test_a_long_trigger_word_is_not_written_into_a_caption_a_hundred_thousand_times(data, tmp_path):
-    (data / "target/cat.txt").write_text("[name]" * 150_000)
+    (data / "target/cat.txt").write_text("[name]" * 150_000, "utf-8")
     (tmp_path / "x.yaml").write_text(json.dumps(dict(config=dict(process=[dict(datasets=[dict(
-        folder_path=f"{data}/target", control_path=f"{data}/control", trigger_word="x" * 500_000)])]))))
+        folder_path=f"{data}/target", control_path=f"{data}/control", trigger_word="x" * 500_000)])]))),
+            encoding="utf-8")
     with within(5):
         result = run_script("tools/import_data.py", tmp_path / "x.yaml", tmp_path / "out")
     assert result.status == 1 and is_one_line(result.errors[0], "trigger word of 500,000 letters")
@@ -600,7 +604,7 @@ def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(
     row = dict(target="target/cat.png", control=["control/cat.png"], prompt="go")
     rows = [row, row | dict(prompt="go " * 4_000_000), row | dict(prompt=["go", "x" * 200_001]),
             row | dict(control=row["control"] * 200_000), row | dict(control=row["control"] * 100)]
-    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     for is_job in (False, True):
         with within(5):
             samples, problems = common.read_dataset(data / "metadata.jsonl", is_job)
@@ -609,7 +613,7 @@ def test_a_manifests_prompt_and_controls_have_limits_before_anything_reads_them(
         assert len(samples) == 1 and all(any(words in problem for problem in problems) for words in said)
         assert all(map(is_one_line, problems)) and len(problems) == 4 and max(map(len, problems)) < 300
     (data / "metadata.jsonl").unlink()
-    (data / "target/cat.txt").write_text("go " * 300_000)
+    (data / "target/cat.txt").write_text("go " * 300_000, "utf-8")
     with within(5):
         samples, problems = samples_of(plus, data)
     assert list(samples) == ["good"] and is_one_line(*problems, "target/cat.txt", "prompt of 900,000 letters")
@@ -804,13 +808,13 @@ def as_toml(value):
     return {None: '""'}.get(value, json.dumps(value).replace("NaN", "nan").replace("Infinity", "inf"))
 
 def spoiled_index(rng, folder, home, small):
-    index = json.loads((small.cache / "tiny-data.json").read_text())
-    (folder / "index.json").write_text(dumped(rng, spoiled(rng, index, home)))
+    index = json.loads((small.cache / "tiny-data.json").read_bytes())
+    (folder / "index.json").write_text(dumped(rng, spoiled(rng, index, home)), "utf-8")
     return indexes.read_index(folder / "index.json")[0]
 
 def spoiled_manifest(rng, folder, home, small):
     lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(ROW)), home)) for _ in range(2)]
-    (folder / "metadata.jsonl").write_text("\n".join(lines), errors="surrogatepass")
+    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
     samples, problems = common.read_dataset(folder)
     for sample in samples:
         with common.noted(problems):
@@ -820,7 +824,7 @@ def spoiled_manifest(rng, folder, home, small):
 
 def spoiled_jobs(rng, folder, home, small):
     lines = [dumped(rng, spoiled(rng, json.loads(json.dumps(JOB)), home)) for _ in range(2)]
-    (folder / "jobs.jsonl").write_text("\n".join(lines))
+    (folder / "jobs.jsonl").write_text("\n".join(lines), "utf-8")
     samples, problems = common.read_dataset(folder / "jobs.jsonl", is_job=True)
     flags = type("Flags", (), dict(common.SAMPLING, **dict.fromkeys(["height", "width", "size_from"]), seed=[0],
                                    jobs="jobs.jsonl", out_dir=folder / "out"))
@@ -849,7 +853,7 @@ def spoiled_table(kind):
         if kind == "csv":
             cells = [json.dumps(value) if rng.random() < 0.3 else f"{value}" for row in rows for value in row.values()]
             text = "\n".join(["target,control,prompt,mask", ",".join(cells[:4]), ",".join(cells[4:])])
-            table.write_text(scratched(rng, text), errors="replace")
+            table.write_text(scratched(rng, text), encoding="utf-8", errors="replace")
         elif kind == "parquet":
             import pyarrow
             import pyarrow.parquet
@@ -864,7 +868,7 @@ def spoiled_table(kind):
                     data[rng.randrange(len(data))] = rng.randrange(256)
                 table.write_bytes(data)
         elif kind == "json":
-            table.write_text(dumped(rng, rows))
+            table.write_text(dumped(rng, rows), "utf-8")
         imported(folder if rng.random() < 0.7 else table, folder)
     return spoil
 
@@ -873,7 +877,7 @@ def spoiled_config(suffix, config, dump):
         value = spoiled(rng, json.loads(json.dumps(config)), home)
         text = dump(value)
         path = folder / f"x{suffix}"
-        path.write_text(scratched(rng, text) if rng.random() < 0.3 else text, errors="replace")
+        path.write_text(scratched(rng, text) if rng.random() < 0.3 else text, encoding="utf-8", errors="replace")
         os.chdir(folder) # where relative paths begin
         imported(path, folder)
     return spoil

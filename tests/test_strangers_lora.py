@@ -54,7 +54,7 @@ def mine(tmp_path):
     folder = tmp_path / "mine"
     (folder / "step_0000").mkdir(parents=True)
     (folder / "step_0000/photo.png").write_bytes(b"mine")
-    (folder / "key.txt").write_text("SECRET KEY\n")
+    (folder / "key.txt").write_text("SECRET KEY\n", "utf-8")
     (folder / "empty").touch()
     return folder
 
@@ -113,7 +113,7 @@ def test_a_folder_without_a_run_may_have_no_link_either(tmp_path, made, mine, na
 
 def test_the_lock_s_package_does_not_cut_off_a_file_behind_a_link():
     """CVE-2025-68146 and CVE-2026-22701: mended in 3.20.1 and 3.20.3, which .ci/run tries."""
-    line, = re.findall(r"^filelock>=([\d.]+),", (TINY.parent / "requirements.txt").read_text(), re.M)
+    line, = re.findall(r"^filelock>=([\d.]+),", (TINY.parent / "requirements.txt").read_text("utf-8"), re.M)
     assert tuple(map(int, line.split("."))) >= (3, 20, 3)
 
 def test_the_lean_training_copies_nothing_that_a_link_leads_to(tmp_path, made, mine):
@@ -152,7 +152,7 @@ def test_a_file_in_the_place_of_a_folder_or_a_folder_of_a_file_is_one_line(tmp_p
     if (run / name).is_dir():
         shutil.rmtree(run / name)
     (run / name).unlink(missing_ok=True)
-    (run / name).write_text("") if FORMS[name] == "file" else (run / name).mkdir()
+    (run / name).write_text("", "utf-8") if FORMS[name] == "file" else (run / name).mkdir()
     result = run_script("train.py", *made.flags, "--out_dir", run, "--resume", "--max_steps", 3)
     assert result.status == 1 and is_one_line(result.errors[-1], run / name), result.err
 
@@ -189,13 +189,13 @@ def test_a_text_file_behind_a_link_is_not_quoted(tmp_path, mine):
         predict.read_lora(tmp_path / "lora.safetensors")
     assert "SECRET" not in str(e.value)
     theirs = tmp_path / "theirs"
-    (mine / "key.txt").write_text('"SECRET KEY"')
+    (mine / "key.txt").write_text('"SECRET KEY"', "utf-8")
     put_link(theirs / "adapter_config.json", mine / "key.txt")
     save(theirs / common.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
     with pytest.raises(common.InputError) as e:
         predict.read_lora(theirs / common.PEFT_FILE)
     assert "SECRET" not in str(e.value) and is_one_line(str(e.value), "link")
-    (tmp_path / "words").write_text("Entry not found")
+    (tmp_path / "words").write_text("Entry not found", "utf-8")
     with refused("Entry not found"):
         predict.read_lora(tmp_path / "words")
 
@@ -228,9 +228,9 @@ def put_sparse(path, header, size):
 @contextlib.contextmanager
 def in_memory(most):
     """The block takes at most so many bytes more than there are, at any moment."""
-    Path("/proc/self/clear_refs").write_text("5") # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", "utf-8") # the peak begins anew
     def peak():
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text("utf-8"))[1])
     before = peak()
     yield
     assert peak() - before < most
@@ -420,14 +420,14 @@ def test_a_checkpoint_s_config_is_compared_whatever_it_says(tmp_path, adam, kind
 def test_strange_lines_of_a_log_are_dropped(tmp_path, made):
     """They would end a validation, which reads the log, or stay in the page."""
     run = shutil.copytree(made.folder, tmp_path / "run")
-    good = (run / "log.jsonl").read_text().splitlines()
+    good = (run / "log.jsonl").read_text("utf-8").splitlines()
     strange = ["", "[]", "3", "{", "[" * 5000, '{"step": "1"}', '{"step": 1, "val_loss": "x"}', '{"step": true}',
                '{"step": 1, "val_loss": 1, "pictures": [{"psnr": [1]}]}', '{"step": 1, "val_loss": 1, "pictures": 5}',
                '{"step": 1, "val_loss": null}', '{"step": []}', "\udc80"]
     text = "\n".join([*good, *strange])
     (run / "log.jsonl").write_bytes(text.encode(errors="surrogateescape"))
     assert resume.clean_folder(run, 2) == good
-    (run / "log.jsonl").write_text('{"command": [], "val_loss": "x"}\n' + good[1])
+    (run / "log.jsonl").write_text('{"command": [], "val_loss": "x"}\n' + good[1], "utf-8")
     assert resume.clean_folder(run, 2) == good[1:2]
 
 # ---- LoRA files: alpha -----------------------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ def alpha_files(folder, text):
         header = dict(lora_adapter_metadata='{"transformer.r": 2, ' + entry % text)
         yield save(folder / f"{name}.safetensors", tensors, header)
     (folder / "peft").mkdir()
-    (folder / "peft/adapter_config.json").write_text('{"r": 2, "lora_alpha": %s}' % text)
+    (folder / "peft/adapter_config.json").write_text('{"r": 2, "lora_alpha": %s}' % text, "utf-8")
     yield save(folder / "peft" / common.PEFT_FILE, peft)
     if re.fullmatch("[-\\w.]+", word) and word not in ("8", "null"): # where a number is a text anyway
         yield save(folder / "flat.safetensors", tensors, dict(lora_alpha=word, r="2"))
@@ -483,7 +483,7 @@ def test_a_pattern_that_could_search_long_is_one_line_at_once(tmp_path, pattern)
         config = dict(r=2, lora_alpha=2, **{field: {pattern: 2}})
         path = save(tmp_path / "x.safetensors", lora_tensors(), of_diffusers(**config))
         save(tmp_path / common.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config), "utf-8")
         for file in (path, tmp_path / common.PEFT_FILE):
             with within(5), refused(file, field):
                 predict.read_lora(file)
@@ -676,7 +676,7 @@ def test_fuzz_of_a_lora_s_metadata(tmp_path):
 def test_fuzz_of_peft_s_config(tmp_path):
     path = save(tmp_path / common.PEFT_FILE, renamed("transformer.", "base_model.model.")(lora_tensors()))
     def case(config):
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config), "utf-8")
         all_of(path)
     fuzz("adapter_config.json", {k.removeprefix("transformer."): v for k, v in META.items() if "train." not in k}, case)
 

@@ -37,7 +37,7 @@ RUN = {"train.py": ["--data", "nowhere"], "cache.py": ["--data", "nowhere"],
 def start(folder, text, script="train.py", *flags):
     """It starts a script with a model whose defaults.json holds this text or object."""
     folder.mkdir(exist_ok=True)
-    (folder / "defaults.json").write_text(text if isinstance(text, str) else json.dumps({script: text}))
+    (folder / "defaults.json").write_text(text if isinstance(text, str) else json.dumps({script: text}), "utf-8")
     return run_script(script, "--model", folder, *RUN[script], *flags)
 
 def assert_refused(result, folder, *named):
@@ -72,7 +72,7 @@ def test_no_flag_leads_around_the_list(tmp_path, flags):
 @pytest.mark.parametrize("tool", ["lean_train"])
 def test_a_tool_that_reads_the_file_obeys_the_list(tmp_path, tool):
     (tmp_path / "m").mkdir()
-    (tmp_path / "m/defaults.json").write_text('{"train.py": {"optimizer": "mine.Opt"}}')
+    (tmp_path / "m/defaults.json").write_text('{"train.py": {"optimizer": "mine.Opt"}}', "utf-8")
     result = run_script(f"tools/{tool}.py", "--model", tmp_path / "m", "--data", "nowhere")
     assert_refused(result, tmp_path / "m", "optimizer of train.py", "mine.Opt")
 
@@ -114,7 +114,7 @@ def test_a_file_of_another_form_is_one_line(tmp_path, text):
 
 def test_a_file_that_is_none_or_not_in_the_folder_is_one_line(tmp_path):
     """A pipe, which would hang; a folder; a device; a link that leads out, or nowhere; a gigabyte; Latin-1."""
-    (tmp_path / "secret").write_text('{"train.py": {"lr": "a key"}}')
+    (tmp_path / "secret").write_text('{"train.py": {"lr": "a key"}}', "utf-8")
     file = tmp_path / "m/defaults.json"
     (tmp_path / "m").mkdir()
     makers = [lambda: os.mkfifo(file), file.mkdir, lambda: file.symlink_to("/dev/zero"),
@@ -184,9 +184,9 @@ def test_all_that_may_be_set_is_a_flag_of_some_script():
 def test_every_script_with_a_model_reads_the_file_through_the_list():
     """extras/defaults.py alone reads it; tools/convert_lora.py writes what that has read."""
     readers = [path.name for pattern in ("*.py", "extras/*.py", "tools/*.py") for path in HERE.glob(pattern)
-               if "defaults.json" in path.read_text().replace("tiny/defaults.json", "")]
+               if "defaults.json" in path.read_text("utf-8").replace("tiny/defaults.json", "")]
     assert readers == ["defaults.py", "convert_lora.py"]
-    assert "defaults.read_sections(" in (HERE / "tools/convert_lora.py").read_text()
+    assert "defaults.read_sections(" in (HERE / "tools/convert_lora.py").read_text("utf-8")
 
 # ---- all other JSON files of a model ---------------------------------------------------------------------------------
 
@@ -267,10 +267,10 @@ def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file, capfd):
     """Whatever it says it takes no long time and little memory, and ends in a line, if it is of any harm."""
     add_item(tmp_path / "data", "a")
     folder = copy_model(tmp_path / "m")
-    text = (folder / file).read_text()
+    text = (folder / file).read_text("utf-8")
     refusals = 0
     for seed in range(OPTIONS["fuzz"] or 25):
-        (folder / file).write_text(new := damaged(text, random.Random(f"{file} {seed}")))
+        (folder / file).write_text(new := damaged(text, random.Random(f"{file} {seed}")), "utf-8")
         with within(10), little_memory():
             try:
                 use_model(folder, Path(file).parent.name, tmp_path / "data")
@@ -283,7 +283,7 @@ def test_a_damaged_json_file_of_a_model_is_one_line(tmp_path, file, capfd):
 
 def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
     """The same, for all three scripts."""
-    text = (TINY / "defaults.json").read_text()
+    text = (TINY / "defaults.json").read_text("utf-8")
     monkeypatch.setattr(common, "look_over", lambda args: exit())
     for seed in range(OPTIONS["fuzz"] or 60):
         script = list(RUN)[seed % 3]
@@ -329,11 +329,12 @@ def test_damaged_defaults_are_one_line(tmp_path, monkeypatch):
 def test_a_number_out_of_proportion_is_one_line_at_once(tmp_path, file, changes, named):
     """Before a library makes what it asks for; and no class of the folder is run."""
     folder = copy_model(tmp_path / "m")
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Tokenizer: pass\nScheduler = 3")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Tokenizer: pass\nScheduler = 3",
+                                    "utf-8")
     shutil.copy(folder / "evil.py", folder / "tokenizer")
     shutil.copy(folder / "evil.py", folder / "scheduler")
-    content = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(content | changes))
+    content = json.loads((folder / file).read_bytes())
+    (folder / file).write_text(json.dumps(content | changes), "utf-8")
     with within(10), little_memory(), refused(str(folder), named) if named else contextlib.nullcontext():
         use_model(folder, Path(file).parent.name, add_item(tmp_path / "data", "a"))
     assert not (tmp_path / "marker").exists()
@@ -343,7 +344,7 @@ def test_an_index_of_shards_names_files_of_its_folder_alone(tmp_path, name):
     """Plain names; all else is one line."""
     folder = copy_model(tmp_path / "m")
     index = folder / "transformer/diffusion_pytorch_model.safetensors.index.json"
-    index.write_text(json.dumps(dict(metadata={}, weight_map={"x": name})))
+    index.write_text(json.dumps(dict(metadata={}, weight_map={"x": name})), "utf-8")
     with refused(str(index)):
         cache.find_model(str(folder), ["transformer"])
 
@@ -370,9 +371,9 @@ def test_a_json_file_of_a_gigabyte_is_one_line(tmp_path):
 def test_a_text_encoder_whose_fields_do_not_fit_is_one_line(tmp_path, section):
     """A pass without numbers shows it, before one with numbers does."""
     folder = copy_model(tmp_path / "m")
-    content = json.loads((folder / "text_encoder/config.json").read_text())
+    content = json.loads((folder / "text_encoder/config.json").read_bytes())
     content["text_config"]["rope_parameters"]["mrope_section"] = section
-    (folder / "text_encoder/config.json").write_text(json.dumps(content))
+    (folder / "text_encoder/config.json").write_text(json.dumps(content), "utf-8")
     with refused(str(folder / "text_encoder")):
         use_model(folder, "text_encoder", None)
 
@@ -396,10 +397,10 @@ def test_lists_of_a_strangers_cache_are_read_as_lists(tmp_path):
         for wrong in [[], None, 3, "x", {path: 3}, {path: []}, {path: [stamp]}, {path: [stamp, answer, 1]},
                       {"other": None}, *({path: [stamp, other]} for other in others)]:
             text = json.dumps(wrong)
-            memory.write_text(f"{known.digest_of(text)}\n{text}")
+            memory.write_text(f"{known.digest_of(text)}\n{text}", "utf-8")
             assert known.look_ahead([path], lambda path: "looked", memory)(path) == "looked", wrong
         text = "[" * 100_000
-        memory.write_text(f"{known.digest_of(text)}\n{text}")
+        memory.write_text(f"{known.digest_of(text)}\n{text}", "utf-8")
         assert known.look_ahead([path], lambda path: "looked", memory)(path) == "looked"
         memory.unlink()
         os.mkfifo(memory)

@@ -8,7 +8,7 @@ from PIL import Image
 from tests.harness import TINY, toy_functions
 
 def test_every_photograph_has_a_free_licence_and_a_line_of_credit():
-    credits = (TINY / "CREDITS.md").read_text()
+    credits = (TINY / "CREDITS.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in credits.splitlines() if line.startswith("| ")]
     licences = {row[0]: row[3] for row in rows if len(row) == 5 and row[0] != "name"}
     assert set(licences) == {path.stem for path in (TINY / "source").iterdir()}
@@ -35,7 +35,7 @@ def test_the_pictures_are_drawn_by_make_data(tmp_path, drawn, folder):
     assert files == {path.relative_to(TINY / folder) for path in (TINY / folder).rglob("*.*")}
     for file in files:
         if file.suffix == ".txt":
-            assert (drawn / folder / file).read_text() == (TINY / folder / file).read_text()
+            assert (drawn / folder / file).read_text("utf-8") == (TINY / folder / file).read_text("utf-8")
         else: # another Pillow may round another way
             got, want = [np.asarray(Image.open(root / folder / file), float) for root in (drawn, TINY)]
             assert got.shape == want.shape and abs(got - want).mean() < 1

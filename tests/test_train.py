@@ -309,7 +309,8 @@ def test_a_batch_is_at_least_one_sample_a_process_or_says_what_idles(small, tmp_
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
     said = [rank.output().count("warning: --batch_size 1 for 2 processes") for rank in ranks]
     assert said == [1, 0] and len(log_of(tmp_path / "one")[0]["samples"]) == 1
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name, value in dict(RANK="0", WORLD_SIZE="8", MASTER_ADDR="a", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
     defaults = []
     monkeypatch.setattr(common.Parser, "parse_args", lambda self: sys.exit(defaults.append(
         self.get_default("batch_size"))))
@@ -463,7 +464,7 @@ def test_what_a_person_may_not_expect_is_said_once_before_anything_is_encoded(tm
 def test_a_caption_that_is_one_text_in_lines_is_named(tmp_path, text, warned, monkeypatch):
     """As language models write it, in Markdown or JSON. Each of its lines is a prompt of its own."""
     data = add_item(tmp_path / "data", "cat")
-    (data / "target/cat.txt").write_text(text)
+    (data / "target/cat.txt").write_text(text, "utf-8")
     monkeypatch.setattr(cache, "encode_samples", lambda *_, **__: sys.exit(7))
     result = train(data, tmp_path)
     assert ("warning: cat: its caption has" in result.err) == warned and "warning: --" not in result.err, result.err
@@ -511,8 +512,10 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
     assert result.status == 0 and "already done" in result.out
     result = train_demo(tmp_path / "a", *flags)
     assert result.status == 1 and is_one_line(result.errors[-1], f"--out_dir {tmp_path / 'a'}: is not empty")
+    (tmp_path / "b").mkdir(), (tmp_path / "b/notes.txt").touch()
     result = train_demo(tmp_path / "b", "--resume")
-    assert result.status == 1 and is_one_line(result.errors[-1], "checkpoint") and not (tmp_path / "b").exists()
+    assert result.status == 1 and is_one_line(result.errors[-1], "checkpoint")
+    assert {path.name for path in (tmp_path / "b").iterdir()} <= {".lock", "notes.txt"}
     monkeypatch.setattr(cache, "find_model", lambda *_: pytest.fail("model looked for"))
     changes = dict(lr=0.5, lora_rank=8, lora_targets="to_k", batch_size=3, seed=1, preserve=0.5, weight_decay=0.5)
     result = train_demo(tmp_path / "a", *flags, "--resume", "--target_pixels", "64x64")
@@ -521,7 +524,7 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
         result = train_demo(tmp_path / "a", *flags, "--resume", f"--{name}", value)
         assert result.status == 1 and is_one_line(result.errors[0], f"{name}: "), result.err
         assert not [other for other in changes if other != name and f"{other}: " in result.errors[0]]
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", "utf-8")
     with monkeypatch.context() as patch: # a checkpoint of a train.py that compared less
         real = common.read_tensors
         patch.setattr("extras.resume.read_tensors", lambda *args: [old_info(part) for part in real(*args)])
@@ -535,8 +538,8 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
 def test_a_flag_that_is_added_to_train_py_is_compared_on_resume(tmp_path):
     """Unless MAY_CHANGE names it; and a checkpoint that is older than the flag counts as having had its default."""
     own = tmp_path / "train.py"
-    own.write_text((HERE / "train.py").read_text().replace(
-        'flag("--seed"', 'flag("--huber_delta", 0.5, "of a fork", type=not_negative)\nflag("--seed"'))
+    own.write_text((HERE / "train.py").read_text("utf-8").replace(
+        'flag("--seed"', 'flag("--huber_delta", 0.5, "of a fork", type=not_negative)\nflag("--seed"'), encoding="utf-8")
     def run(script, *flags):
         return run_script(script, "--cache_dir", demo_cache(), "--out_dir", tmp_path / "run", "--val_data", *EXACT,
                           "--lr_scheduler", "constant", "--batch_size", 2, *flags)
@@ -556,7 +559,7 @@ def test_what_resume_does_not_compare_are_flags():
 def test_other_data_is_refused(tmp_path, data):
     flags = ["--cache_dir", tmp_path / "c", "--lr_scheduler", "constant", *NATIVE, *EXACT]
     assert train(data, tmp_path, *flags, "--max_steps", 1).status == 0
-    (data / "target/cat.txt").write_text("another caption")
+    (data / "target/cat.txt").write_text("another caption", "utf-8")
     result = train(data, tmp_path, *flags, "--out_dir", tmp_path / "run-0", "--resume")
     assert result.status == 1 and is_one_line(result.errors[0], "data_hash: ")
     result = train(data, tmp_path, *flags, "--out_dir", tmp_path / "run-0", "--resume", "--target_pixels", "32*32")

@@ -183,10 +183,10 @@ class Held(TorchDispatchMode):
 def test_host_memory_holds_one_block(tmp_path, how):
     """Eight blocks of an fp8 file go to a device, bf16 or in few bits; the host never has two of them in bf16, and with
     fp8 not even one: a block as it is in the file is half a one."""
-    config = json.loads((TINY / "transformer/config.json").read_text()) | dict(num_layers=8)
+    config = json.loads((TINY / "transformer/config.json").read_bytes()) | dict(num_layers=8)
     folder = tmp_path / "model"
     (folder / "transformer").mkdir(parents=True)
-    (folder / "transformer/config.json").write_text(json.dumps(config))
+    (folder / "transformer/config.json").write_text(json.dumps(config), "utf-8")
     state, scales = with_scale(rows=True)
     state |= {f"{k.removesuffix('.weight')}.weight_scale": v for k, v in scales.items()}
     for n in range(1, 8):
@@ -315,8 +315,8 @@ def test_a_file_that_does_not_fit_the_model_is_one_line(tmp_path, what, make):
 @pytest.mark.parametrize("prefix", ["", COMFY])
 def test_the_mark_of_a_2511_must_be_the_models(tmp_path, prefix):
     model = copy_model(tmp_path / "tiny-2511")
-    config = json.loads((model / "transformer/config.json").read_text()) | dict(zero_cond_t=True)
-    (model / "transformer/config.json").write_text(json.dumps(config))
+    config = json.loads((model / "transformer/config.json").read_bytes()) | dict(zero_cond_t=True)
+    (model / "transformer/config.json").write_text(json.dumps(config), "utf-8")
     state = {prefix + k: v for k, v in OURS.items()}
     file = write(state, tmp_path / "2509.safetensors")
     marked = write(state | {prefix + MARK_2511: torch.tensor([])}, tmp_path / "2511.safetensors")
@@ -366,7 +366,7 @@ def test_a_run_says_on_which_file_it_was_trained(tmp_path, home):
     result = train_three(home, tmp_path / "run", *flags, "--lr_scheduler", "constant")
     assert result.status == 0, result.err
     assert "my model.safetensors: the transformer, 42 matrices in fp8 (e4m3) and" in result.out, result.out
-    assert json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[0])["flags"]["transformer"] == str(file)
+    assert json.loads((tmp_path / "run/log.jsonl").read_bytes().splitlines()[0])["flags"]["transformer"] == str(file)
     assert predict.read_lora(tmp_path / "run")[1]["train.transformer"] == str(file)
     [line] = [line for line in result.out.splitlines() if "python predict.py" in line]
     words = shlex.split(line.replace("CONTROL.png", str(home / "data/control/cat.png")))[2:]
@@ -405,7 +405,7 @@ def changed_model(folder, pipeline=None, without=(), **fields):
     for path, change in ((model / "model_index.json", dict(_class_name=pipeline) if pipeline else {}),
                          (model / "transformer/config.json", fields)):
         if path.exists():
-            path.write_text(json.dumps(json.loads(path.read_text()) | change))
+            path.write_text(json.dumps(json.loads(path.read_bytes()) | change), "utf-8")
     return model
 
 PLUS, V1 = "QwenImageEditPlusPipeline", "QwenImageEditPipeline"
@@ -437,10 +437,10 @@ def test_folders_that_people_have_are_taken(tmp_path, capfd):
     shutil.rmtree(encoders / "transformer")
     alone = folder_of(OURS, tmp_path / "alone")
     old = changed_model(tmp_path / "old")
-    config = json.loads((old / "transformer/config.json").read_text())
+    config = json.loads((old / "transformer/config.json").read_bytes())
     for field in ("zero_cond_t", "use_layer3d_rope", "use_additional_t_cond"):
         config.pop(field)
-    (old / "transformer/config.json").write_text(json.dumps(config | dict(pooled_projection_dim=768)))
+    (old / "transformer/config.json").write_text(json.dumps(config | dict(pooled_projection_dim=768)), "utf-8")
     for base in (model, encoders):
         for other in (changed_model(tmp_path / f"{base.name}-merged"), alone, old):
             args = SimpleNamespace(model=str(base), transformer=str(other))
@@ -453,7 +453,7 @@ def test_folders_that_people_have_are_taken(tmp_path, capfd):
 
 def test_a_broken_index_beside_a_transformer_is_one_line(tmp_path):
     other = changed_model(tmp_path / "other")
-    (other / "model_index.json").write_text("[")
+    (other / "model_index.json").write_text("[", "utf-8")
     with refused(f"--transformer {other}", "model_index.json"):
         predict.find_transformer(SimpleNamespace(model="tiny", transformer=str(other)))
 

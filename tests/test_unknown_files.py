@@ -25,7 +25,7 @@ def put_pair(data, target, control, form="JPEG"):
     """A pair of these names, with a caption."""
     put(data / "target" / target, 1, form)
     put(data / "control" / control, 2, form)
-    (data / "target" / target).with_suffix(".txt").write_text("make it snow")
+    (data / "target" / target).with_suffix(".txt").write_text("make it snow", "utf-8")
 
 def put_strays(folder):
     """Two files that no script knows, one of which is a picture, and what systems leave everywhere."""
@@ -82,7 +82,7 @@ def test_a_folder_of_pictures_with_any_suffix_is_edited_whole(tmp_path):
     for n, name in enumerate(names):
         put(tmp_path / "in" / name, n)
     put_strays(tmp_path / "in")
-    (tmp_path / "in/a.txt").write_text("a caption")
+    (tmp_path / "in/a.txt").write_text("a caption", "utf-8")
     result = run_script("predict.py", "--image", tmp_path / "in", "--out_dir", tmp_path / "out", "--cache_dir",
                         tmp_path / "c", *DRAW)
     assert result.status == 0, result.err
@@ -141,7 +141,7 @@ def dataset(tmp_path):
         (data / folder).mkdir(exist_ok=True)
         put_strays(data / folder)
     put(data / "forgotten.jpg")
-    (data / "README.md").write_text("x")
+    (data / "README.md").write_text("x", "utf-8")
     return data
 
 SCRIPTS = {
@@ -175,21 +175,21 @@ def layouts(top):
     put_pair(top / "beside", "cat.jfif", "cat.pjp")
     for name in ("cat.jfif", "cat-condlabel.jpe"):
         put(top / "onetrainer" / name)
-    (top / "onetrainer/cat.txt").write_text("snow")
+    (top / "onetrainer/cat.txt").write_text("snow", "utf-8")
     for name in "abcd":
         put(top / f"tables/images/{name}.jpg_large", ord(name))
     row = dict(target="images/a.jpg_large", control="images/b.jpg_large", prompt="snow")
-    with open(top / "tables/pairs.csv", "w", newline="") as f:
+    with open(top / "tables/pairs.csv", "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, row)
         writer.writeheader()
         writer.writerow(row)
-    (top / "tables/pairs.json").write_text(json.dumps([row]))
-    (top / "tables/metadata.jsonl").write_text(json.dumps(row))
+    (top / "tables/pairs.json").write_text(json.dumps([row]), "utf-8")
+    (top / "tables/metadata.jsonl").write_text(json.dumps(row), "utf-8")
     put(top / "musubi/after/cat.jfif")
     put(top / "musubi/before/cat.jpe", 2)
-    (top / "musubi/after/cat.caption").write_text("snow")
+    (top / "musubi/after/cat.caption").write_text("snow", "utf-8")
     (top / "musubi/set.toml").write_text('[[datasets]]\nimage_directory = "after"\ncontrol_directory = "before"\n'
-                                         'caption_extension = ".caption"\n')
+                                         'caption_extension = ".caption"\n', encoding="utf-8")
     for folder in ("folders/target", "beside/control", "onetrainer", "tables/images", "musubi/after"):
         put_strays(top / folder)
     return {"folders": (top / "folders", [], 2), "onetrainer": (top / "onetrainer", [], 2),

@@ -253,7 +253,7 @@ def write_dataset(folder, pairs, borders=0, form="png"):
         for file, picture in files.items():
             os.makedirs(os.path.dirname(f"{folder}/{file}"), exist_ok=True)
             picture.save(f"{folder}/{file}", **options[file[-3:]])
-        with open(f"{folder}/target/{name}.txt", "w", newline="\n") as f:
+        with open(f"{folder}/target/{name}.txt", "w", newline="\n", encoding="utf-8") as f:
             f.write(prompt + "\n")
 
 def numbered(pairs, form="{:03d}"):

@@ -438,7 +438,7 @@ index = {"_class_name": "QwenImageEditPlusPipeline", "_diffusers_version": diffu
          "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
          "tokenizer": ["transformers", "Qwen2Tokenizer"], "transformer": ["diffusers", "QwenImageTransformer2DModel"],
          "vae": ["diffusers", "AutoencoderKLQwenImage"]}
-with open(f"{args.out}/model_index.json", "w") as f:
+with open(f"{args.out}/model_index.json", "w", encoding="utf-8") as f:
     f.write(json.dumps(index, indent=2) + "\n")
 if args.random:
     raise SystemExit

@@ -217,7 +217,8 @@ def used_gib(device):
 
 def proc_status(key):
     """-> GiB, from Linux's file about this process."""
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 2**20
+    lines = open("/proc/self/status", encoding="utf-8")
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 2**20
 
 def peak_gib(f, device):
     """-> the GiB that one call adds at its peak. (On Linux a process can reset its own recorded peak.)"""
@@ -226,7 +227,7 @@ def peak_gib(f, device):
         torch.cuda.reset_peak_memory_stats()
         f()
         return torch.cuda.max_memory_allocated() / 2**30 - before
-    with open("/proc/self/clear_refs", "w") as file:
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")
     f()
     return proc_status("VmHWM") - before
@@ -252,7 +253,7 @@ started = [] # all processes; the caller has to end those that are left: they wo
 
 def start(*command):
     """Starts `python COMMAND` in the project's folder -> its process, whose output is a pipe."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, text=True,
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, encoding="utf-8",
                                errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started.append(process)
     return process

@@ -87,7 +87,7 @@ def merge(loras, scales, model, dtype, out):
         for file in copied:
             copy_file(file, tmp / file.relative_to(folder))
         if sections: # the CFG scale that the model wants, and the like
-            (tmp / "defaults.json").write_text(json.dumps(sections, indent=1))
+            (tmp / "defaults.json").write_text(json.dumps(sections, indent=1), encoding="utf-8")
         transformer.save_pretrained(tmp / "transformer")
         os.umask(umask := os.umask(0))
         for file in (tmp / "transformer").iterdir(): # safetensors lets only the owner read them
@@ -122,7 +122,7 @@ def stored_weights(folder):
     from safetensors import safe_open
     names, index = ["diffusion_pytorch_model.safetensors"], folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     files = {}
     for name in names:
         f = safe_open(folder / name, "pt")

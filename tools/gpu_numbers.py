@@ -121,7 +121,7 @@ def sharded(setup):
             out_dir = Path(folder, run.__name__)
             run("train.py", "--val_data", "--max_steps", 6, "--batch_size", 4, "--device", setup.device.split(":")[0],
                 "--dtype", "float32", "--cache_dir", Path(folder, "cache"), "--out_dir", out_dir, *more)
-            log = (out_dir / "log.jsonl").read_text().splitlines()[1:]
+            log = (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()[1:]
             losses.append(dict(losses={"": torch.tensor([json.loads(line)["loss"] for line in log])}))
         yield "train.py --fsdp on two GPUs, from one", losses[1], losses[0], 1e-4
 

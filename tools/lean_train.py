@@ -47,17 +47,17 @@ flag("--mask_background_weight", 1.0, "loss weight of the rest of that picture",
 flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial LoRA", type=common.seed_number)
 flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
-flag("--resume", False, "continue the run in --out_dir")
+flag("--resume", False, "continue the run in --out_dir; begin if that has none")
 args = common.parse_data_args(parser, "train.py") # with --model tiny, the default, tiny/defaults.json sets others
 if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
     parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
 args.val_data = [] # tiny's defaults have some
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which is not here; use bfloat16")
-if args.resume and not (args.out_dir / "state.safetensors").exists():
-    parser.error(f"argument --out_dir: {args.out_dir} has no state.safetensors; give another, or leave out --resume")
-if not args.resume and any(args.out_dir.glob("[!.]*")):
-    parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another folder, or --resume")
+there = {path.name for path in args.out_dir.glob("[!.]*")}
+saved = args.resume and "state.safetensors" in there # else --resume begins
+if there and not saved and not (args.resume and there == {"log.jsonl"}): # which a start leaves that was killed early
+    parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another, or --resume its state.safetensors")
 common.look_over(args)
 
 import torch # from here on imports take ten seconds; what is above needs one
@@ -160,7 +160,7 @@ config = {k: str(v) for k, v in vars(args).items() if k not in may_change and no
 config["samples"] = common.content_key(files=[file.stem for sample in epoch for file in cache.files_of(sample)])
 state_file, log = args.out_dir / "state.safetensors", args.out_dir / "log.jsonl"
 step, lines = 0, [json.dumps(dict(command=sys.argv, flags=vars(args)), default=str)]
-if args.resume:
+if saved:
     common.refuse_outside(log, args.out_dir)
     tensors, state = common.read_tensors(state_file)
     if changed := [name for name in config if state["config"].get(name) != config[name]]:
@@ -170,7 +170,7 @@ if args.resume:
         p.data.copy_(tensors[name])
     optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
 if rank == 0: # a line for each step is in the log: those of later steps go, as these steps run again
-    common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode())
+    common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode(), rb'\A\{"command": ')
 
 # The loop. A thread loads the next step while this one computes. A signal is noted, and ends the run after the step.
 with common.signals_noted() as signals:
@@ -204,7 +204,7 @@ with common.signals_noted() as signals:
         if rank == 0:
             record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=time.perf_counter() - t0)
             tell(f"step {step}  loss {loss:.4f}  gradient {grad_norm:.3g}  {record['seconds']:.3g} s")
-            with open(log, "a") as f:
+            with open(log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
             meta = dict(step=step, geometry=geometry | dict(target_pixels=geometry["target_pixels"][0]))

@@ -60,7 +60,7 @@ def read_log(folder):
     if log.exists() and log.stat().st_size > common.LONG_TEXT:
         raise InputError(f"{log}: over {common.LONG_TEXT:,} bytes, which is no log of a training; give another run")
     try:
-        lines = log.read_text().removesuffix("\n").split("\n")
+        lines = log.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{log}: cannot be read ({common.first_words(e)}); give a run folder of train.py")
     begin, steps, validations = {}, {}, {} # by step, as a resumed run may log a step again
@@ -487,7 +487,7 @@ def command_words(run):
 
 def flags_of_train():
     """-> the names of train.py's flags, as its text and common.py's have them: to import it would train."""
-    texts = [Path(common.__file__).with_name(name).read_text() for name in ("train.py", "common.py")]
+    texts = [Path(common.__file__).with_name(name).read_text(encoding="utf-8") for name in ("train.py", "common.py")]
     found = {name for text in texts for name in re.findall(r'flag\((?:flag, )?"--([a-z_]+)"', text)}
     return found | (common.SAMPLING.keys() & common.SAMPLE_FLAGS.keys())
 

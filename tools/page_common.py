@@ -103,7 +103,7 @@ def section(title, *children, id=None):
 
 def save_page(path, title, sections):
     """Writes the template with these sections in it. The page tells browsers to run only the template's own script."""
-    template = Path(__file__).with_name("page.html").read_text()
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = re.search("<script>(.*?)</script>", template, re.DOTALL)[1]
     parts = dict(title=escape(shown(title)), hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
                  body="".join(tostring(part, "unicode", method="html") for part in sections if part is not None))

@@ -20,7 +20,8 @@ HERE = Path(__file__).parents[2]
 def server():
     library = guard.build(tempfile.mkdtemp())
     env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    process = subprocess.Popen([sys.executable, "-m", "tests.fake_card.program", library], cwd=HERE, env=env, text=True,
+    process = subprocess.Popen([sys.executable, "-m", "tests.fake_card.program", library], cwd=HERE, env=env,
+                               encoding="utf-8",
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     weakref.finalize(server, process.communicate) # at the end of the session it reads no more lines, and ends too

@@ -29,7 +29,7 @@ def build(folder):
     torch, library = torch_folder(), Path(folder, "libguard.so")
     subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", Path(__file__).with_name("guard.cpp"), "-o", library,
                     f"-I{torch}/include", f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"],
-                   check=True, capture_output=True, text=True)
+                   check=True, capture_output=True, encoding="utf-8")
     return library
 
 

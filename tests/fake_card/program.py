@@ -54,9 +54,9 @@ def write_model(folder, blocks, zero_cond_t):
     for part in ("scheduler", "tokenizer", "processor", "text_encoder", "vae", "transformer"):
         (folder / part).mkdir(parents=True)
         for file in (tiny / part).glob("*.json"):
-            (folder / part / file.name).write_text(file.read_text())
-    index = json.loads((tiny / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | ({"_class_name": v1} if v1 else {})))
+            (folder / part / file.name).write_text(file.read_text("utf-8"), "utf-8")
+    index = json.loads((tiny / "model_index.json").read_bytes())
+    (folder / "model_index.json").write_text(json.dumps(index | ({"_class_name": v1} if v1 else {})), "utf-8")
 
     with init_empty_weights(): # diffusers' defaults are the real models' shapes
         transformer = QwenImageTransformer2DModel(num_layers=blocks, zero_cond_t=zero_cond_t)
@@ -65,9 +65,9 @@ def write_model(folder, blocks, zero_cond_t):
     vae.save_config(folder / "vae")
 
     def change(file, how):
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_bytes())
         how(content)
-        file.write_text(json.dumps(content))
+        file.write_text(json.dumps(content), "utf-8")
 
     def as_real(config):
         config["text_config"].update(TEXT)
@@ -172,7 +172,7 @@ def run(script, flags, folder, card, env={}, prelude=""):
 
 def serve():
     """Forks for each line that comes in, and passes on what `run` returns."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     answers.write("ready\n")
     for line in sys.stdin:

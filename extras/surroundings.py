@@ -1,0 +1,106 @@
+"""
+What surrounds a run, and stands in no flag: variables of the environment, and what a sitecustomize.py has set before
+our first line. What would change numbers in silence is refused or put back; what changes the speed, or the last bits
+alone, stays as it is, and the log's first line says it.
+"""
+import contextlib
+import json
+import os
+import platform
+import re
+import sys
+from datetime import timedelta
+from threading import Timer
+
+from PIL import ImageFile
+
+# numbers that torchrun sets for each process, and what holds without it
+NUMBERS = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+PATIENCE = 20 # seconds in which processes that exist have met
+# `accelerate launch` and others leave these: other attention (8 bits in some), weights that only the first process
+# loads, products in TF32 or bf16
+OTHER_NUMBERS = re.compile("ACCELERATE_.*|FSDP_.*|DIFFUSERS_ATTN_.*|TRANSFORMERS_SDPA_.*|USE_HUB_KERNELS|"
+                           "TORCH_ALLOW_TF32_.*|NVIDIA_TF32_.*|(ONE|)DNNL?_DEFAULT_FPMATH_MODE")
+OTHER_BITS = re.compile("(TORCH|PYTORCH|TORCHINDUCTOR|CUBLAS|CUBLASLT|CUDNN|NCCL|MKL|OMP|KMP|ATEN|ONEDNN|DNNL)_.*")
+
+
+def refusal():
+    """-> an error line, or None: if RANK and the like are those of no process, left in this environment, or half of a
+    set, as from Slurm, MPI, a pod or a notebook (torchrun sets all; so may others: then env:// finds the processes); or
+    if docstrings are left out, which diffusers reads."""
+    if sys.flags.optimize > 1:
+        return "PYTHONOPTIMIZE: 2, or -OO, with which diffusers cannot be imported; give 1, or leave it out"
+    found = {name: os.environ[name] for name in (*NUMBERS, "MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    try:
+        rank, world, local_rank, local_world = [int(found.get(name, default)) for name, default in NUMBERS.items()]
+        if 0 <= local_rank <= rank < world == 1 == local_world:
+            return None
+        if 0 <= local_rank <= rank < world and 1 <= local_world <= world and {"RANK", "WORLD_SIZE"} <= found.keys():
+            if found["MASTER_ADDR"] and 0 < int(found["MASTER_PORT"]) < 2**16:
+                return None
+    except (KeyError, ValueError): # what lacks, or is no number
+        pass
+    words = " ".join(f"{name}={value}" for name, value in found.items())
+    return (f"{words}: set in the environment, but not as torchrun sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; "
+            f"unset {' '.join(found)}, or start with torchrun")
+
+
+def meet(backend):
+    """Lets the processes find each other. InputError if this one cannot. Where these variables were left, the others do
+    not exist, and it would wait for hours: so it says whom it waits for."""
+    import torch.distributed
+
+    from common import InputError, first_line, tell
+    rank, world, address, port = [os.environ[name] for name in "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()]
+    line = (f"process {rank} of {world} (RANK, WORLD_SIZE) waits for the others at {address}:{port}; if there are "
+            "none, unset these")
+    waiting = Timer(PATIENCE, tell, [line])
+    waiting.daemon = True
+    waiting.start()
+    try: # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
+        torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
+    except (RuntimeError, ValueError) as e:
+        raise InputError(f"MASTER_ADDR {address}, MASTER_PORT {port}: process {rank} of {world} cannot meet the others "
+                         f"there ({first_line(e)}); give the first one's address and a free port, or use torchrun")
+    finally:
+        waiting.cancel()
+
+
+def put_back():
+    """Puts back what changes numbers -> a line for each variable that was set. Call it before torch is imported: only a
+    sitecustomize.py has done that earlier."""
+    lines = []
+    for name in filter(OTHER_NUMBERS.fullmatch, sorted(os.environ)):
+        lines.append(f"warning: {name}={os.environ.pop(name)}: not used, as it changes what is computed")
+    ImageFile.LOAD_TRUNCATED_IMAGES = False # or half a picture would be a whole one
+    if torch := sys.modules.get("torch"):
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_float32_matmul_precision("highest")
+        torch.set_grad_enabled(True)
+        for device in ("cpu", "cuda"):
+            torch.set_autocast_enabled(device, False)
+    return lines
+
+
+def offline():
+    """-> what a line adds about the hub if the environment forbids it."""
+    found = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")]
+    return f"unset {' '.join(found)}, " if found else ""
+
+
+def changed(begun, now):
+    """-> a line if a run goes on with other packages, or in other surroundings. begun: the first line of its log."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError): # it may be anything
+        before = json.loads(begun)
+        differ = [f"{name} {before.get(name, '-')!s:.200} -> {value}" for name, value in now.items()
+                  if before.get(name) != value]
+        if differ:
+            return [f"warning: other than when this run began: {', '.join(differ)}; the last bits may differ"]
+    return []
+
+
+def described():
+    """-> {name: what may change the last bits of a result}, beside the packages' versions."""
+    set_here = {name: value for name, value in os.environ.items() if OTHER_BITS.fullmatch(name)}
+    return dict(python=platform.python_version(), machine=platform.machine(), environment=set_here)
