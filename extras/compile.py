@@ -5,15 +5,16 @@ differs.
 import os
 import shutil
 import sys
-from importlib.util import find_spec
 
 import torch
 
 import extras
 from common import InputError
 
-if os.name == "nt" and torch.cuda.is_available(): # elsewhere torch brings triton along, which has a compiler here
-    if not find_spec("triton"):
+if os.name == "nt" and torch.cuda.is_available(): # elsewhere torch brings triton along; this one has a compiler
+    try:
+        import triton # noqa: F401
+    except ImportError:
         raise InputError("--compile: needs triton, which is missing; pip install triton-windows, or leave the flag out")
 elif not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "gcc", "clang", "cc", "cl"))):
     raise InputError("--compile: found no C++ compiler; install g++ (on Windows Visual Studio's Build Tools), or leave "

@@ -39,8 +39,8 @@ def refuse_cpu(args):
     if small or args.device or getattr(args, "plan", False) or torch.cuda.is_available():
         return
     if sys.platform == "darwin":
-        raise InputError("--device: no Mac has a card for the real model, which needs CUDA; take a machine with one, or "
-                         "give --device cpu: right, but hours a step")
+        raise InputError("--device: the real model needs CUDA, which no Mac has; take a machine with such a card, or "
+                         "give --device cpu, which takes hours a step")
     if not (torch.version.cuda or torch.version.hip): # what PyPI has for Windows
         raise InputError(f"--device: torch {torch.__version__} is built without CUDA; {CUDA_BUILD}, or give --device "
                          "cpu")

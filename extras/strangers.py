@@ -54,9 +54,9 @@ def show_streams():
 
 
 def command(words):
-    """Words as a command that a person can paste into bash or zsh (on Windows: see windows_word): a control character, or a byte that is no UTF-8,
-    which always stands in quotes ('), becomes $'...' between them. ValueError for half a character, which JSON may
-    have, and no name."""
+    """Words as a command that a person can paste into bash or zsh: a control character, or a byte that is no UTF-8,
+    which always stands in quotes ('), becomes $'...' between them. On Windows: see windows_word. ValueError for half a
+    character, which JSON may have, and no name."""
     def escaped(control):
         return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
     if os.name == "nt":

@@ -39,7 +39,10 @@ def node(tag, *children, **attributes):
 def link(path, page):
     """-> a file's URL, relative to the page; its name may contain any character. Symbolic links are not resolved, so
     that the URL stays right when the folder is copied."""
-    relative = os.path.relpath(path, Path(page).parent)
+    try:
+        relative = os.path.relpath(path, Path(page).parent)
+    except ValueError: # on another drive of Windows
+        return Path(os.path.abspath(path)).as_uri()
     return "/".join(quote(os.fsencode(part), safe="") for part in Path(relative).parts)
 
 def to_jpeg(image, side):

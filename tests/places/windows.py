@@ -3,7 +3,7 @@ A Windows that does not exist: what it forbids is forbidden here, too, in this p
 
     def test_x(windows)                          # the fixture at the end: until the test ends, for run_script
     start("train.py", ..., prelude=install)      # a process of its own, from its beginning
-    $ pytest -p tests.places.windows test_consistency.py
+    $ python -m pytest -p tests.places.windows test_consistency.py # .ci/run does so
 
 In the folders that are watched, the checkout and temporary ones: a file that is open or mapped is not moved, replaced
 or deleted; a locked one is not read; os.rename replaces nothing; names are Windows' (and two may not differ in case
@@ -144,7 +144,8 @@ def replacements(code_page):
         refuse(OSError, 1314, target)
     return {(os, "rename"): move("rename"), (os, "replace"): move("replace"), (os, "unlink"): remove,
             (os, "remove"): remove, (os, "mkdir"): make("mkdir"), (os, "link"): make("link"), (os, "symlink"): no_links,
-            (os, "open"): open_fd, (builtins, "open"): opened, (io, "open"): opened, (shutil, "_use_fd_functions"): False}
+            (os, "open"): open_fd, (builtins, "open"): opened, (io, "open"): opened,
+            (shutil, "_use_fd_functions"): False}
 
 class Without(types.ModuleType): # a class because a module is what our code asks for its names
     """A module without some of its names, and with others."""
