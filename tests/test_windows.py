@@ -4,23 +4,25 @@ is killed, a second one; what is printed and written for it. And the claims:
 
 $ python -m pytest -p tests.places.windows test_consistency.py      # a minute
 """
-import json
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import common
 from extras import strangers
-from tests.harness import (EXACT, HERE, NATIVE, add_item, assert_same_run, is_one_line, kill, refused, run_script,
-                           steps_of, until)
-from tests.places.windows import install, windows # noqa: F401 (a fixture)
-from tools import page_common
+from tests.harness import (EXACT, HERE, NATIVE, add_item, assert_same_run, kill, refused, run_script, steps_of,
+                           until)
+from tests.places.windows import NO_MODULES, NO_OS, SIGNALS, install, is_ours, windows # noqa: F401 (a fixture)
+from tools import bench_common, page_common
 
 # ---- the place itself ------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,36 @@ def test_a_second_start_is_told_that_a_run_is_at_work(tmp_path, monkeypatch, win
     assert again.name == "run-002"
     lock.release()
     other.release()
+
+def test_gpu_check_runs_there_and_ends_what_it_has_started(tmp_path, monkeypatch, windows):
+    """No SIGALRM, no killpg; a process is killed with those that it has started. Elsewhere than on Linux no peak of
+    this process's memory is known, and none is shown."""
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    process = bench_common.start("-c", child)
+    grandchild = psutil.Process(int(process.stdout.readline()))
+    monkeypatch.setattr(bench_common, "start", lambda *command: subprocess.Popen(
+        [sys.executable, "-c", "print('1 passed')"], stdout=subprocess.PIPE, text=True))
+    result = run_script("tools/gpu_check.py", "--device", "cpu", "--stages", "claims", "--out", tmp_path / "found.json")
+    assert result.status == 0 and result.out.count("1 passed") >= 2, result.err
+    assert process.poll() is not None and not (grandchild.is_running() and grandchild.status() != "zombie")
+    assert math.isnan(bench_common.peak_gib(list, "cpu")) and bench_common.used_gib("cpu") > 0
+
+HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
+             "bench_common.py: /proc", "bench_common.py: malloc_trim", # behind sys.platform
+             "strangers.py: /proc"} # for names that Linux alone has
+
+def test_nothing_asks_for_what_windows_or_a_mac_lacks():
+    """By the imitation's lists; common.signals_noted asks by name."""
+    found = set()
+    for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py"), *HERE.glob("tools/*.py")]:
+        code = path.read_text(encoding="utf-8")
+        if is_ours(str(path)):
+            found |= {f"{path.name}: os.{name}" for name in re.findall(r"\bos\.(\w+)", code) if name in NO_OS}
+            asked = re.findall(r"\bsignal\.(\w+)", code)
+            found |= {f"{path.name}: signal.{name}" for name in asked if name not in SIGNALS}
+            found |= {f"{path.name}: {name}" for name in ("/proc", "malloc_trim") if name in code}
+            found |= {f"{path.name}: {name}" for name in NO_MODULES if re.search(rf"^\s*import {name}\b", code, re.M)}
+    assert found == HERE_ONLY
 
 # ---- what is printed and written for it ------------------------------------------------------------------------------
 
