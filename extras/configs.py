@@ -58,7 +58,7 @@ def read_json(file):
     most = WORDS.get(file.name, MOST_BYTES)
     if file.stat().st_size > most:
         raise ValueError(f"more than {most:,} bytes")
-    return json.loads(file.read_text(encoding="utf-8"))
+    return json.loads(file.read_bytes())
 
 
 def plain_name(name):

@@ -74,7 +74,7 @@ def write_configs(model):
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.copytree(common.TINY_DATA.parent / "tokenizer", folder / "tokenizer")
-    tokens = json.loads((folder / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    tokens = json.loads((folder / "tokenizer/tokenizer.json").read_bytes())["added_tokens"]
     [pad] = [token["id"] for token in tokens if token["content"] == "<|image_pad|>"]
     pipeline, more = MODELS[model]
     files = CONFIGS | {"model_index.json": dict(PARTS, _class_name=pipeline)}

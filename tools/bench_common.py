@@ -252,7 +252,7 @@ started = [] # all processes; the caller has to end those that are left: they wo
 
 def start(*command):
     """Starts `python COMMAND` in the project's folder -> its process, whose output is a pipe."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, text=True,
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=HERE, start_new_session=True, encoding="utf-8",
                                errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started.append(process)
     return process

@@ -41,7 +41,7 @@ def link(path, page):
     that the URL stays right when the folder is copied."""
     try:
         relative = os.path.relpath(path, Path(page).parent)
-    except ValueError: # on another drive of Windows
+    except ValueError: # another drive of Windows
         return Path(os.path.abspath(path)).as_uri()
     return "/".join(quote(os.fsencode(part), safe="") for part in Path(relative).parts)
 
