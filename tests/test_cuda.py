@@ -119,7 +119,8 @@ def test_several_cards_without_nccl_are_refused_before_a_model_is_loaded(card, m
     """Windows' torch has none. One card, and processes on CPUs, work as ever."""
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert parse(monkeypatch).device == "cuda:0"
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500").items():
+        monkeypatch.setenv(name, value)
     assert parse(monkeypatch, "--device", "cpu").device == "cpu"
     with pytest.raises(SystemExit) as e:
         parse(monkeypatch)
