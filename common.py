@@ -423,10 +423,12 @@ def progress(what, items=None, **options):
     return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
 
 def check_device(flag, device):
-    """flag_error if torch cannot compute on this device."""
+    """flag_error if torch cannot compute on this device, or if nobody has compared its numbers there."""
     import torch
+    if device.partition(":")[0] not in ("cuda", "cpu"): # (mps is silently wrong: pytorch issues 189690, 195910)
+        flag_error(f"--{flag}: {device!r}: only cuda and cpu have been compared with stock; give one of these")
     try:
-        torch.empty(0, device=device).cpu() # (meta has no numbers)
+        torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as e:
         other = "cpu" if device.startswith("cuda") else "cuda or cpu"
         flag_error(f"--{flag}: {device!r} cannot be used ({first_line(e)}); give {other}")

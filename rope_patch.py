@@ -119,19 +119,25 @@ class Layout:
     last: bool = False # the last block: its text output is not used
 
 def has_varlen(x):
-    """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer. A backend chosen
-    through diffusers, for all models or in a `with` block, takes precedence."""
+    """torch's variable-length attention is flash attention: CUDA, half precision, Ampere or newer, and a torch that was
+    built with it (on Windows none is). A backend chosen through diffusers, for all models or in a `with` block, takes
+    precedence."""
     return (x.is_cuda and torch.version.hip is None # (which lacks it on many cards)
+            and torch.backends.cuda.is_flash_attention_available()
             and x.dtype in (torch.bfloat16, torch.float16)
             and torch.cuda.get_device_capability(x.device) >= (8, 0)
             and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE)
+
+def send(x, device):
+    """-> x on the device. Only for CUDA the host does not wait: on MPS such a copy may read memory that is free again
+    (pytorch issue 189690)."""
+    return x.to(device, non_blocking=torch.device(device).type == "cuda")
 
 def make_segments(lens, temb_rows, device):
     begins = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
     index = torch.tensor(temb_rows).repeat_interleave(torch.tensor(lens), output_size=sum(lens))
     # made once per forward pass: made in each block they would wait for the GPU 60 times
-    begins, index = [t.to(device, non_blocking=True) for t in (begins, index)]
-    return Segments(lens, max(lens), begins, temb_rows, index)
+    return Segments(lens, max(lens), send(begins, device), temb_rows, send(index, device))
 
 def make_layout(img_lens, txt_lens, targets, x):
     """-> Layout, for rows of x's device and dtype. img_lens, txt_lens: tokens of each sample; targets: for zero_cond_t
@@ -557,7 +563,7 @@ def pad_latents_for_multi_res(samples, max_len=None):
     padded = samples[0].new_zeros(len(samples), max_len, samples[0].shape[1])
     for row, s in zip(padded, samples): # F.pad and stack would write each sample twice
         row[:len(s)] = s
-    return padded, torch.from_numpy(mask).to(padded.device, non_blocking=True)
+    return padded, send(torch.from_numpy(mask), padded.device)
 
 def run_packed(model, latents, prompt_embeds, timesteps, img_shapes):
     """One forward pass over samples of any sizes, without a pad. Lists of (I_b, C) and (T_b, C), (B,) timesteps,

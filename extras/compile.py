@@ -11,8 +11,14 @@ import torch
 import extras
 from common import InputError
 
-if not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "gcc", "clang", "cc"))):
-    raise InputError("--compile: found no C++ compiler; install g++, or leave the flag out")
+if os.name == "nt" and torch.cuda.is_available(): # elsewhere torch brings triton along; this one has a compiler
+    try:
+        import triton # noqa: F401
+    except ImportError:
+        raise InputError("--compile: needs triton, which is missing; pip install triton-windows, or leave the flag out")
+elif not {"CC", "CXX"} & set(os.environ) and not any(map(shutil.which, ("g++", "gcc", "clang", "cc", "cl"))):
+    raise InputError("--compile: found no C++ compiler; install g++ (on Windows Visual Studio's Build Tools), or leave "
+                     "the flag out")
 
 
 def compile_blocks(blocks):

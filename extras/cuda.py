@@ -4,6 +4,7 @@
 import contextlib
 import os
 import re
+import sys
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,15 +12,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import InputError, first_line, flag_error
+from common import InputError, first_line, flag_error, world
 
 
 def check(flag, device, dtype):
-    """flag_error if a card is too old for this dtype (None: bfloat16 on a card)."""
+    """flag_error if a card is too old for this dtype (None: bfloat16 on a card), or if several have no way to speak
+    with each other."""
+    if device.startswith("cuda") and world() > 1 and not dist.is_nccl_available(): # (gloo on cards cannot do --fsdp)
+        flag_error(f"--{flag}: several GPUs need NCCL, which this torch lacks (on Windows all do); use one, without "
+                   "torchrun")
     if (device.startswith("cuda") and torch.version.hip is None and dtype in (None, "bfloat16")
             and torch.cuda.get_device_capability(device) < (8, 0)):
         flag_error(f"--{flag}: {torch.cuda.get_device_name(device)} has no bfloat16 attention; take an "
                      "Ampere card (A100, RTX 30xx) or a newer one, or --dtype float32")
+
+
+# -U, as pip takes the build without CUDA for the same version; the bound is that of requirements.txt
+CUDA_BUILD = 'pip install -U "torch<2.15" --index-url https://download.pytorch.org/whl/cu130'
 
 
 def refuse_cpu(args):
@@ -29,6 +38,12 @@ def refuse_cpu(args):
     small |= not Path(args.model).exists() and not re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) # a slip of the pen
     if small or args.device or getattr(args, "plan", False) or torch.cuda.is_available():
         return
+    if sys.platform == "darwin":
+        raise InputError("--device: the real model needs CUDA, which no Mac has; take a machine with such a card, or "
+                         "give --device cpu, which takes hours a step")
+    if not (torch.version.cuda or torch.version.hip): # what PyPI has for Windows
+        raise InputError(f"--device: torch {torch.__version__} is built without CUDA; {CUDA_BUILD}, or give --device "
+                         "cpu")
     raise InputError(f"--device: no usable GPU (torch {torch.__version__} is built for CUDA "
                      f"{torch.version.cuda or '-'}; CUDA 13 needs driver 580 or newer, see nvidia-smi); update the "
                      "driver, install a torch that fits it, or give --device cpu")
@@ -54,16 +69,21 @@ def find_flash(capability):
         return impl
 
 
-def activate_flash(capability):
-    """Activates the fastest flash attention that can be loaded -> words for the log."""
-    impl = find_flash(capability)
+NO_FLASH = "no flash attention in this torch (on Windows in none): attention one sample at a time, which is slower"
+
+
+def activate_flash(capability, newer=True):
+    """Activates the fastest flash attention that can be loaded (newer=False: torch's own) -> words for the log."""
+    if not torch.backends.cuda.is_flash_attention_available(): # then rope_patch.has_varlen is False
+        return NO_FLASH
+    impl = find_flash(capability) if newer else None
     if impl:
         try:
             torch.nn.attention.activate_flash_attention_impl(impl)
             return f"flash attention {impl[2:]}"
         except Exception as e: # a package for another torch or another CUDA can fail in any way
             return f"flash attention 2 ({impl} cannot be loaded: {first_line(e)})"
-    if capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
+    if newer and capability[0] in FASTER and torch.version.hip is None: # (AMD's MI300 is a 9 too)
         return f"flash attention 2; {FASTER[capability[0]][2]} would compute attention faster"
     return "flash attention 2"
 
@@ -84,7 +104,7 @@ def prepare(device, flash_attention):
         varlen._should_use_cudnn = lambda *args, **kwargs: False
     torch._dynamo.config.recompile_limit = 64 # past it --compile would fall back to eager without a word
     capability = torch.cuda.get_device_capability(device)
-    words = activate_flash(capability) if flash_attention == "auto" else "flash attention 2"
+    words = activate_flash(capability, flash_attention == "auto")
     return f"{torch.cuda.get_device_name(device)}, {words}"
 
 

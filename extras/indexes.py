@@ -111,7 +111,7 @@ def is_name(value):
 
 def is_path(value):
     """A path to anywhere, of a picture that was encoded."""
-    return is_text(value) and "\0" not in value and len(value) <= 4000 and parts_fit(value.split("/"))
+    return is_text(value) and "\0" not in value and len(value) <= 4000 and parts_fit(Path(value).parts)
 
 
 def is_path_or_none(value):

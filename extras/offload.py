@@ -76,7 +76,7 @@ def copy_ahead(blocks, hosts, buffers, device):
     """Adds hooks that fill the buffers: a block's weights (from `hosts`) are on the device when it computes, and those
     of the next are on their way. Blocks may be entered in any order, and a pass may stop halfway: a copy then comes
     late, and is still right."""
-    api = getattr(torch, device.type) # torch.cpu has the same names, which do nothing
+    api = getattr(torch, device.type) # torch.cpu has the names of torch.cuda, which do nothing
     copying = api.Stream(device)
     number = {block: k for k, block in enumerate(blocks)}
     held = [None, None] # the block whose weights are in each buffer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rope_patch import (image_lens, joint_mask, lens_mask, make_layout, packed_forward, pad_latents_for_multi_res,
-                        real_pair, sample_freqs, sample_shapes)
+                        real_pair, sample_freqs, sample_shapes, send)
 
 
 def forward(model, img, txt, txt_mask, timestep, img_shapes, attention_kwargs, additional_t_cond, image_rotary_emb,
@@ -78,7 +78,7 @@ def places_of(valid_BN, device):
     """-> (tokens,) the places of valid tokens among the B * N of all rows; None if there are no pads to drop."""
     if valid_BN.all():
         return None
-    return torch.from_numpy(np.flatnonzero(valid_BN)).to(device, non_blocking=True)
+    return send(torch.from_numpy(np.flatnonzero(valid_BN)), device)
 
 def drop_pads(x_BNC, places):
     """-> (1, tokens, C), which knows nothing of what stood in the pads, NaN too."""

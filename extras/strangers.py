@@ -85,11 +85,22 @@ def show_streams():
 
 def command(words):
     """Words as a command that a person can paste into bash or zsh: a control character, or a byte that is no UTF-8,
-    which always stands in quotes ('), becomes $'...' between them. ValueError for half a character, which JSON may
-    have, and no name."""
+    which always stands in quotes ('), becomes $'...' between them. On Windows: see windows_word. ValueError for half a
+    character, which JSON may have, and no name."""
     def escaped(control):
         return f"'${repr(control[0].encode(errors='surrogateescape'))[1:]}'"
+    if os.name == "nt":
+        return shown(" ".join(map(windows_word, map(str, words))))
     return CONTROLS.sub(escaped, shlex.join(map(str, words)))
+
+
+def windows_word(word):
+    """A word in the one form that cmd.exe and PowerShell share: in double quotes, and " as "". They still read more
+    into a % (cmd.exe), a $ or a ` (PowerShell), and PowerShell 5.1 loses a "."""
+    if re.fullmatch(r"[\w.:/\\=+-]+", word):
+        return word
+    # of backslashes before a quote, or before the end, each needs another one
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + 2 * found[2], word) + '"'
 
 
 def is_inside(path, folder):

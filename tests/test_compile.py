@@ -7,6 +7,7 @@ Dynamo captures the blocks as it does for a card. Its graphs then run as they ar
 no compiler to wait for, and every number can be compared. What inductor makes of them: test_machine_code.py.
 """
 import functools
+import importlib
 import shutil
 import sys
 
@@ -15,8 +16,9 @@ import torch
 
 import rope_patch
 from tests import varlen_cpu # which gives torch's variable-length attention a CPU kernel
-from tests.harness import (EXACT, assert_same_run, is_one_line, log_of, lora_of, rel, run_script, show, start_ranks,
-                           validations_of)
+from tests.harness import (EXACT, assert_same_run, is_one_line, log_of, lora_of, refused, rel, run_script, show,
+                           start_ranks, validations_of)
+from tests.places import windows
 
 RAN = "a graph ran" # the output has it once for each time
 BLOCKS, STEPS = 3, 3 # BLOCKS: tiny's
@@ -81,6 +83,15 @@ def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "extras.compile", raising=False)
     result = run_script("train.py", "--compile", "--out_dir", tmp_path / "run")
     assert result.status == 1 and is_one_line(result.errors[-1], "--compile", "compiler"), result.err
+
+def test_on_windows_a_missing_triton_is_one_line(monkeypatch):
+    """torch brings triton along everywhere else."""
+    windows.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None) # as if it were not there
+    monkeypatch.delitem(sys.modules, "extras.compile", raising=False)
+    with refused("--compile", "triton", "pip install triton-windows"):
+        importlib.import_module("extras.compile")
 
 def test_blocks_split_by_a_graph_break_can_be_recomputed(flags, tmp_path):
     """Six functions of a block are compiled. Where one of them has a variant with nothing to compute, this must not

@@ -11,9 +11,10 @@ import torch
 import cache
 import common
 import predict
+import rope_patch
 from extras import cuda
 from extras import quantize as low_bit
-from tests.harness import TINY, encoder_flags, is_one_line, refused
+from tests.harness import HERE, TINY, encoder_flags, is_one_line, refused
 
 @pytest.fixture
 def card(monkeypatch):
@@ -22,6 +23,8 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *args, device=None, real=torch.empty, **kwargs: real(*args, **kwargs))
     return found
 
@@ -82,9 +85,50 @@ def test_nccl_waits_minutes_and_has_its_memory_before_anything_is_measured(card,
     assert calls == ["set_device", timedelta(hours=6), torch.device("cuda:0"), timedelta(minutes=20), "cuda:0"]
 
 def test_only_a_cpu_computes_in_float32_by_default(card, monkeypatch):
-    """82 GB on a Mac would help nobody."""
-    assert [parse(monkeypatch, "--device", device).dtype for device in ("cpu", "mps", "cuda")] == [
-        "float32", "bfloat16", "bfloat16"]
+    assert [parse(monkeypatch, "--device", device).dtype for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
+
+@pytest.mark.parametrize("flag", ["--device", "--vae_device", "--text_encoder_device"])
+def test_a_device_whose_numbers_were_never_compared_is_refused_in_one_line(card, monkeypatch, capsys, flag):
+    """On MPS copies and causal attention are silently wrong; `card` is a machine on which torch would take them all."""
+    for device in ("mps", "mps:0", "xpu", "npu:1", "privateuseone", "meta", "vulkan", "cud"):
+        with pytest.raises(SystemExit) as e:
+            parse(monkeypatch, flag, device)
+        line = capsys.readouterr().err.strip()
+        assert e.value.code == 2 and is_one_line(line, flag, device, "compared", "cuda", "cpu")
+
+def test_only_a_copy_to_cuda_does_not_wait(monkeypatch):
+    """On MPS it may read what is free again (pytorch issue 189690): a wrong order of tokens, without an error."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking=False: asked.append(non_blocking) or x)
+    for device in ("cuda", "cuda:1", torch.device("cuda", 0), "mps", "cpu", torch.device("xpu")):
+        rope_patch.send(torch.zeros(1), device)
+    assert asked == [True] * 3 + [False] * 3
+    others = [path.name for path in [*HERE.glob("*.py"), *HERE.glob("extras/*.py")]
+              if "non_blocking=" in path.read_text(encoding="utf-8")]
+    assert sorted(others) == ["offload.py", "rope_patch.py"] # (the first keeps what it copies from)
+
+def test_where_torch_lacks_flash_attention_each_sample_is_attended_alone(card, monkeypatch):
+    """On Windows: has_varlen asks torch, and the log's words do too, whatever --flash_attention and the package say."""
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0")
+    assert rope_patch.has_varlen(x) and cuda.activate_flash((8, 9)) == "flash attention 2"
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: pytest.fail(name))
+    assert not rope_patch.has_varlen(x)
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        for newer in (True, False):
+            assert cuda.activate_flash(capability, newer).startswith("no flash attention in this torch")
+
+def test_several_cards_without_nccl_are_refused_before_a_model_is_loaded(card, monkeypatch, capsys):
+    """Windows' torch has none. One card, and processes on CPUs, work as ever."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert parse(monkeypatch).device == "cuda:0"
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500").items():
+        monkeypatch.setenv(name, value)
+    assert parse(monkeypatch, "--device", "cpu").device == "cpu"
+    with pytest.raises(SystemExit) as e:
+        parse(monkeypatch)
+    assert e.value.code == 2 and is_one_line(capsys.readouterr().err.strip(), "--device", "NCCL", "use one")
 
 @pytest.mark.parametrize("capability, dtype, usable", [
     ((7, 5), "bfloat16", False), ((7, 5), "float32", True), ((8, 0), "bfloat16", True), ((12, 0), "bfloat16", True)])
@@ -100,6 +144,7 @@ def test_a_card_before_ampere_is_refused_before_a_model_is_loaded(card, monkeypa
 def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
     """It would take 82 GB in float32, and hours a step; the usual reason is a driver older than the CUDA build."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False) # on a machine with a card too
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     (tmp_path / "transformer").mkdir()
     with open(tmp_path / "transformer/model.safetensors", "wb") as f:
         f.truncate(5 * 10**9) # takes no space
@@ -111,6 +156,21 @@ def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
         assert parse(monkeypatch, "--model", slip).device == "cpu"
     os.truncate(tmp_path / "transformer/model.safetensors", 10**6)
     assert parse(monkeypatch, "--model", tmp_path).device == "cpu"
+
+def test_who_has_no_card_is_told_what_his_system_needs(monkeypatch):
+    """PyPI's torch for Windows is built without CUDA, and a Mac has no driver to update."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    words = 'pip install -U "torch<2.15" --index-url https://download.pytorch.org/whl/cu130'
+    with refused("--device", "without CUDA", words, "--device cpu"):
+        parse(monkeypatch, "--model", "Qwen/Qwen-Image-Edit-2509")
+    bound = re.search("^torch>=.*,(<.*?) ", (HERE / "requirements.txt").read_text(encoding="utf-8"), re.M)[1]
+    assert f"torch{bound}" in words
+    monkeypatch.setattr(cuda, "sys", SimpleNamespace(platform="darwin"))
+    with pytest.raises(common.InputError) as e:
+        parse(monkeypatch, "--model", "Qwen/Qwen-Image-Edit-2509")
+    assert is_one_line(str(e.value), "--device", "no Mac", "--device cpu")
+    assert not re.search("(?i)nvidia|driver|index-url", str(e.value))
 
 def test_what_is_set_before_the_first_tensor(card, monkeypatch):
     """cuDNN's attention off (one family of kernels, no plan for each shape), room for variants of a compiled block, an
@@ -161,6 +221,7 @@ BROKEN = "raise {}('undefined symbol: _ZN3c10\\nsecond line')"
     ((12, 0), {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": ""}, "2"), ((8, 9), {}, "2")])
 def test_a_flash_attention_that_cannot_be_loaded_leaves_torchs_own(capability, files, words, tmp_path, monkeypatch):
     """No traceback: the log says why, or what to install. Torch's real activation, with packages that lack all."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None) # as if it were not there; the end of the test restores it
         if any(re.split("[./]", file)[0] == name.split(".")[0] for file in files):

@@ -567,6 +567,7 @@ def test_a_models_own_attention_backend_has_precedence(monkeypatch):
 def test_the_one_kernel_needs_half_precision_on_ampere_and_no_other_backend_chosen(monkeypatch):
     monkeypatch.setattr(rope_patch, "varlen_attn", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     usable = lambda dtype=torch.bfloat16, capability=(8, 0), cuda=True: rope_patch.has_varlen(
         SimpleNamespace(is_cuda=cuda, dtype=dtype, device=capability))
     assert usable() and usable(torch.float16) and usable(capability=(9, 0))

@@ -18,7 +18,6 @@ Times are compared only within a round. A line shows the median and the quartile
 ratio of the FLOPs. A round without a clock comes first: in it all ways must agree on the loss and on every LoRA
 gradient.
 """
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -60,6 +59,7 @@ args = parser.parse_args()
 
 # What follows takes seconds to import, so it comes behind the flags.
 import numpy as np
+import psutil
 import torch
 import transformers
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_code
@@ -127,7 +127,7 @@ def explain(lines):
         print("INVALID: the quartiles are more than 10 % apart; measure again on a quieter machine")
 
 def head(title):
-    load = " ".join(f"{x:.1f}" for x in os.getloadavg())
+    load = " ".join(f"{x:.1f}" for x in psutil.getloadavg())
     print()
     print(f"{title} | {args.size} {str(dtype)[6:]} | {device_name} | torch {torch.__version__} | load {load}")
 

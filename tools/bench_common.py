@@ -2,11 +2,11 @@
 What bench.py, gpu_check.py and gpu_numbers.py share: models with random weights, samples of noise, and how to count
 FLOPs, seconds and memory.
 """
+import contextlib
 import ctypes
 import gc
-import os
+import math
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params
@@ -212,25 +213,23 @@ def used_gib(device):
     gc.collect()
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated() / 2**30
-    ctypes.CDLL(None).malloc_trim(0) # gives freed memory back to the system
-    return proc_status("VmRSS")
-
-def proc_status(key):
-    """-> GiB, from Linux's file about this process."""
-    lines = open("/proc/self/status", encoding="utf-8")
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 2**20
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0) # gives freed memory back to the system
+    return psutil.Process().memory_info().rss / 2**30
 
 def peak_gib(f, device):
-    """-> the GiB that one call adds at its peak. (On Linux a process can reset its own recorded peak.)"""
+    """-> the GiB that one call adds at its peak; on a CPU nan, except on Linux, where a process can reset its peak."""
     before = used_gib(device)
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         f()
         return torch.cuda.max_memory_allocated() / 2**30 - before
-    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
-        file.write("5")
+    if sys.platform != "linux":
+        f()
+        return math.nan
+    Path("/proc/self/clear_refs").write_bytes(b"5")
     f()
-    return proc_status("VmHWM") - before
+    return int(re.search(rb"VmHWM:\s*(\d+)", Path("/proc/self/status").read_bytes())[1]) / 2**20 - before
 
 def timed(f, device, before):
     """-> dict: the seconds of the first call, which may compile; the median of three later ones; the GiB that they add.
@@ -270,5 +269,8 @@ def output_of(*command):
 def end(process):
     """Kills a process, and those that it has started."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        whole = psutil.Process(process.pid)
+        for each in [whole, *whole.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         process.wait()

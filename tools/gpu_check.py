@@ -15,6 +15,7 @@ What tests/fake_card proves without a GPU is not repeated here. It rewrites --ou
 Markdown tables for README; after --minutes, Ctrl-C or SIGTERM it does so at once. The exit status is 1 if something is
 `wrong` or `broken`. To run out of memory is a result, not a failure.
 """
+import _thread
 import gc
 import json
 import os
@@ -22,6 +23,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -201,6 +203,17 @@ def write(stage, row):
     print(f"{stage}: " + ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     common.write_file(args.out, json.dumps(dict(about=about, **found), indent=1).encode(), OURS)
 
+def end_in_time(ended):
+    """Sends the main thread SIGTERM after --minutes, if it has not `ended`: a bit early, as a running kernel cannot be
+    interrupted; and again, as Python ignores what is raised in a destructor. (Windows has no timer that sends it.)"""
+    wait = max(0.1, BEGUN + 0.98 * 60 * args.minutes - time.monotonic())
+    while not ended.wait(wait):
+        if os.name == "nt":
+            _thread.interrupt_main(signal.SIGTERM)
+        else: # this one also ends a system call
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        wait = 5
+
 about = dict(command=common.command(["python", *sys.argv]), device=device_name, cuda=torch.version.cuda,
              **{m.__name__: m.__version__ for m in (torch, diffusers, transformers, peft)})
 print(*[f"{key}: {value}" for key, value in about.items()], sep="\n")
@@ -222,10 +235,9 @@ if "nf4" not in gpu_numbers.KINDS:
     del jobs["speed"]["nf4"]
 found = {stage: [] for stage in STAGES if stage in args.stages}
 stage, name = args.stages[0], "nothing" # until the loop below
-for number in (signal.SIGALRM, signal.SIGTERM):
-    signal.signal(number, signal.default_int_handler) # a KeyboardInterrupt, as libraries catch all Exceptions
-# a bit early, as a running kernel cannot be interrupted; and again, as Python ignores what is raised in a destructor
-signal.setitimer(signal.ITIMER_REAL, max(0.1, BEGUN + 0.98 * 60 * args.minutes - time.monotonic()), 5)
+signal.signal(signal.SIGTERM, signal.default_int_handler) # a KeyboardInterrupt, as libraries catch all Exceptions
+ended = threading.Event()
+threading.Thread(target=end_in_time, args=(ended,), daemon=True).start()
 try:
     for stage, name in [(stage, name) for stage in found for name in jobs[stage]]:
         # kernels of the stage numbers add up in a fixed order, without which no two results would have equal bits
@@ -244,7 +256,7 @@ try:
 except KeyboardInterrupt:
     write(stage, dict(what=name, note="stopped here"))
 finally:
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    ended.set()
     torch.use_deterministic_algorithms(False)
     for process in started:
         end(process)

@@ -412,6 +412,9 @@ def patch_torch(card):
             Stream=Stream, Event=Stream, stream=on_stream,
             current_stream=lambda device=None: Stream(), default_stream=lambda device=None: Stream()).items():
         put(torch.cuda, name, answer)
+    # so is what a build without CUDA lacks beside it
+    put(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    put(torch.distributed, "is_nccl_available", lambda: True)
     put(torch.Tensor, "record_stream", lambda tensor, stream: None) # it wants a real stream
 
     # a mode belongs to the thread that has entered it; those that a program starts have the card, too
