@@ -39,7 +39,7 @@ from pathlib import Path
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
                     is_index, load_extra, print_problems, read_image, read_mask, read_tensors, tell)
-from extras import disk, sources, unchanged
+from extras import disk, sources, strays, unchanged
 from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
@@ -220,7 +220,7 @@ def hash_part(place, cache_dir):
     """A folder of a model, or its one file -> a hash of every file's content, because a merged LoRA may change any
     tensor, and no length. The folder's name does not matter, nor does a README. CACHE_DIR/models.txt remembers the
     hashes of the files, because to read 58 GB takes a minute."""
-    inside = sorted(place.glob("[!.]*")) if place.is_dir() else [place]
+    inside = strays.listed(place, "*") if place.is_dir() else [place]
     files = [file for file in inside if file.is_file() and file.suffix != ".md"]
     look = common.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
     return content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files])

@@ -18,7 +18,6 @@ import os
 import re
 import unicodedata
 from functools import partial
-from pathlib import Path
 
 from common import (LONG_TEXT, MOST_CONTROLS, SAMPLE_FLAGS, InputError, command, first_words, is_inside, make_sample,
                     noise_level, noted, png_name, read_object, read_text, refuse_outside, seed_number)

@@ -244,7 +244,7 @@ def test_a_run_whose_lock_cannot_be_read_is_at_work(tmp_path, monkeypatch):
 def test_a_complete_cache_on_a_read_only_disk_serves(tmp_path, small, number):
     """Also with an index of another place, whose paths are others."""
     folder = shutil.copytree(small.cache, tmp_path / "c")
-    (folder / "tiny-data.json").write_text((folder / "tiny-data.json").read_text() + " ")
+    (folder / "tiny-data.json").write_bytes((folder / "tiny-data.json").read_bytes() + b" ")
     flags = [*small.cache_flags, "--cache_dir", folder]
     with bad_disk(folder, dict(write=number)):
         for script, *more in (["cache.py"], ["cache.py", "--verify"],

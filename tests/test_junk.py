@@ -32,7 +32,7 @@ def put_left(folder, who):
     for name in folders:
         save(paint_picture(seed=7), folder / name / "cat.png")
         save(paint_picture(seed=8), folder / name / "sub/cat_1.png")
-        (folder / name / "cat.txt").write_text("a thumbnail")
+        (folder / name / "cat.txt").write_text("a thumbnail", encoding="utf-8")
     for name in files:
         save(paint_picture(seed=9), folder / name, format="PNG")
     return len(folders + files)
@@ -94,14 +94,14 @@ def test_junk_beside_a_tables_pictures_a_table_and_a_configuration_is_passed_ove
         save(paint_picture(seed=ord(name)), source / "images" / f"{name}.png")
     row = json.dumps(dict(target="images/a.png", control="images/b.png", prompt="go"))
     for name in ("metadata.jsonl", "metadata.sync-conflict-20260101-120000-ABCDEFG.jsonl"):
-        (source / name).write_text(row)
+        (source / name).write_text(row, encoding="utf-8")
     for name in ("._metadata.jsonl", "._train.parquet", "._x.safetensors"):
         (source / name).write_bytes(b"\0\5\x16\7")
     number = sum(put_left(source / "images", who) for who in LEFT)
     result = run_script("tools/import_data.py", source, tmp_path / "out")
     assert result.status == 0 and ": 1 samples" in result.out, result.err
     assert [count_of(line) for line in told(result)] == [number] and "not used" not in result.out
-    (source / "set.toml").write_text('[[datasets]]\nimage_directory = "images"\ncontrol_directory = "images2"')
+    (source / "set.toml").write_bytes(b'[[datasets]]\nimage_directory = "images"\ncontrol_directory = "images2"')
     shutil.copytree(source / "images", source / "images2")
     result = run_script("tools/import_data.py", source / "set.toml", tmp_path / "configured", "--prompt", "go")
     assert result.status == 0 and ": 2 samples" in result.out, result.err
@@ -141,7 +141,7 @@ def test_a_picture_that_is_only_in_a_cloud_is_named(data, tmp_path, form, cloud)
     (tmp_path / "rows").mkdir()
     for name in ("metadata.jsonl", "rows.csv"):
         (data / name).write_text(json.dumps(row) if name[0] == "m" else "target,control,prompt\n"
-                                 "target/cat.png,control/cat.png,go")
+                                 "target/cat.png,control/cat.png,go", encoding="utf-8")
     problems = common.read_dataset(data / "metadata.jsonl")[1]
     (data / "metadata.jsonl").unlink()
     problems += [problem for problem in common.read_dataset(data)[1] if cloud in problem]
@@ -161,7 +161,7 @@ POINTERS = ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1
 @pytest.mark.parametrize("file", ["target/cat.png", "control/cat.png", "target/cat.txt", "metadata.jsonl", "rows.csv"])
 def test_a_pointer_of_git_is_neither_a_picture_nor_a_prompt(data, tmp_path, file, pointer):
     """One line says what it is, and how to fetch the file."""
-    (data / file).write_text(pointer)
+    (data / file).write_text(pointer, encoding="utf-8")
     if file == "rows.csv":
         [problem] = run_script("tools/import_data.py", data / file, tmp_path / "out").errors
     elif file == "metadata.jsonl":

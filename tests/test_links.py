@@ -46,7 +46,7 @@ def test_links_into_the_hubs_blobs_are_files_in_folders_and_tables(tmp_path, pla
         for n, name in enumerate(("before/cat.png", "after/cat.png")):
             save(paint_picture(seed=n), data / name)
         row = dict(target="after/cat.png", control=["before/cat.png"], prompt="go")
-        (data / ("rows.jsonl" if form == "a table" else "metadata.jsonl")).write_text(json.dumps(row))
+        (data / ("rows.jsonl" if form == "a table" else "metadata.jsonl")).write_text(json.dumps(row), encoding="utf-8")
     to_blobs(data, data.parents[1] / "blobs" if "snapshots" in place else tmp_path / "hub/datasets--me--pairs/blobs")
     if form in ("folders", "metadata.jsonl"):
         for root in [data, data / "metadata.jsonl"][:2 - (form == "folders")]:
@@ -62,7 +62,7 @@ def test_links_into_the_hubs_blobs_are_files_in_folders_and_tables(tmp_path, pla
 def test_a_link_to_other_blobs_is_not_followed(data, tmp_path):
     """A folder of this name is not the hub's."""
     to_blobs(data, tmp_path / "mine/blobs")
-    (data / "rows.jsonl").write_text(json.dumps(ROW))
+    (data / "rows.jsonl").write_text(json.dumps(ROW), encoding="utf-8")
     assert all("leads out" in problem for problem in common.read_dataset(data)[1])
     [problem] = common.read_dataset(data / "rows.jsonl")[1]
     assert is_one_line(problem, "rows.jsonl:1", "control/cat.png", "leads out", "cp -rL")
@@ -75,8 +75,8 @@ def test_a_link_that_leads_nowhere_is_called_that_everywhere(data, tmp_path, mon
         shutil.copytree(data, folder)
         (folder / file).unlink(missing_ok=True)
         (folder / file).symlink_to("/nowhere/at/all")
-        (folder / "rows.jsonl").write_text(json.dumps(ROW))
-        (folder / "rows.csv").write_text("target,control,prompt\ntarget/cat.png,control/cat.png,go")
+        (folder / "rows.jsonl").write_text(json.dumps(ROW), encoding="utf-8")
+        (folder / "rows.csv").write_text("target,control,prompt\ntarget/cat.png,control/cat.png,go", encoding="utf-8")
         if file == "metadata.jsonl":
             shutil.rmtree(folder / "target")
             with refused(folder / file, why):
@@ -121,11 +121,12 @@ def test_a_table_may_spell_names_in_another_form(spelled, tmp_path, monkeypatch)
     """metadata.jsonl, jobs.jsonl, --image and the tables of import_data.py, each picture once; a sample's name is NFC,
     as from a folder."""
     data, row = spelled
-    (data / "rows.jsonl").write_text(json.dumps(row))
+    (data / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
     samples, problems = common.read_dataset(data / "rows.jsonl")
     assert [sample.name for sample in samples] == [f"target/{NFC}/{NFC}"] and samples[0].mask and not problems
     common.look_at_sample(samples[0])
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(dict(image=f"data/{row['control'][0]}", prompt="go")))
+    job = dict(image=f"data/{row['control'][0]}", prompt="go")
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(job), encoding="utf-8")
     samples, problems = manifest.read(tmp_path / "jobs.jsonl", is_job=True)
     assert len(samples) == 1 and not problems and Path(samples[0].controls[0]).is_file()
     for image in (data / row["control"][0], data / Path(row["control"][0]).parent):
@@ -145,7 +146,8 @@ def test_of_two_names_in_different_forms_none_is_chosen(tmp_path):
     problems = common.read_dataset(data)[1]
     assert any("has the same name; keep one" in problem for problem in problems)
     mixed = "cafe\u0301 \u00fc"
-    (data / "rows.jsonl").write_text(json.dumps(dict(target=f"target/{mixed}.png", control=[], prompt="go")))
+    row = dict(target=f"target/{mixed}.png", control=[], prompt="go")
+    (data / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
     [problem] = common.read_dataset(data / "rows.jsonl")[1]
     assert is_one_line(problem, f"{mixed}.png", "2 files have this name", "keep one")
 

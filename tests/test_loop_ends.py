@@ -47,7 +47,7 @@ class Left(SystemExit):
 
 def lines_of_the_loop():
     """-> the first line of each statement in the loop of train.py."""
-    tree = ast.parse((HERE / "train.py").read_text())
+    tree = ast.parse((HERE / "train.py").read_text(encoding="utf-8"))
     loop, = [node for node in ast.walk(tree) if isinstance(node, ast.While) and "max_steps" in ast.unparse(node.test)]
     return sorted({node.lineno for node in ast.walk(loop) if isinstance(node, ast.stmt)} - {loop.lineno})
 
@@ -158,7 +158,7 @@ def test_a_log_that_fails_is_one_warning_and_its_lines_come_later_in_order(whole
     result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run")
     assert result.status == 0 and result.err.count("warning: ") == 1 and "log.jsonl: [Errno 5]" in result.err
     assert_same_run(tmp_path / "run", whole.run)
-    lines = (tmp_path / "run/log.jsonl").read_text().splitlines()
+    lines = (tmp_path / "run/log.jsonl").read_text(encoding="utf-8").splitlines()
     records = list(map(json.loads, lines)) # no line is broken
     assert [r["warning"] for r in records if "warning" in r] == [result.err.strip()]
     page = run_script("tools/page.py", tmp_path / "run")

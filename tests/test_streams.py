@@ -38,10 +38,10 @@ json.dump([common.warned, opened.fileno()], opened)
 def run_in_shell(tmp_path, redirect, c=False, python="python"):
     """-> (exit status, what the terminal got, warnings, the number that the first file of ours has)."""
     result, script = tmp_path / "result", tmp_path / "script.py"
-    script.write_text(SCRIPT.format(here=str(HERE), result=str(result), c=c))
+    script.write_text(SCRIPT.format(here=str(HERE), result=str(result), c=c), encoding="utf-8")
     line = f"set -o pipefail; {python.replace('python', sys.executable)} {script} {redirect}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
-    text = result.read_text()
+    done = subprocess.run(["bash", "-c", line], capture_output=True, encoding="utf-8", timeout=60)
+    text = result.read_text(encoding="utf-8")
     warnings, number = json.loads(text)
     return done.returncode, done.stdout + done.stderr, warnings, number
 
@@ -61,7 +61,7 @@ def test_a_stream_that_cannot_be_written_ends_nothing(tmp_path, redirect, warned
 def test_what_a_library_in_c_prints_into_a_closed_stream_is_in_no_file(tmp_path):
     """The number of a closed stream is taken, so that the next file, such as a log, does not get it."""
     run_in_shell(tmp_path, ">&-", c=True)
-    assert "library" not in (tmp_path / "result").read_text()
+    assert "library" not in (tmp_path / "result").read_text(encoding="utf-8")
 
 def test_lines_come_again_when_a_full_disk_has_room(tmp_path):
     """Also those that Python's buffer has held."""
@@ -75,7 +75,7 @@ def test_lines_come_again_when_a_full_disk_has_room(tmp_path):
         os.dup2(room, 1)
         common.say("two")"""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True, env=env)
     assert done.stdout == "one\ntwo\n" and done.stderr.count("warning: stdout") == 1
 
 @pytest.mark.parametrize("script", ["train.py", "predict.py", "cache.py", "tools/doctor.py"])
@@ -104,7 +104,7 @@ def test_ctrl_c_in_a_terminal_with_tee_ends_with_a_checkpoint_and_status_0(tmp_p
     until(lambda: (tmp_path / "status").exists())
     os.close(terminal)
     os.waitpid(child, 0)
-    assert (tmp_path / "status").read_text() == "0 130\n"
+    assert (tmp_path / "status").read_text(encoding="utf-8") == "0 130\n"
     assert steps_of(tmp_path / "run") == [log_of(tmp_path / "run")[-1]["step"]]
     said = {r["warning"].split(":")[1].strip() for r in records_of(tmp_path / "run") if "warning" in r}
     assert said & {"stdout", "stderr"}
@@ -117,7 +117,7 @@ def close_streams(how):
     for number in (1, 2):
         os.dup2(write, number)
     os.close(read)
-    sys.stdout, sys.stderr = [open(number, "w", closefd=False) for number in (1, 2)]
+    sys.stdout, sys.stderr = [open(number, "w", closefd=False, encoding="utf-8") for number in (1, 2)]
     if how == "closed":
         sys.stdout = sys.stderr = None
         os.closerange(0, 3)
