@@ -388,6 +388,8 @@ def make_model(folder, file, weights):
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
+    if not weights: # which some other initialisations read
+        lora_config["init_lora_weights"] = "gaussian"
     warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:

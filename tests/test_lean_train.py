@@ -149,7 +149,7 @@ def test_it_is_one_page_and_imports_no_extra():
 def test_it_needs_no_extras_but_those_that_read_models_and_flags(tmp_path, small, training, unstopped, monkeypatch):
     """From the dataset and its cache: an index needs extras/indexes.py."""
     for path in (HERE / "extras").glob("*.py"):
-        if path.stem not in ("__init__", "configs", "defaults", "published", "strays"):
+        if path.stem not in ("__init__", "configs", "defaults", "disk", "published", "strays"):
             monkeypatch.setitem(sys.modules, f"extras.{path.stem}", None)
     assert training[0] == "--data"
     lean(tmp_path, "--data", small.folder / "data", "--cache_dir", small.cache, *training[2:])
