@@ -738,9 +738,10 @@ try:
                 for place, loss in zip(pack, losses):
                     numbers[place] = loss.detach()
         if any(isinstance(e, torch.OutOfMemoryError) for e in failed):
-            failed = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
-                                 f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
-                                 "sample --target_pixels), or raise the second, then --resume")]
+            # (in place: what the exception holds is free then)
+            failed[:] = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
+                                    f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
+                                    "sample --target_pixels), or raise the second, then --resume")]
         if failed and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
             raise failed[0]
 
@@ -804,16 +805,15 @@ try:
                 say("the curves, in a browser: "
                     + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now:
-            last_try = at_end or late and step >= late + args.save_every
-            if rank or failures.save_or_warn(save, out_dir, step, args.save_every, last_try):
-                late = 0
-            else:
-                late = late or step
+            if rank == 0:
+                late = failures.save_or_warn(save, out_dir, step, late, args.save_every, at_end)
             late = common.gather_objects(late)[0] # all processes compare their LoRAs again then
 except BaseException as e: # whatever ends the loop, what was learned is saved first
     failures.save_the_rest(save, out_dir, step, e, marks, optimizer)
     raise
 finally:
+    if rank == 0:
+        log.flush()
     with failures.tried("the progress bar"):
         bar.close()
 

@@ -64,8 +64,8 @@ def kind_of_folder(path):
 
 def kind_of(path):
     """A file -> one of common.KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown"."""
-    if away_name(path.name):
-        return "away"
+    if inner := away_name(path.name):
+        return "junk" if path.with_name(inner).exists() else "away"
     if is_junk(path.name):
         return "junk"
     if CONFLICT.search(path.name):
