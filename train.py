@@ -780,8 +780,6 @@ try:
         # The estimate of the time left includes the validations so far.
         at_end = step == args.max_steps or stop
         save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
-        if save_now: # what is saved is what all processes have
-            agree.compare(out_dir, step, lora.values())
         if rank == 0:
             record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                           tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
@@ -804,7 +802,8 @@ try:
             if step == first_step + 1:
                 say("the curves, in a browser: "
                     + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
-        if save_now:
+        if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
+            agree.compare(out_dir, step, lora.values())
             if rank == 0:
                 late = failures.save_or_warn(save, out_dir, step, late, args.save_every, at_end)
             late = common.gather_objects(late)[0] # all processes compare their LoRAs again then
