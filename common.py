@@ -728,8 +728,8 @@ def checkpoints(run):
     return [path for path in numbered(run, "checkpoint") if (path / LORA_FILE).is_file()]
 
 def find_run_folder(args, name):
-    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden names,
-    which listed() leaves out, may be of a start that was killed before its log."""
+    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden
+    names, which listed() leaves out, may be of a start that was killed before its log."""
     # a folder without a log does not count: its run never began
     runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
     folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")

@@ -274,7 +274,8 @@ def test_a_low_bit_training_goes_on_bit_for_bit(tmp_path, small, start):
 @pytest.mark.parametrize("part", ["transformer", "text encoder"])
 def test_too_little_memory_is_one_line(tmp_path, data, monkeypatch, part):
     def out_of_memory(self, *args, **kwargs):
-        if type(self).__name__.startswith("Qwen2_5_VL" if part == "text encoder" else "QwenImageTransformer"):
+        encoder = "Qwen2_5_VL" if part == "text encoder" else "QwenImageTransformer"
+        if type(self).__name__.startswith(encoder) and not next(self.parameters()).is_meta:
             raise torch.OutOfMemoryError
         return real(self, *args, **kwargs)
     real = torch.nn.Module.to

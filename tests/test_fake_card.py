@@ -199,7 +199,7 @@ cache.load_latents = load_latents
 """
 
 def rank(n, cards=8):
-    env = dict(RANK=n, WORLD_SIZE=cards, LOCAL_RANK=n, LOCAL_WORLD_SIZE=cards)
+    env = dict(RANK=n, WORLD_SIZE=cards, LOCAL_RANK=n, LOCAL_WORLD_SIZE=cards, MASTER_ADDR="card", MASTER_PORT=1)
     return dict(card=dict(gib=79.2, cards=cards), env={key: str(value) for key, value in env.items()})
 
 def test_eight_cards_share_the_samples_of_a_step(run):

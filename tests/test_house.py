@@ -279,7 +279,7 @@ def text_of(name):
 
 def commands_of(name):
     """-> the lines of the blocks of code, without their comments. Lines in Chinese are none."""
-    blocks = re.findall(r"^```\n(.*?)^```", text_of(name), re.M | re.S)
+    blocks = re.findall(r"^```(?:powershell)?\n(.*?)^```", text_of(name), re.M | re.S)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.isascii()]
 

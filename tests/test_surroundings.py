@@ -57,7 +57,7 @@ def test_a_training_in_a_locale_that_is_not_utf_8_is_the_same_one(tmp_path):
     """A process in ASCII, which takes no byte of tokenizer.json as it is, learns what one in UTF-8 learns."""
     data = tmp_path / "data"
     for name in "ab":
-        add_item(data, name, caption="füge Schnee hinzu 雪")
+        add_item(data, name, caption="f\u00fcge Schnee hinzu \u96ea")
     flags = ["--data", data, "--val_data", data, "--cache_dir", tmp_path / "cache", "--device", "cpu", "--max_steps", 2,
              "--batch_size", 2, "--num_inference_steps", 2, "--lora_rank", 2]
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
