@@ -47,7 +47,7 @@ def refusal():
 def meet(backend):
     """Lets the processes find each other. InputError if this one cannot. Where these variables were left, the others do
     not exist, and it would wait for hours: so it says whom it waits for."""
-    import torch.distributed
+    import torch.distributed as dist
 
     from common import InputError, first_line, tell
     rank, world, address, port = [os.environ[name] for name in MEETING]
@@ -56,8 +56,14 @@ def meet(backend):
     waiting = Timer(PATIENCE, tell, [line])
     waiting.daemon = True
     waiting.start()
-    try: # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
-        torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
+    timeout = timedelta(hours=6) # as processes without work wait for the encoders; NCCL gets a shorter one
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun --max_restarts keeps the store, which has the addresses of the processes that have died. (On several
+        # machines the counts may differ, so there it stays as it is.)
+        if os.environ.get("LOCAL_WORLD_SIZE") == world:
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"MASTER_ADDR {address}, MASTER_PORT {port}: process {rank} of {world} cannot meet the others "
                          f"there ({first_line(e)}); give the first one's address and a free port, or use torchrun")
