@@ -590,8 +590,8 @@ model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 # On a model without weights: LoRAs or flags that do not fit it, and a disk without room for checkpoints, end the run
 # now, not after the encoding.
 _, lora = make_model(transformer_folder, transformer_file, weights=False)
-if rank == 0 and not args.plan:
-    disk.check_room(out_dir, sum(p.numel() for p in lora.values()), args.keep)
+if not args.plan:
+    common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep))
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
               vae=model_folder / "vae")
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
@@ -804,9 +804,8 @@ try:
                     + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
             agree.compare(out_dir, step, lora.values())
-            if rank == 0:
-                late = failures.save_or_warn(save, out_dir, step, late, args.save_every, at_end)
-            late = common.gather_objects(late)[0] # all processes compare their LoRAs again then
+            late = common.on_first_process(partial(failures.save_or_warn, save, out_dir, step, late, args.save_every,
+                                                   at_end))
 except BaseException as e: # whatever ends the loop, what was learned is saved first
     failures.save_the_rest(save, out_dir, step, e, marks, optimizer)
     raise

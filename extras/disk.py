@@ -90,6 +90,10 @@ def remove_old(folder):
         warn_once(f"warning: {folder.parent}: an old {old}... cannot be deleted ({reason_of(e)}); tried again later")
 
 
+def say_unlinked(place, e):
+    say_lack(place, e, "hard links", "of two scripts that write one file at once the last one wins")
+
+
 def say_lack(place, e, what, then):
     """Once for a disk, which its mount point names; nothing if this OSError is about another thing."""
     if e.errno in LACKING:
