@@ -440,7 +440,7 @@ def encode_samples(pipe, samples, args, verify=False):
     if missing:
         for folder in {file.parent for file in missing}:
             common.refuse_outside(folder, args.cache_dir)
-            common.prepare_folder(folder)
+            disk.try_out(folder)
         common.say(f"encoding {len(missing)} files into {args.cache_dir}")
         failed = encode_files(pipe, {file: jobs[file] for file in missing if file in my_files}, args)
     # what is neither here nor failed has gone meanwhile; to leave it out would train on fewer samples than were planned

@@ -607,12 +607,7 @@ def link_new(source, target):
         os.link(source, target)
         return True
     except OSError as e:
-        load_extra("disk", target).say_lack(target.parent, e, "hard links", "of two scripts that write one file at "
-                                            "once the last one wins")
-
-def prepare_folder(path):
-    """Makes the folder. InputError if it cannot be written as write_file does."""
-    load_extra("disk", path).try_out(path)
+        load_extra("disk", target).say_unlinked(target.parent, e)
 
 def remove_unused(folder):
     """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""

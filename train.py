@@ -592,8 +592,8 @@ model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 # On a model without weights: LoRAs or flags that do not fit it, and a disk without room for checkpoints, end the run
 # now, not after the encoding.
 _, lora = make_model(transformer_folder, transformer_file, weights=False)
-if rank == 0 and not args.plan:
-    disk.check_room(out_dir, sum(p.numel() for p in lora.values()), args.keep)
+if not args.plan:
+    common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep))
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
               vae=model_folder / "vae")
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
@@ -740,9 +740,10 @@ try:
                 for place, loss in zip(pack, losses):
                     numbers[place] = loss.detach()
         if any(isinstance(e, torch.OutOfMemoryError) for e in failed):
-            failed = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
-                                 f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
-                                 "sample --target_pixels), or raise the second, then --resume")]
+            # (in place: what the exception holds is free then)
+            failed[:] = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
+                                    f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
+                                    "sample --target_pixels), or raise the second, then --resume")]
         if failed and (world_size == 1 or args.fsdp): # --fsdp: the others wait in a block, until torchrun ends them
             raise failed[0]
 
@@ -781,8 +782,6 @@ try:
         # The estimate of the time left includes the validations so far.
         at_end = step == args.max_steps or stop
         save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
-        if save_now: # what is saved is what all processes have
-            agree.compare(out_dir, step, lora.values())
         if rank == 0:
             record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
                           tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
@@ -805,17 +804,16 @@ try:
             if step == first_step + 1:
                 say("the curves, in a browser: "
                     + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
-        if save_now:
-            last_try = at_end or late and step >= late + args.save_every
-            if rank or failures.save_or_warn(save, out_dir, step, args.save_every, last_try):
-                late = 0
-            else:
-                late = late or step
-            late = common.gather_objects(late)[0] # all processes compare their LoRAs again then
+        if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
+            agree.compare(out_dir, step, lora.values())
+            late = common.on_first_process(partial(failures.save_or_warn, save, out_dir, step, late, args.save_every,
+                                                   at_end))
 except BaseException as e: # whatever ends the loop, what was learned is saved first
     failures.save_the_rest(save, out_dir, step, e, marks, optimizer)
     raise
 finally:
+    if rank == 0:
+        log.flush()
     with failures.tried("the progress bar"):
         bar.close()
 

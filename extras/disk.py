@@ -52,30 +52,31 @@ def refusal(place, e, what="cannot be written"):
 
 def sync(descriptor, place):
     """fsync. On a disk that has none it is left out, with a line; where it fails it raises OSError."""
-    try:
+    with unsynced(place):
         os.fsync(descriptor)
-    except OSError as e:
-        if e.errno not in LACKING:
-            raise
-        say_unsynced(place, e)
-
-
-def say_unsynced(place, e):
-    say_lack(place, e, "fsync", "a power loss may cost what was written last")
 
 
 def sync_folder(path):
     """A rename is safe from power loss only when the folder is on the disk, too (Windows cannot do that)."""
     if os.name == "nt":
         return
+    with unsynced(path):
+        folder = os.open(path, os.O_RDONLY) # (not of one that may only be written)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def unsynced(place):
+    """Within `with`, what says that this disk has no fsync is a line, and any other failure is raised."""
     try:
-        folder = os.open(path, os.O_RDONLY)
-    except PermissionError as e: # one that may only be written
-        return say_unsynced(path, e)
-    try:
-        sync(folder, path)
-    finally:
-        os.close(folder)
+        yield
+    except OSError as e:
+        say_lack(place, e, "fsync", "a power loss may cost what was written last")
+        if e.errno not in LACKING:
+            raise
 
 
 def remove_old(folder):
@@ -87,6 +88,10 @@ def remove_old(folder):
     except OSError as e:
         old = folder.name.rstrip("0123456789") # one line for all of them
         warn_once(f"warning: {folder.parent}: an old {old}... cannot be deleted ({reason_of(e)}); tried again later")
+
+
+def say_unlinked(place, e):
+    say_lack(place, e, "hard links", "of two scripts that write one file at once the last one wins")
 
 
 def say_lack(place, e, what, then):
@@ -135,14 +140,13 @@ def try_renames(folder):
     trial = folder / f".tmp-{secrets.token_hex(8)}"
     try:
         trial.mkdir(parents=True)
-        os.replace(trial, trial.with_suffix(".2"))
+        trial = trial.replace(f"{trial}-2")
     except OSError as e:
         if e.errno in LACKING: # what else is wrong the tool will say
             raise refusal(folder, e, "this disk cannot rename folders")
     finally:
-        for path in (trial, trial.with_suffix(".2")):
-            with contextlib.suppress(OSError):
-                path.rmdir()
+        with contextlib.suppress(OSError):
+            trial.rmdir()
 
 
 def try_cache(args):
@@ -176,16 +180,16 @@ def longest_name(folder):
     """-> bytes that a file's name may have here: encrypted disks take fewer than others."""
     while not folder.is_dir():
         folder = folder.parent
-    for size in (common.NAME_BYTES, 143):
+    for size in (common.NAME_BYTES, 143, 100):
         trial = folder / (".tmp-" + secrets.token_hex(size)[5:size])
         try:
             trial.touch()
             trial.unlink()
-            return size
+            break
         except OSError as e:
             if e.errno != errno.ENAMETOOLONG: # which the trial of the folder will tell
-                return size
-    return 100
+                break
+    return size
 
 
 def check_room(folder, numbers, keep):
@@ -194,8 +198,8 @@ def check_room(folder, numbers, keep):
     files = 4 * numbers, 8 * numbers
     size = sum(files)
     more = max(keep + 1 - len(common.checkpoints(folder)), 1)
-    disk = shutil.disk_usage(folder)
-    free = disk.free if disk.total else math.inf # unknown
+    usage = shutil.disk_usage(folder)
+    free = usage.free if usage.total else math.inf # unknown
     if size <= min(free, TRIED):
         free = min(free, room_for(folder, files))
     if free < size:
@@ -209,15 +213,14 @@ def check_room(folder, numbers, keep):
 def room_for(folder, sizes):
     """-> infinity if files of these sizes, in bytes, can be written; else the bytes that could be, as by a quota."""
     part, written = os.urandom(2**20), 0
-    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        for size in sizes:
-            try:
+    try:
+        with contextlib.ExitStack() as stack:
+            for size in sizes:
                 f = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
                 for start in range(0, size, len(part)):
                     written += f.write(part[:size - start])
                 sync(f.fileno(), folder)
-            except OSError as e:
-                if e.errno in FULL:
-                    return written
-                raise # whatever else it is does not tell
+    except OSError as e: # (any other does not tell)
+        if e.errno in FULL:
+            return written
     return math.inf

@@ -55,10 +55,10 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     def draw(self, step):
         """Draws, compares and saves -> (what the log says about it: psnr, pictures, flags; {dataset: contact sheet}),
         on the first process, if nothing fails when it reports; None on others. What fails before raises on all."""
-        torch.cuda.empty_cache() # as cuDNN allocates outside of torch's cache (without a GPU this does nothing)
-        self.vae.to(self.args.vae_device)
         try:
             def compare_all():
+                torch.cuda.empty_cache() # as cuDNN allocates outside of torch's cache (without a GPU this does nothing)
+                self.vae.to(self.args.vae_device)
                 base = self.base_pictures
                 return [self.compare(place, base[place], picture, step)
                         for place, picture in self.generate(trained=True).items()]

@@ -13,10 +13,12 @@ from extras.agree import Parted
 
 @contextlib.contextmanager
 def kept(failures):
-    """Within `with`, an exception goes into this list, and the code behind the block runs all the same."""
+    """Within `with`, an exception, or a library's sys.exit, goes into this list, and the code behind the block runs all
+    the same. Take it out of the list: as long as it is there, it and the list hold each other, and with them all
+    tensors of the functions that have failed."""
     try:
         yield
-    except (Exception, InputError) as e:
+    except (Exception, SystemExit) as e:
         failures.append(e)
 
 
@@ -27,7 +29,7 @@ def tried(what):
     with kept(failures):
         yield
     if failures:
-        warn(what, failures[0])
+        warn(what, failures.pop())
 
 
 def warn(what, why):
@@ -44,12 +46,13 @@ def together(work):
     with kept(failures):
         result = work()
     if any(common.gather_objects(bool(failures))):
-        raise failures[0] if failures else SystemExit(1)
+        raise failures.pop() if failures else SystemExit(1)
     return result
 
 
 def warn_of_validation(e, step, fsdp):
-    """Says that it has failed with this exception. With --fsdp that ends the run: the others wait for this process."""
+    """Says that it has failed with this exception, on each process that has one. With --fsdp that ends the run: the
+    others wait for this process."""
     if fsdp and isinstance(e, torch.OutOfMemoryError):
         raise InputError(f"--val_data: out of memory after step {step}; lower --max_tokens, then --resume")
     if fsdp:
@@ -58,6 +61,8 @@ def warn_of_validation(e, step, fsdp):
         tell(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
     elif type(e) is SystemExit: # of together(), or of a library
         warn("the validation", "it has failed on another process")
+    elif common.rank(): # warn() speaks for the first one alone
+        tell(f"warning: the validation: {first_words(e)} (on process {common.rank()})")
     else:
         warn("the validation", e)
 
@@ -76,23 +81,24 @@ def marks(optimizer, step):
     return found
 
 
-def save_or_warn(save, out_dir, step, save_every, last_try):
-    """save(step) -> whether there is this checkpoint now. What the disk refuses is a warning, or with last_try an
-    InputError."""
+def save_or_warn(save, out_dir, step, late, save_every, at_end):
+    """save(step) -> late: 0, or the first step that the disk has refused since it took one, which is a warning; it is
+    an InputError at the end, or if the next checkpoint is due by then."""
     try:
         save(step)
-        return True
+        return 0
     except (OSError, InputError) as e:
         if isinstance(e, OSError):
             e = InputError(f"{out_dir}: checkpoint {step} cannot be written ({first_words(e)}); free some space, or "
                            "mend the disk, then --resume")
         elif not isinstance(e.__context__, OSError): # such as NaN in the LoRA
             raise
-        if last_try:
+        if at_end or late and step >= late + save_every:
             raise e
-        common.warn_once(f"warning: {str(e).removeprefix('error: ')} (tried again after each step; the run ends if it "
-                         f"still fails {save_every} steps later)")
-        return False
+        if not late:
+            common.warn_once(f"warning: {str(e).removeprefix('error: ')} (tried again after each step; the run ends if "
+                             f"it still fails {save_every} steps later)")
+        return late or step
 
 
 def save_the_rest(save, out_dir, step, error, before, optimizer):
@@ -109,8 +115,7 @@ def save_the_rest(save, out_dir, step, error, before, optimizer):
         except (Exception, InputError) as e: # the first error must be seen all the same
             problem = first_words(e)
     if problem:
-        saved = [path.name for path in checkpoints(out_dir) if (path / LORA_FILE).exists()]
-        say(f"{out_dir}: step {step} could not be saved ({problem}); --resume continues after "
-            f"{saved[-1] if saved else 'nothing, from the start'}")
+        saved = ["nothing, from the start", *(path.name for path in checkpoints(out_dir))]
+        say(f"{out_dir}: step {step} could not be saved ({problem}); --resume continues after {saved[-1]}")
     else:
         say(f"{out_dir}: stopped after step {step}; the same command with --resume continues it")

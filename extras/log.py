@@ -29,14 +29,16 @@ class Log: # a class because it keeps the lines that are not on the disk yet
         for line in common.warned[self.warnings:]:
             self.waiting.append(json.dumps(dict(step=self.step, warning=line)))
         self.warnings = len(common.warned)
-        with failures.tried(self.path), open(self.path, "ab") as f:
-            if self.failed and os.fstat(f.fileno()).st_size > self.size: # half a line
-                f.truncate(self.size)
-            self.failed = True
-            f.write("".join(f"{line}\n" for line in self.waiting).encode())
-            f.flush()
-            if sync:
-                disk.sync(f.fileno(), self.path.parent)
-            self.waiting, self.size, self.failed = [], os.fstat(f.fileno()).st_size, False
+        with failures.tried(self.path):
+            with open(self.path, "ab") as f:
+                if self.failed and os.fstat(f.fileno()).st_size > self.size: # half a line
+                    f.truncate(self.size)
+                f.write("".join(f"{line}\n" for line in self.waiting).encode())
+                f.flush()
+                if sync:
+                    disk.sync(f.fileno(), self.path.parent)
+                size = os.fstat(f.fileno()).st_size
+            # only when it is closed, as NFS may refuse it then
+            self.waiting, self.size = [], size
         self.failed = bool(self.waiting)
         return not self.waiting

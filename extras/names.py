@@ -14,8 +14,8 @@ import re
 from itertools import count
 from pathlib import Path
 
-from common import (NAME_BYTES, NOTHING, Exists, InputError, load_extra, prepare_folder, refuse_to_replace,
-                    write_file)
+from common import NAME_BYTES, NOTHING, Exists, InputError, refuse_to_replace, write_file
+from extras import disk
 
 OURS = rb"tEXtkey\0" # is in every picture that predict.save_png has written
 BEFORE = 8 + 25 # bytes of a PNG that stand before its first chunk of text, which has the key
@@ -105,7 +105,7 @@ def find_results(pictures, inputs, args, finished):
     pictures that are read; finished(path, key): whether a file is that result, and whole."""
     read = {identity_of(path) for path in inputs}
     long = [picture for picture in pictures if len(os.fsencode(picture.path.name)) > 100]
-    most = load_extra("disk", "--out_dir").longest_name(args.out_dir) if long else 0
+    most = disk.longest_name(args.out_dir) if long else 0
     for picture in long:
         length = len(os.fsencode(picture.path.name))
         if most < length <= NAME_BYTES and not picture.given:
@@ -117,7 +117,7 @@ def find_results(pictures, inputs, args, finished):
     taken = take_given(given, read, args.jobs or "--image", finished)
     find_kept([picture for picture in pictures if not picture.given], taken, read, finished)
     if not all(picture.done for picture in pictures): # where all is finished, nothing need be written
-        prepare_folder(args.out_dir)
+        disk.try_out(args.out_dir)
     return pictures, {place_of(picture.path).casefold() for picture in given} # as Windows and macOS compare them
 
 

@@ -27,6 +27,7 @@ import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, find_extra, first_words,
                     is_index, load_extra, number_of, numbered, read_header, read_tensors, say, write_tensors)
 from extras.disk import remove_old
+from extras.strays import listed
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 # All flags are compared with the checkpoint's but these. A flag that you add is compared, unless you name it here. (The
@@ -112,7 +113,7 @@ def find_checkpoint(out_dir, args):
             say(f"warning: {path} is damaged; trying the checkpoint before it ({first_words(e)})")
     # a run that was killed before its first checkpoint begins again; one killed before its log has left hidden names
     log, lora = [(out_dir / name).exists() for name in ("log.jsonl", LORA_FILE)]
-    if not saved and (log and not lora or not any(out_dir.glob("[!.]*"))):
+    if not saved and (log and not lora or not listed(out_dir, "*")):
         return None
     raise InputError(f"--resume: no intact checkpoint in {out_dir}; give the right --out_dir, or begin a new run in "
                      "another, without --resume")

@@ -64,8 +64,8 @@ def kind_of_folder(path):
 
 def kind_of(path):
     """A file -> one of common.KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown"."""
-    if away_name(path.name):
-        return "away"
+    if inner := away_name(path.name):
+        return "junk" if path.with_name(inner).exists() else "away"
     if is_junk(path.name):
         return "junk"
     if CONFLICT.search(path.name):
@@ -162,24 +162,28 @@ def seen_from(folder, path):
     return Path(path).as_posix()
 
 
+def first_of(names):
+    return ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
+
+
 def junk_line(folder, paths):
     """-> a line that counts what is_junk; None if there is none."""
     names = list(dict.fromkeys(path.name for path in sorted(paths)))
     if names:
         return (f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(paths))} "
-                f"({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})")
+                f"({first_of(names)})")
 
 
 def unused_line(folder, paths, why=""):
-    """-> a warning that these files, named as seen from the folder, are not used; None if there are none. why: they
-    are not."""
+    """-> a warning that these files, named as seen from the folder, are not used; None if there are none. why: what to
+    do, if it is not what is said of any file."""
     if not paths:
         return None
     ordered = dict.fromkeys([*filter(begins_like_picture, paths), *paths]) # pictures first
-    names = [seen_from(folder, path) for path in ordered][:NAMED]
-    files = "1 file is" if len(ordered) == 1 else f"{len(ordered):,} files are"
-    line = f"warning: {folder}: {files} not used: {', '.join(names)}{', ...' if len(ordered) > NAMED else ''}"
-    return f"{line}; {why or 'to use a picture of them, make it a whole .jpg or .png in a folder that is read'}"
+    names = [seen_from(folder, path) for path in ordered]
+    files = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
+    why = why or "to use a picture of them, make it a whole .jpg or .png in a folder that is read"
+    return f"warning: {folder}: {files} not used: {first_of(names)}; {why}"
 
 
 def sort_out(folder, found):

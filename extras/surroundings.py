@@ -16,6 +16,7 @@ from PIL import ImageFile
 
 # numbers that torchrun sets for each process, and what holds without it
 NUMBERS = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+MEETING = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split() # all of these, for processes that find each other
 PATIENCE = 20 # seconds in which processes that exist have met
 # `accelerate launch` and others leave these: other attention (8 bits in some), weights that only the first process
 # loads, products in TF32 or bf16
@@ -30,35 +31,39 @@ def refusal():
     if docstrings are left out, which diffusers reads."""
     if sys.flags.optimize > 1:
         return "PYTHONOPTIMIZE: 2, or -OO, with which diffusers cannot be imported; give 1, or leave it out"
-    found = {name: os.environ[name] for name in (*NUMBERS, "MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    found = {name: os.environ[name] for name in (*NUMBERS, *MEETING[2:]) if name in os.environ}
     try:
         rank, world, local_rank, local_world = [int(found.get(name, default)) for name, default in NUMBERS.items()]
-        if 0 <= local_rank <= rank < world == 1 == local_world:
-            return None
-        if 0 <= local_rank <= rank < world and 1 <= local_world <= world and {"RANK", "WORLD_SIZE"} <= found.keys():
-            if found["MASTER_ADDR"] and 0 < int(found["MASTER_PORT"]) < 2**16:
+        if 0 <= local_rank <= rank < world and 1 <= local_world <= world:
+            if world == 1 or all(found[name] for name in MEETING) and 0 < int(found["MASTER_PORT"]) < 2**16:
                 return None
     except (KeyError, ValueError): # what lacks, or is no number
         pass
     words = " ".join(f"{name}={value}" for name, value in found.items())
-    return (f"{words}: set in the environment, but not as torchrun sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; "
+    return (f"{words}: set in the environment, but not as torchrun sets {', '.join(MEETING)}; "
             f"unset {' '.join(found)}, or start with torchrun")
 
 
 def meet(backend):
     """Lets the processes find each other. InputError if this one cannot. Where these variables were left, the others do
     not exist, and it would wait for hours: so it says whom it waits for."""
-    import torch.distributed
+    import torch.distributed as dist
 
     from common import InputError, first_line, tell
-    rank, world, address, port = [os.environ[name] for name in "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()]
+    rank, world, address, port = [os.environ[name] for name in MEETING]
     line = (f"process {rank} of {world} (RANK, WORLD_SIZE) waits for the others at {address}:{port}; if there are "
             "none, unset these")
     waiting = Timer(PATIENCE, tell, [line])
     waiting.daemon = True
     waiting.start()
-    try: # a long timeout, as processes without work wait for the encoders; NCCL gets a shorter one
-        torch.distributed.init_process_group(backend, timeout=timedelta(hours=6))
+    timeout = timedelta(hours=6) # as processes without work wait for the encoders; NCCL gets a shorter one
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun --max_restarts keeps the store, which has the addresses of the processes that have died. (On several
+        # machines the counts may differ, so there it stays as it is.)
+        if os.environ.get("LOCAL_WORLD_SIZE") == world:
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"MASTER_ADDR {address}, MASTER_PORT {port}: process {rank} of {world} cannot meet the others "
                          f"there ({first_line(e)}); give the first one's address and a free port, or use torchrun")
@@ -93,8 +98,8 @@ def changed(begun, now):
     """-> a line if a run goes on with other packages, or in other surroundings. begun: the first line of its log."""
     with contextlib.suppress(ValueError, AttributeError, RecursionError): # it may be anything
         before = json.loads(begun)
-        differ = [f"{name} {before.get(name, '-')!s:.200} -> {value}" for name, value in now.items()
-                  if before.get(name) != value]
+        differ = [f"{name} {before.get(name, '-')!s:.200} -> {now[name]}" for name in now
+                  if before.get(name) != now[name]]
         if differ:
             return [f"warning: other than when this run began: {', '.join(differ)}; the last bits may differ"]
     return []

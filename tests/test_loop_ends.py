@@ -8,9 +8,11 @@ import ast
 import builtins
 import errno
 import functools
+import gc
 import json
 import shutil
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +23,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import best, draw, resume, tracker
+from extras import best, draw, failures, resume, tracker
 from tests.harness import (FULL, HERE, assert_bitwise, assert_same_run, is_one_line, log_of, run_script, start_ranks,
                            steps_of, validations_of)
 
@@ -276,6 +278,38 @@ def test_a_checkpoint_that_a_full_disk_refuses_is_tried_after_the_next_step(whol
     assert result.status == 0 and result.err.count("warning: ") == 1 and "tried again" in result.err
     assert steps_of(tmp_path / "run") == [3, 4]
     assert_same_run(tmp_path / "run", whole.run)
+
+def test_a_disk_that_stays_full_for_some_steps_is_one_warning_and_a_second_time_another(whole, tmp_path, monkeypatch):
+    failing_disk(monkeypatch, [1, 2])
+    result = run_script("train.py", *whole.flags, "--save_every", 2, "--max_steps", 6, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.err.count("warning: ") == 1 and steps_of(tmp_path / "run") == [4, 6]
+
+def test_what_has_failed_is_not_held():
+    """Or the tensors of a validation that is out of memory would stay, and the next step would be, too."""
+    def work():
+        x = torch.empty(1)
+        held.append(weakref.ref(x))
+        raise Planted("planted")
+    held, failed = [], []
+    gc.disable()
+    try:
+        with failures.tried("x"):
+            work()
+        with pytest.raises(Planted):
+            failures.together(work)
+        with failures.kept(failed):
+            work()
+        failed.clear()
+        assert [ref() for ref in held] == [None, None, None]
+    finally:
+        gc.enable()
+
+def test_an_error_behind_a_log_that_fails_leaves_all_lines(whole, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        failing_log(patch, [2])
+        failing(patch, rope_patch, "run_packed", [3])
+        result, error = run_and_catch(*whole.flags, "--out_dir", tmp_path / "run")
+    assert error is OSError and [r["step"] for r in log_of(tmp_path / "run")] == [1, 2]
 
 @pytest.mark.parametrize("calls, saved", [([1, 2], 3), (None, 1)])
 def test_a_disk_that_stays_full_ends_the_run_when_the_next_is_due(whole, tmp_path, monkeypatch, calls, saved):

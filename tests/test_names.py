@@ -19,7 +19,7 @@ from PIL import Image
 import cache
 import common
 import predict
-from extras import names
+from extras import disk, names
 from tests.harness import (add_item, is_one_line, is_whole, kill, lora_file, lora_tensors, paint_picture, refused,
                            run_script, save, start_ranks, until)
 
@@ -129,7 +129,7 @@ def test_where_all_is_there_nothing_is_written(here, tmp_path, monkeypatch):
     """A folder that may be read only serves, too."""
     flags = ["--image", here / "in", "--prompt", "go"]
     draw(here, tmp_path, *flags)
-    monkeypatch.setattr(names, "prepare_folder", lambda *_: pytest.fail("wants to write"))
+    monkeypatch.setattr(disk, "try_out", lambda *_: pytest.fail("wants to write"))
     monkeypatch.setattr(common, "write_file", lambda *_: pytest.fail("wants to write"))
     assert "2 of 2 pictures are there already" in draw(here, tmp_path, *flags).out
 

@@ -50,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask, tell
+from extras import disk
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
@@ -541,7 +542,7 @@ def main():
     pipe = args.model and cache.load_pipeline(cache.find_model(args.model, parts, weights=False))
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
         raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
-    common.prepare_folder(out)
+    disk.try_out(out)
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
     earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
     for path, mark in earlier.items():

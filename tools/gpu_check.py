@@ -38,6 +38,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBL
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
+from extras import disk
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text
 PACKS = dict(
@@ -66,7 +67,7 @@ flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Pat
 args = parser.parse_args()
 OURS = rb'\A\{\n "about": \{\n  "command": "python ' # how the file of --out begins
 common.refuse_to_replace(args.out, OURS)
-common.prepare_folder(args.out.absolute().parent)
+disk.try_out(args.out.absolute().parent)
 
 # What follows takes seconds to import, so it comes behind the flags.
 import diffusers
