@@ -74,7 +74,7 @@ def show_streams():
     for number in range(3):
         try:
             os.fstat(number)
-        # Who has started us has closed it. The next file, such as a log, would get its number, and what libraries print.
+        # Who has started us has closed it. The next file, such as a log, would get its number, and what C prints.
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdout", "stderr"):
