@@ -745,13 +745,11 @@ def lock_folder(args, folder, name):
     made, lock, disk = not folder.exists(), filelock.FileLock(folder / ".lock"), load_extra("disk", "--out_dir")
     disk.try_out(folder, append=True)
     try:
-        if os.path.isfile(folder / ".lock"):
-            with open(folder / ".lock", "rb") as f:
-                f.read(1) # Windows lets nobody read what another process has locked
+        has_locks = disk.has_locks(folder)
         for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
             refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
         # the system releases a lock when its process dies, so a killed run leaves none behind
-        if disk.has_locks(folder):
+        if has_locks:
             lock.acquire(blocking=False)
         if made:
             weakref.finalize(lock, remove_unused, folder) # if the run fails before its log begins

@@ -30,12 +30,11 @@ def reason_of(e):
 
 def refusal(place, e, what="cannot be written"):
     """-> the InputError of an OSError; what: what failed at this place."""
-    reason = reason_of(e)
-    if e.errno in (errno.EEXIST, errno.ENOTDIR):
-        return InputError(f"{e.filename or place}: cannot be written, as it is no folder, or a link that leads nowhere "
-                          f"({reason}); move it elsewhere, or give another folder")
     plain = what.endswith("cannot be written")
-    if os.name == "nt" and e.errno == errno.EACCES:
+    if e.errno in (errno.EEXIST, errno.ENOTDIR):
+        place, what = e.filename or place, "is no folder, or a link that leads nowhere"
+        remedy = "move it elsewhere, or give another folder"
+    elif os.name == "nt" and e.errno == errno.EACCES:
         remedy = "close the program that has it open, or mend the permissions"
     elif plain and e.filename2 and e.errno in LACKING: # only os.replace has two names
         what, remedy = "this disk cannot rename files", "give a folder on another disk"
@@ -47,7 +46,7 @@ def refusal(place, e, what="cannot be written"):
         remedy = "give shorter names"
     else:
         remedy = "give a folder on another disk"
-    return InputError(f"{place}: {what} ({reason}); {remedy}")
+    return InputError(f"{place}: {what} ({reason_of(e)}); {remedy}")
 
 
 def sync(descriptor, place):
@@ -161,8 +160,12 @@ def try_cache(args):
 
 
 def has_locks(folder):
-    """filelock's answers differ: its oldest version takes most such disks for locked, its newest one leaves a lock of
-    its own, which stays there after a kill."""
+    """Whether this disk has locks; PermissionError if another process holds this folder's on Windows, where nobody may
+    read it then. filelock's answers differ: its oldest version takes most disks without locks for locked, its newest
+    one leaves a lock of its own, which stays there after a kill."""
+    if os.path.isfile(folder / ".lock"):
+        with open(folder / ".lock", "rb") as f:
+            f.read(1)
     try:
         import fcntl
     except ModuleNotFoundError: # Windows always has them

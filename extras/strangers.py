@@ -74,8 +74,9 @@ def show_streams():
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError: # closed by who has started us: the next file, such as a log, would get this number, and
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True) # what a library prints
+        # Who has started us has closed it. The next file, such as a log, would get its number, and what C prints.
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")
         with contextlib.suppress(AttributeError, OSError): # a notebook's cannot; a full disk's is flushed here

@@ -53,24 +53,24 @@ def is_junk(name):
     return bool(JUNK.fullmatch(name)) and not away_name(name)
 
 
-def kind_of_folder(path):
-    """-> None if it is to be read, else "junk", "link", or "unknown" for a folder that stands twice."""
-    if is_junk(path.name):
+def kind_of_name(name):
+    """-> "junk", "unknown" for the second of two versions, or None for a name that tells nothing."""
+    if is_junk(name):
         return "junk"
-    if path.is_symlink():
-        return "link"
-    return "unknown" if CONFLICT.search(path.name) else None
+    return "unknown" if CONFLICT.search(name) else None
+
+
+def kind_of_folder(path):
+    """-> None if it is to be read, else kind_of_name, or "link"."""
+    return kind_of_name(path.name) or ("link" if path.is_symlink() else None)
 
 
 def kind_of(path):
-    """A file -> one of common.KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown"."""
+    """A file -> one of common.KINDS, or "junk", "away" if it is only in a cloud, "link", "unknown". (A placeholder that
+    is left beside its picture is junk.)"""
     if inner := away_name(path.name):
         return "junk" if path.with_name(inner).exists() else "away"
-    if is_junk(path.name):
-        return "junk"
-    if CONFLICT.search(path.name):
-        return "unknown"
-    if kind := common.KINDS.get(path.suffix.lower()):
+    if kind := kind_of_name(path.name) or common.KINDS.get(path.suffix.lower()):
         return kind
     if is_broken(path):
         return "link"
@@ -79,8 +79,7 @@ def kind_of(path):
 
 def listed(folder, pattern):
     """-> what glob finds in a folder, sorted, without junk and second versions."""
-    found = sorted(folder.glob(pattern))
-    return [path for path in found if not is_junk(path.name) and not CONFLICT.search(path.name)]
+    return [path for path in sorted(folder.glob(pattern)) if not kind_of_name(path.name)]
 
 
 def is_broken(path):

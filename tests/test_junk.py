@@ -184,3 +184,10 @@ def test_the_table_knows_any_case_and_no_name_of_a_person():
                  "snapshot", "tmp", "Thumbs.db.png", ".cat.png.icloud"):
         assert not strays.is_junk(name), name
     assert strays.is_junk(".notes.pdf.icloud")
+
+def test_a_placeholder_beside_its_picture_is_junk(tmp_path):
+    """As of a download that has come since."""
+    for name in ("cat.png", ".cat.png.icloud", "dog.png.nextcloud"):
+        (tmp_path / name).touch()
+    assert strays.kind_of(tmp_path / ".cat.png.icloud") == "junk"
+    assert strays.kind_of(tmp_path / "dog.png.nextcloud") == "away"

@@ -89,6 +89,12 @@ def test_the_lean_training_begins_and_goes_on_by_one_command_too(tmp_path, data)
         if n == 0:
             (tmp_path / "run/state.safetensors").unlink(), (tmp_path / "run" / predict.LORA_FILE).unlink()
 
+def test_what_a_nas_has_put_into_a_new_folder_is_no_run(tmp_path, small):
+    """--resume begins beside it."""
+    (tmp_path / "run/@eaDir").mkdir(parents=True)
+    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "run", "--resume")
+    assert result.status == 0 and steps_of(tmp_path / "run") == [1], result.err
+
 RESTARTED = """
 import os, runpy, sys
 sys.path.insert(0, {root!r})
