@@ -367,12 +367,13 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
             resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
     disk.sync_folder(out_dir)
-    # whatever is left of others, as of one whose deletion failed, goes too
-    kept = [*checkpoints(out_dir)[-args.keep:], path]
-    best_steps = best.steps_to_keep(out_dir) if best else ()
-    for old in common.numbered(out_dir, "checkpoint"):
-        if old not in kept and number_of(old) not in best_steps:
-            disk.remove_old(old)
+    # whatever is left of others, as of one whose deletion failed, goes too; but where the log cannot be read, nothing
+    with failures.tried("old checkpoints"):
+        kept = [*checkpoints(out_dir)[-args.keep:], path]
+        best_steps = best.steps_to_keep(out_dir) if best else ()
+        for old in common.numbered(out_dir, "checkpoint"):
+            if old not in kept and number_of(old) not in best_steps:
+                disk.remove_old(old)
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
@@ -496,9 +497,9 @@ def validation_due(step):
     return val_samples and args.sample_every and step and step % args.sample_every == 0
 
 def validation_loss():
-    """flow_loss over --val_data, at four noise levels each. The noise depends on a sample's place in --val_data and not
-    on --seed, so you can compare two runs that have the same sizes and flags of the loss. (Not with the training's
-    loss, whose noise levels --timestep_sampling decides.)"""
+    """-> (this process's sum of flow_loss over --val_data, at four noise levels each; the number of all). The noise
+    depends on a sample's place in --val_data and not on --seed, so you can compare two runs that have the same sizes
+    and flags of the loss. (Not with the training's loss, whose noise levels --timestep_sampling decides.)"""
     picks = []
     for place, sample in enumerate(val_samples):
         for s in (0.125, 0.375, 0.625, 0.875): # the middles of four quarters
@@ -507,17 +508,9 @@ def validation_loss():
                               s=torch.tensor(s), noise_generator=noise))
     total = torch.zeros((), device=args.device)
     packs = deal_packs([p.tokens for p in picks])[rank]
-
-    def add_up(): # this process's share
-        for pack in common.progress("validation loss", packs, unit="pass"):
-            total.add_(sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack))))))
-    if args.fsdp: # they wait for each other in each pass
-        add_up()
-    else:
-        failures.together(add_up)
-    if world_size > 1:
-        dist.all_reduce(total)
-    return total.item() / len(picks)
+    for pack in common.progress("validation loss", packs, unit="pass"):
+        total.add_(sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack))))))
+    return total, len(picks)
 
 def validate(step, track):
     """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports. What fails here is
@@ -527,7 +520,10 @@ def validate(step, track):
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            val_loss = validation_loss()
+            total, count = failures.together(validation_loss, args.fsdp)
+            if world_size > 1:
+                dist.all_reduce(total)
+            val_loss = total.item() / count
             say(finite.loss_line(step, val_loss))
             drawn = drawer and drawer.draw(step)
     except (Exception, SystemExit) as e:
@@ -536,10 +532,10 @@ def validate(step, track):
         transformer.train()
     if rank == 0 and val_loss is not None:
         record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
-        if best: # what this loss may be compared with; drawer says it of its pictures
-            record["loss_of"] = best.loss_of(val_samples, args)
-        log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
-        with failures.tried("the best validation"):
+        with failures.tried("the log"):
+            if best: # what this loss may be compared with; drawer says it of its pictures
+                record["loss_of"] = best.loss_of(val_samples, args)
+            log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
             if best:
                 say(best.describe(out_dir))
         with failures.tried("--tracker"):
@@ -647,7 +643,7 @@ averaged_weights = contextlib.nullcontext
 if hasattr(optimizer, "eval"):
     averaged_weights = load_extra("schedule_free", f"--optimizer {args.optimizer}").averaged_weights
 if probe := find_extra("probe"): # or an optimizer that cannot be saved would show only at the first checkpoint
-    probe.check(args, lora, make_optimizer, averaged_weights)
+    probe.check(args, lora, make_optimizer, averaged_weights, out_dir)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 
@@ -696,7 +692,8 @@ if rank == 0:
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     log = Log(out_dir / "log.jsonl")
     if args.tracker != "none":
-        track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
+        with failures.refused(f"--tracker {args.tracker}"):
+            track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
@@ -783,27 +780,29 @@ try:
         at_end = step == args.max_steps or stop
         save_now = at_end or validation_due(step) or step % args.save_every == 0 or late
         if rank == 0:
-            record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
-                          tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
-            record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
-            record["timesteps"] = [round(p.s.item(), 4) for p in picks]
-            record["losses"] = [round(x, 5) for x in sample_losses]
-            log.write(record, sync=save_now)
-            with failures.tried("--tracker"):
-                if track:
-                    track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
-            with failures.tried("the progress bar"):
-                bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
-                bar.update()
-            # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
-            if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
-                left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
-                say(step_line(record, left))
-                if loss > 10:
-                    say("exploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr")
-            if step == first_step + 1:
-                say("the curves, in a browser: "
-                    + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
+            with failures.tried("the log"):
+                record = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, seconds=round(seconds, 4),
+                              tokens=sum(p.tokens for p in picks), memory=round(common.memory_of(args.device), 3))
+                record["samples"] = [f"{p.sample.root}/{p.sample.name}" for p in picks]
+                record["timesteps"] = [round(p.s.item(), 4) for p in picks]
+                record["losses"] = [round(x, 5) for x in sample_losses]
+                log.write(record, sync=save_now)
+                with failures.tried("--tracker"):
+                    if track:
+                        track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
+                with failures.tried("the progress bar"):
+                    bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
+                    bar.update()
+                # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
+                if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
+                    left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
+                    say(step_line(record, left))
+                    if loss > 10:
+                        say("exploded: a model that predicts nothing has a loss of 2; start a new run with a lower "
+                            "--lr")
+                if step == first_step + 1:
+                    say("the curves, in a browser: "
+                        + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
             agree.compare(out_dir, step, lora.values())
             late = common.on_first_process(partial(failures.save_or_warn, save, out_dir, step, late, args.save_every,

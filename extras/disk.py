@@ -220,8 +220,11 @@ def room_for(folder, sizes):
         with contextlib.ExitStack() as stack:
             for size in sizes:
                 f = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
-                for start in range(0, size, len(part)):
-                    written += f.write(part[:size - start])
+                while size: # a write that reaches a limit is a short one, which raises nothing
+                    done = f.write(part[:size])
+                    size, written = size - done, written + done
+                    if not done:
+                        return written
                 sync(f.fileno(), folder)
     except OSError as e: # (any other does not tell)
         if e.errno in FULL:

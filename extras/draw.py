@@ -3,6 +3,7 @@ The pictures of a validation: at most --val_pictures of --val_data, without and 
 their targets. train.py makes a Drawer before its first step, and calls it in each validation. Without this file a
 validation computes its loss alone.
 """
+import os
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ import common
 import predict
 from common import InputError, tell
 from extras import disk, failures, finite
-from extras.names import picture_stem
+from extras.names import beside, picture_stem
 
 
 def psnr(image, reference):
@@ -43,6 +44,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         else:
             self.vae = cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
         self.refuse_outside(out_dir / "samples") # now, not at the first validation
+        self.most = disk.longest_name(out_dir)
         # what this process has saved of the pictures that do not change from step to step
         self.saved = set()
 
@@ -62,8 +64,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                 base = self.base_pictures
                 return [self.compare(place, base[place], picture, step)
                         for place, picture in self.generate(trained=True).items()]
-            # with --fsdp they wait for each other in each pass
-            rows = compare_all() if self.args.fsdp else failures.together(compare_all)
+            rows = failures.together(compare_all, self.args.fsdp)
             rows = sorted(sum(common.gather_objects(rows), []))
             with failures.tried("the validation's pictures"):
                 return self.report(step, rows) if common.rank() == 0 else None
@@ -138,7 +139,10 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                 shown[f"control_{n}"] = ImageOps.contain(image, size)
         # samples/step_000200/DATASET/NAME.png, and beside the steps what they are compared with. Each process saves
         # that once: what an earlier one has saved may be of another --val_data, or generated with other flags
-        file = f"{sample.root}/{picture_stem(sample)}.png"
+        file = Path(f"{picture_stem(sample)}.png")
+        if len(os.fsencode(file)) > self.most:
+            file = beside(file, f"-{place}.png", self.most) # of what begins alike each has its own
+        file = f"{sample.root}/{file}"
         for name, image in shown.items():
             path = self.out_dir / "samples" / (f"step_{step:06d}" if name == "lora" else name) / file
             if name != "vae" and path not in self.saved:
@@ -178,7 +182,10 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             sheets = sheet.validation_sheets(folder, step, records)
             tell(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
         for name, image in sheets.items():
-            predict.save_png(image, folder / f"step_{step:06d}_{name}.png")
+            path = folder / f"step_{step:06d}_{name}.png"
+            if len(os.fsencode(path.name)) > self.most:
+                path = beside(path, ".png", self.most)
+            predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
         said = dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora))
         if lost:

@@ -8,6 +8,7 @@ import torch
 
 import common
 from common import LORA_FILE, InputError, checkpoints, first_words, say, tell
+from extras import disk
 from extras.agree import Parted
 
 
@@ -32,6 +33,17 @@ def tried(what):
         warn(what, failures.pop())
 
 
+@contextlib.contextmanager
+def refused(flag):
+    """Within `with`, before the first step, whatever fails is an InputError about this flag."""
+    failures = []
+    with kept(failures):
+        yield
+    for e in failures:
+        raise e if isinstance(e, InputError) else InputError(f"{flag}: {first_words(e)}; mend it, or leave the flag "
+                                                             "out, then --resume")
+
+
 def warn(what, why):
     """The first time that this has failed. why: an exception, or words."""
     if not any(line.startswith(f"warning: {what}: ") for line in common.warned):
@@ -39,14 +51,26 @@ def warn(what, why):
         common.warn_once(f"warning: {what}: {why}; the work goes on, and tries it again next time")
 
 
-def together(work):
+class Elsewhere(SystemExit): # a class because warn_of_validation must know it from a library's
+    """Another process has failed, which prints the reason: this one exits with status 1 and no line."""
+
+    def __init__(self, reason):
+        super().__init__(reason)
+        self.code = 1
+
+
+def together(work, fsdp=False):
     """-> work(), which each process does for itself. If it fails on one, it raises on all of them, before they wait for
-    each other: there its exception, elsewhere a SystemExit."""
+    each other: there its exception, elsewhere Elsewhere. fsdp: they wait for each other within it, so nothing helps."""
+    if fsdp:
+        return work()
     failures = []
     with kept(failures):
         result = work()
-    if any(common.gather_objects(bool(failures))):
-        raise failures.pop() if failures else SystemExit(1)
+    reasons = common.gather_objects("".join(map(first_words, failures)))
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise failures.pop() if failures else Elsewhere(f"{reason.removeprefix('error: ')} (on process {rank})")
     return result
 
 
@@ -58,13 +82,11 @@ def warn_of_validation(e, step, fsdp):
     if fsdp:
         raise e
     if isinstance(e, torch.OutOfMemoryError):
-        tell(f"warning: no memory for the validation after step {step}; training continues; lower --max_tokens for it")
-    elif type(e) is SystemExit: # of together(), or of a library
-        warn("the validation", "it has failed on another process")
-    elif common.rank(): # warn() speaks for the first one alone
-        tell(f"warning: the validation: {first_words(e)} (on process {common.rank()})")
+        warn("no memory for the validation", "lower --max_tokens for it")
     else:
         warn("the validation", e)
+    if common.rank() and not isinstance(e, Elsewhere): # warn() speaks for the first one alone
+        tell(f"warning: the validation: {first_words(e)} (on process {common.rank()})")
 
 
 def marks(optimizer, step):
@@ -81,11 +103,21 @@ def marks(optimizer, step):
     return found
 
 
+def save_whole(save, out_dir, step):
+    """save(step). If it fails, what it leaves of a checkpoint goes, as it takes the room that the next try needs."""
+    path = out_dir / f"checkpoint-{step:06d}"
+    try:
+        save(step)
+    finally:
+        if path.is_dir() and not (path / LORA_FILE).exists():
+            disk.remove_old(path)
+
+
 def save_or_warn(save, out_dir, step, late, save_every, at_end):
     """save(step) -> late: 0, or the first step that the disk has refused since it took one, which is a warning; it is
     an InputError at the end, or if the next checkpoint is due by then."""
     try:
-        save(step)
+        save_whole(save, out_dir, step)
         return 0
     except (OSError, InputError) as e:
         if isinstance(e, OSError):
@@ -104,6 +136,9 @@ def save_or_warn(save, out_dir, step, late, save_every, at_end):
 def save_the_rest(save, out_dir, step, error, before, optimizer):
     """Before this error ends the run: saves the steps since the last checkpoint, with save(step), and says so. before:
     marks() before the last try of a step."""
+    if isinstance(error, SystemExit) and not error.code: # of a library: only a signal ends a run with status 0
+        error.code = InputError(f"{out_dir}: a library has ended the run, with sys.exit({error.code}), after step "
+                                f"{step}; find out why, then --resume").code
     if common.rank() or not step or isinstance(error, Parted):
         return
     problem = None
@@ -111,7 +146,7 @@ def save_the_rest(save, out_dir, step, error, before, optimizer):
         try:
             if before[:1] == [step] and before != marks(optimizer, step):
                 raise InputError(f"step {step + 1}: failed in the middle, with its changes half made")
-            save(step)
+            save_whole(save, out_dir, step)
         except (Exception, InputError) as e: # the first error must be seen all the same
             problem = first_words(e)
     if problem:

@@ -7,6 +7,8 @@ LoRA, is saved and read back into a second one, which must then be equal in ever
 The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
 """
 import random
+import secrets
+import shutil
 import tempfile
 import types
 from pathlib import Path
@@ -20,18 +22,21 @@ STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def check(args, lora, make_optimizer, averaged_weights):
-    """InputError if an optimizer of --optimizer would not resume to the bit. All but `args` is train.py's; lora: {name:
-    parameter}."""
+def check(args, lora, make_optimizer, averaged_weights, out_dir=None):
+    """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written. All but `args` is
+    train.py's; lora: {name: parameter}; out_dir: where its trial is written, by default the system's TMPDIR."""
     # torch's own need no trial with their defaults: the tests have tried them
     if args.optimizer.startswith("torch.optim.") and not args.optimizer_args:
         return
+    folder = Path(out_dir or tempfile.gettempdir(), f".tmp-{secrets.token_hex(8)}")
     try:
         with trial():
-            lost, moved = find_lost(some_of(lora), make_optimizer, averaged_weights)
+            lost, moved = find_lost(some_of(lora), make_optimizer, averaged_weights, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if lost is not None:
         raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
                          "anew; take another, such as torch.optim.AdamW")
@@ -40,17 +45,16 @@ def check(args, lora, make_optimizer, averaged_weights):
                          "--optimizer_args, or another, such as torch.optim.AdamW")
 
 
-def find_lost(few, make_optimizer, averaged_weights):
+def find_lost(few, make_optimizer, averaged_weights, folder):
     """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
-    {name: parameter}."""
+    {name: parameter}; folder: where it may write."""
     first = copies_of(few)
     optimizer = make_optimizer(first.values())
     take_steps(optimizer, first, range(STEPS[0]))
     with averaged_weights(optimizer):
         second = copies_of(first)
-        with tempfile.TemporaryDirectory() as folder:
-            save_optimizer(Path(folder), optimizer, first)
-            tensors, info = read_tensors(Path(folder, OPTIMIZER_FILE))
+        save_optimizer(folder, optimizer, first)
+        tensors, info = read_tensors(folder / OPTIMIZER_FILE)
     other = make_optimizer(second.values())
     load_optimizer(other, second, tensors, info["optimizer"])
     moved = not all(same_bits(first[name], few[name]) for name in few)
@@ -61,8 +65,8 @@ def find_lost(few, make_optimizer, averaged_weights):
             take_steps(one, parameters, range(STEPS[0], sum(STEPS)))
         if not all(close(first[name], second[name], few[name]) for name in few):
             lost = "all of its state: with the same gradients it goes on with other steps"
-        with averaged_weights(optimizer), tempfile.TemporaryDirectory() as folder:
-            save_optimizer(Path(folder), optimizer, first) # what has come since can be saved, too
+        with averaged_weights(optimizer):
+            save_optimizer(folder, optimizer, first) # what has come since can be saved, too
     return lost, moved
 
 

@@ -8,6 +8,7 @@ import errno
 import os
 import random
 import re
+import resource
 import shutil
 import time
 from types import SimpleNamespace
@@ -19,9 +20,10 @@ from PIL import Image
 import cache
 import common
 import predict
-from extras import disk, resume
+from extras import disk, probe, resume
 from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
-                           is_one_line, kill, lora_of, paint_picture, refused, run_script, save, steps_of)
+                           is_one_line, kill, lora_of, paint_picture, refused, run_script, save, steps_of,
+                           validations_of)
 from tests.places.bad_disk import BUCKET, bad_disk, on
 
 def count(line, result):
@@ -189,6 +191,39 @@ def test_room_for_a_checkpoint_is_asked_before_anything_slow(tmp_path, small, no
         disk.check_room(tmp_path, 10**6, 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
     disk.check_room(tmp_path, 10**6, 2)
+
+def test_a_write_that_a_limit_cuts_short_counts_what_it_wrote(tmp_path):
+    """It raises nothing."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 + 500, before[1]))
+    try:
+        assert disk.room_for(tmp_path, (2**20 + 1000,)) == 2**20 + 500
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+def test_the_trial_of_an_optimizer_is_written_into_the_runs_folder(tmp_path, small, monkeypatch):
+    """TMPDIR may be full; what the trial has written is gone afterwards."""
+    folders, real = set(), probe.save_optimizer
+
+    def save_optimizer(folder, *rest):
+        folders.add(folder.parent)
+        real(folder, *rest)
+    monkeypatch.setattr(probe, "save_optimizer", save_optimizer)
+    result = run_script("train.py", *small.flags, "--max_steps", 1, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and folders == {tmp_path / "run"}, result.err
+    assert not list((tmp_path / "run").glob(".tmp-*"))
+
+def test_pictures_of_long_names_are_cut_where_a_disk_takes_short_ones(tmp_path, small):
+    """As predict.py cuts them: two that begin alike have a file each, and the log names it."""
+    for n in range(2):
+        add_item(tmp_path / "data", f"{'x' * 190}{n}")
+    with bad_disk(tmp_path / "run", dict(name=errno.ENAMETOOLONG)):
+        result = run_script("train.py", *small.flags, "--cache_dir", tmp_path / "c", "--val_data", tmp_path / "data",
+                            "--max_steps", 1, "--num_inference_steps", 2, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and "warning: the validation" not in result.err, result.err
+    files = [picture["file"] for picture in validations_of(tmp_path / "run")[0]["pictures"]]
+    drawn = [(tmp_path / "run/samples/step_000001" / file).exists() for file in set(files)]
+    assert drawn == [True, True]
 
 def test_less_room_than_keep_needs_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=30 * 10**6))

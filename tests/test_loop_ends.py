@@ -187,6 +187,30 @@ def test_a_tracker_or_a_bar_that_fails_is_one_warning(whole, tmp_path, monkeypat
     assert result.err.count("--tracker: no network") == result.err.count("the progress bar: no bar") == 1
     assert_same_run(tmp_path / "run", whole.run)
 
+def test_what_is_only_for_the_log_ends_no_run(whole, tmp_path, monkeypatch):
+    """Such as the memory that the process has, which a container may not ask."""
+    failing(monkeypatch, common, "memory_of", None, Planted("access denied"))
+    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.err.count("warning: the log: access denied") == 1, result.err
+    assert_bitwise(predict.read_lora(tmp_path / "run")[0], predict.read_lora(whole.run)[0])
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), Left()])
+def test_a_tracker_that_cannot_be_opened_is_one_line_before_the_training(whole, tmp_path, monkeypatch, error):
+    def open_tracker(*_):
+        raise error
+    monkeypatch.setattr(tracker, "open_tracker", open_tracker)
+    monkeypatch.setattr(common, "PACKAGES", {})
+    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--tracker", "tensorboard")
+    assert result.status == 1 and is_one_line(result.errors[0], "--tracker tensorboard", "leave"), result.err
+    assert "step 1/" not in result.out
+
+def test_a_log_that_cannot_be_read_deletes_no_checkpoint_and_ends_no_run(whole, tmp_path, monkeypatch):
+    """The checkpoint is written: which older ones may go nobody knows."""
+    failing(monkeypatch, best, "read_validations", None)
+    result = run_script("train.py", *whole.flags, "--save_every", 1, "--keep", 1, "--out_dir", tmp_path / "run")
+    assert result.status == 0 and result.err.count("warning: old checkpoints: ") == 1, result.err
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
+
 @pytest.mark.parametrize("place", ["pictures", "base", "report", "loss", "best", "disk"])
 def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, tmp_path, monkeypatch, place):
     """Its pictures, their report, its loss; what worked is in the log."""
@@ -214,7 +238,7 @@ def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, 
 CALLS = { # what the loop calls: (module, name, at which call)
     "load": ("cache", "load_latents", 6), "forward": ("rope_patch", "run_packed", 3),
     "clip": ("torch.nn.utils", "clip_grad_norm_", 3), "seed": ("torch", "manual_seed", 5),
-    "marks": ("extras.failures", "marks", 3), "memory": ("common", "memory_of", 2),
+    "marks": ("extras.failures", "marks", 3),
     "zero_grad": ("torch.optim.Muon", "zero_grad", 2), "step": ("torch.optim.Muon", "step", 3)}
 
 @pytest.mark.parametrize("place", CALLS)
@@ -238,6 +262,13 @@ def test_what_a_called_function_raises_ends_the_run_with_its_last_whole_step(who
     result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run", "--resume")
     assert result.status == 0, result.err
     assert_bitwise(predict.read_lora(tmp_path / "run")[0], predict.read_lora(whole.run)[0])
+
+@pytest.mark.parametrize("code", [0, None])
+def test_a_library_that_leaves_with_status_0_is_no_success(whole, tmp_path, monkeypatch, code):
+    failing(monkeypatch, rope_patch, "run_packed", [3], SystemExit(code))
+    result = run_script("train.py", *whole.flags, "--out_dir", tmp_path / "run")
+    assert result.status == 1 and is_one_line(result.errors[-1], f"sys.exit({code})", "--resume"), result.err
+    assert steps_of(tmp_path / "run") == [2]
 
 @pytest.mark.parametrize("what", ["weights", "state"])
 def test_an_optimizer_that_dies_half_way_leaves_no_checkpoint_of_a_step(whole, tmp_path, what):
@@ -320,8 +351,8 @@ def test_a_disk_that_stays_full_ends_the_run_when_the_next_is_due(whole, tmp_pat
     failing_disk(monkeypatch, calls)
     result = run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--resume")
     assert result.status == 1 and is_one_line(result.errors[-1], "cannot be written"), result.err
-    found = list((tmp_path / "run").glob(f"checkpoint-*/{common.LORA_FILE}"))
-    assert [path.parent.name for path in found] == [f"checkpoint-{saved:06d}"]
+    found = list((tmp_path / "run").glob("checkpoint-*")) # also no half, which would take the room of the next try
+    assert [path.name for path in found] == [f"checkpoint-{saved:06d}"]
     assert ("stopped after step 3" if saved == 3 else "step 3 could not be saved") in result.out
     monkeypatch.undo()
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "run", "--resume").status == 0
@@ -343,3 +374,20 @@ def test_if_one_of_two_processes_fails_both_leave_and_the_first_one_saves(tmp_pa
     assert [process.wait() for process in ranks] == [1, 1]
     assert "Planted: planted" in ranks[rank].output() and "Traceback" not in ranks[1 - rank].output()
     assert "stopped after step 2" in ranks[0].output() and steps_of(tmp_path / "run") == [2]
+
+def no_room_in_validation():
+    """For a child process: the first tensor of a validation's loss does not fit."""
+    real = torch.zeros
+
+    def zeros(*args, **kwargs):
+        if sys._getframe(1).f_code.co_name == "validation_loss":
+            raise torch.OutOfMemoryError("planted")
+        return real(*args, **kwargs)
+    torch.zeros = zeros
+
+def test_a_validation_that_fails_on_one_process_ends_on_all_and_the_log_says_why(tmp_path, small, start):
+    """Wherever it fails: none waits for the other."""
+    flags = [*small.flags, "--max_steps", 1, "--val_data", small.folder / "data", "--out_dir", tmp_path / "run"]
+    ranks = start_ranks(start, *flags, "--cache_dir", small.cache, preludes=[None, no_room_in_validation])
+    assert [process.wait() for process in ranks] == [0, 0], [process.output() for process in ranks]
+    assert "planted (on process 1)" in (tmp_path / "run/log.jsonl").read_text("utf-8")
