@@ -31,18 +31,21 @@ def reason_of(e):
 def refusal(place, e, what="cannot be written"):
     """-> the InputError of an OSError; what: what failed at this place."""
     reason, remedy = reason_of(e), "give a folder on another disk"
-    # a file or folder of the user's; what we make there, as .tmp-0123, has names of no use to him
-    if e.errno in (errno.EEXIST, errno.ENOTDIR) and e.filename and Path(e.filename) in (place, *Path(place).parents):
-        return InputError(f"{e.filename}: cannot be written, as it is no folder, or a link that leads nowhere "
-                          f"({reason}); move it elsewhere, or give another folder")
     plain = what.endswith("cannot be written")
+    if plain and e.errno in (errno.EEXIST, errno.ENOTDIR) and not e.filename2:
+        path = Path(e.filename or "")
+        for folder in (path, *path.parents):
+            if os.path.lexists(folder) and not os.path.isdir(folder):
+                return InputError(f"{place}: cannot be written, as {folder} is no folder, or a link that leads nowhere "
+                                  f"({reason}); move it elsewhere, or give another folder")
     if os.name == "nt" and e.errno == errno.EACCES:
         remedy = "close the program that has it open, or mend the permissions"
     elif e.errno in FULL:
         remedy = "free some space, and run again"
     elif e.errno == errno.ENAMETOOLONG:
         remedy = "give shorter names"
-    elif plain and e.filename2 and Path(e.filename).parent == Path(e.filename2).parent: # no copy, but a rename
+    # of a copy, which also has two names, they are in two folders
+    elif plain and e.filename2 and Path(e.filename).parent == Path(e.filename2).parent:
         what = "this disk cannot rename files"
     elif plain and e.errno in FORBIDDEN:
         remedy = "mend its permissions, or give another folder"
@@ -155,13 +158,14 @@ def try_out(folder, append=False):
         raise refusal(folder, e, what)
 
 
-def try_renames(place):
-    """InputError on a disk that cannot rename folders with something in them, for a tool that will do that at its end,
-    to this place."""
-    trial = place.with_name(f".tmp-{secrets.token_hex(8)}")
+def try_renames(out, place):
+    """InputError, about this place, on a disk that cannot rename folders with something in them, for a tool that will
+    do that at its end, to `out`."""
+    trial = out.with_name(f".tmp-{secrets.token_hex(8)}")
     what = "cannot be written"
     try:
-        trial.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        trial.mkdir()
         (trial / "file").touch()
         what = "this disk cannot rename folders"
         trial = trial.replace(f"{trial}-2")

@@ -72,7 +72,7 @@ def merge(loras, scales, model, dtype, out):
     from extras import defaults, unchanged
     from safetensors import SafetensorError
     disk = common.load_extra("disk", "--out")
-    disk.try_renames(out)
+    disk.try_renames(out, f"--out {out}")
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
     copied = [file for part in cache.ENCODERS for file in (folder / part).rglob("*") if file.is_file()]
     copied.append(folder / "model_index.json")
@@ -96,12 +96,13 @@ def merge(loras, scales, model, dtype, out):
             file.chmod(0o666 & ~umask)
         # half of the one and half of the other would look like a model
         unchanged.refuse_replaced(read, before, identity)
+        common.refuse_to_replace(out) # it may have come since the start
         disk.rename_folder(tmp, out)
     except OSError as e:
-        raise disk.refusal(out, e)
+        raise disk.refusal(f"--out {out}", e)
     except SafetensorError as e: # its text ends with "(os error 28)"
         number = re.search(r"os error (\d+)|$", str(e))[1]
-        raise disk.refusal(out, OSError(int(number or 0), common.first_words(e)))
+        raise disk.refusal(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return line

@@ -398,7 +398,7 @@ def write_aligned(out, samples, moved, sheets):
     -> a section of the page."""
     left_out, entries, names, taken = [], [], set(), set()
     try:
-        with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
+        with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent, ignore_cleanup_errors=True) as tmp:
             folder = Path(tmp, "out")
             folder.mkdir()
             for i, sample in enumerate(common.progress("aligning", samples, unit=" samples")):
@@ -416,7 +416,7 @@ def write_aligned(out, samples, moved, sheets):
             page_section = write_sheets(sheets, "aligned", entries, difference_cells, titles)
             disk.rename_folder(folder, out)
     except OSError as e:
-        raise disk.refusal(out, e)
+        raise disk.refusal(f"--align {out}", e)
     tell(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
          f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
     return page_section
@@ -541,13 +541,13 @@ def main():
         raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
     disk.try_out(out)
     if args.align:
-        disk.try_renames(args.align)
+        disk.try_renames(args.align, f"--align {args.align}")
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
     earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
     for path, mark in earlier.items():
         common.refuse_to_replace(path, mark)
     for path in earlier: # of an earlier report, in case this call ends early
-        path.unlink(missing_ok=True)
+        disk.delete(path, "is of an earlier report", "close what has it open, or give another --out")
     samples, rows, findings, faults = examine(samples, pipe, args)
     problems += faults
     for problem in problems:

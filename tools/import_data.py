@@ -939,9 +939,9 @@ def main():
         if folder and folder.resolve() in args.out.resolve().parents:
             raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")
     disk = common.load_extra("disk", args.out)
-    disk.try_renames(args.out)
+    disk.try_renames(args.out, args.out)
     try:
-        with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
+        with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent, ignore_cleanup_errors=True) as tmp:
             with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
                 samples, problems = convert(args, columns, Path(tmp))
             common.print_problems(problems)
