@@ -63,8 +63,8 @@ def rename_folder(folder, place):
 
 @contextlib.contextmanager
 def file_in(folder):
-    """Makes the folder. Within `with` the path of a temporary file there, which must be closed by the end: it is deleted
-    then if it still has this name. (tempfile's are deleted while they are open, which not every disk can do.)"""
+    """Makes the folder. Within `with` the path of a temporary file there, which must be closed by the end: if it still
+    has this name, it is deleted then. (tempfile's are deleted while they are open, which not every disk can do.)"""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".tmp-{secrets.token_hex(8)}"
     try:
