@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import secrets
 import signal
 import sys
 import textwrap
@@ -570,22 +569,18 @@ def write_file(path, data, mark=b""):
     replaced; by default all may be. Exists if something else is there, InputError if the disk is full or read-only."""
     disk = load_extra("disk", path)
     refuse_to_replace(path, mark)
-    tmp = path.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "xb") as f:
-            f.write(data)
-            f.flush()
-            disk.sync(f.fileno(), path.parent)
-        if not (mark and link_new(tmp, path)):
-            refuse_to_replace(path, mark) # it may have come since we looked
-            os.replace(tmp, path)
-        disk.sync_folder(path.parent)
+        with disk.file_in(path.parent) as tmp:
+            with open(tmp, "xb") as f:
+                f.write(data)
+                f.flush()
+                disk.sync(f.fileno(), path.parent)
+            if not (mark and link_new(tmp, path)):
+                refuse_to_replace(path, mark) # it may have come since we looked
+                os.replace(tmp, path)
+            disk.sync_folder(path.parent)
     except OSError as e:
         raise disk.refusal(path, e, f"{len(data):,} bytes cannot be written") from e
-    finally:
-        with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
-            tmp.unlink(missing_ok=True)
 
 NOTHING = rb"(?!)" # as a mark: nothing may be replaced
 
@@ -744,6 +739,7 @@ def lock_folder(args, folder, name):
     import filelock
     made, lock, disk = not folder.exists(), filelock.FileLock(folder / ".lock"), load_extra("disk", "--out_dir")
     disk.try_out(folder, append=True)
+    has_locks = disk.has_locks(folder)
     try:
         has_locks = disk.has_locks(folder)
         for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
@@ -776,6 +772,8 @@ def find_lora(path):
         repo, name = hub[1], hub[2] or LORA_FILE
         return from_hub(f"{path}: {name}", lambda: hf_hub_download(repo, name))
     if not file.is_file():
+        if (folder / "optimizer.safetensors").exists(): # extras/resume.py writes it before the LoRA
+            raise InputError(f"{path}: no LoRA, but a half-written checkpoint; give another one, or its run")
         found = min(folder.glob("*.safetensors"), default=f"a .safetensors file, a folder with {LORA_FILE} or "
                     "checkpoints, or user/repo of the hub")
         raise InputError(f"{file}: no LoRA; give {found}")

@@ -8,9 +8,9 @@ import contextlib
 import errno
 import math
 import os
+import re
 import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 import common
@@ -30,23 +30,62 @@ def reason_of(e):
 
 def refusal(place, e, what="cannot be written"):
     """-> the InputError of an OSError; what: what failed at this place."""
+<<<<<<< HEAD
     plain = what.endswith("cannot be written")
     if e.errno in (errno.EEXIST, errno.ENOTDIR):
         place, what = e.filename or place, "is no folder, or a link that leads nowhere"
         remedy = "move it elsewhere, or give another folder"
     elif os.name == "nt" and e.errno == errno.EACCES:
+=======
+    reason, remedy = reason_of(e), "give a folder on another disk"
+    plain = what.endswith("cannot be written")
+    if plain and e.errno in (errno.EEXIST, errno.ENOTDIR) and not e.filename2:
+        path = Path(e.filename or "")
+        for folder in (path, *path.parents):
+            if os.path.lexists(folder) and not os.path.isdir(folder):
+                return InputError(f"{place}: cannot be written, as {folder} is no folder, or a link that leads nowhere "
+                                  f"({reason}); move it elsewhere, or give another folder")
+    if os.name == "nt" and e.errno == errno.EACCES:
+>>>>>>> w_F2
         remedy = "close the program that has it open, or mend the permissions"
-    elif plain and e.filename2 and e.errno in LACKING: # only os.replace has two names
-        what, remedy = "this disk cannot rename files", "give a folder on another disk"
     elif e.errno in FULL:
         remedy = "free some space, and run again"
-    elif plain and e.errno in FORBIDDEN:
-        remedy = "mend its permissions, or give another folder"
     elif e.errno == errno.ENAMETOOLONG:
         remedy = "give shorter names"
+<<<<<<< HEAD
     else:
         remedy = "give a folder on another disk"
     return InputError(f"{place}: {what} ({reason_of(e)}); {remedy}")
+=======
+    # of a copy, which also has two names, they are in two folders
+    elif plain and e.filename2 and Path(e.filename).parent == Path(e.filename2).parent:
+        what = "this disk cannot rename files"
+    elif plain and e.errno in FORBIDDEN:
+        remedy = "mend its permissions, or give another folder"
+    return InputError(f"{place}: {what} ({reason}); {remedy}")
+>>>>>>> w_F2
+
+
+def rename_folder(folder, place):
+    """Gives a complete folder its name. Exists if something has come there, InputError if this disk cannot do it."""
+    try:
+        os.replace(folder, place) # which replaces an empty folder, but on Windows none
+    except OSError as e:
+        common.refuse_to_replace(place)
+        raise refusal(place, e, "this disk cannot rename folders")
+
+
+@contextlib.contextmanager
+def file_in(folder):
+    """Makes the folder. Within `with` the path of a temporary file there, which must be closed by the end: if it still
+    has this name, it is deleted then. (tempfile's are deleted while they are open, which not every disk can do.)"""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".tmp-{secrets.token_hex(8)}"
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError): # what a kill leaves here, tools/prune.py deletes
+            path.unlink(missing_ok=True)
 
 
 def sync(descriptor, place):
@@ -75,18 +114,21 @@ def unsynced(place):
     except OSError as e:
         say_lack(place, e, "fsync", "a power loss may cost what was written last")
         if e.errno not in LACKING:
-            raise
+            raise OSError(e.errno, f"fsync: {reason_of(e)}") from e
 
 
-def remove_old(folder):
-    """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder of a run. A warning if
-    that fails: NFS keeps files that somebody reads, as Windows does."""
+def remove_old(path):
+    """Deletes a checkpoint, whose LoRA goes first, as without it it is none, or another folder or file of a run. A
+    warning if that fails: NFS keeps files that somebody reads, as Windows does."""
     try:
-        (folder / LORA_FILE).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        if path.is_dir() and not path.is_symlink():
+            (path / LORA_FILE).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     except OSError as e:
-        old = folder.name.rstrip("0123456789") # one line for all of them
-        warn_once(f"warning: {folder.parent}: an old {old}... cannot be deleted ({reason_of(e)}); tried again later")
+        old = re.match(".[a-z]*[-_]?", path.name)[0] # one line for all of them
+        warn_once(f"warning: {path.parent}: an old {old}... cannot be deleted ({reason_of(e)}); tried again later")
 
 
 def say_unlinked(place, e):
@@ -113,39 +155,38 @@ def delete(file, why, remedy):
 def try_out(folder, append=False):
     """Makes the folder, and does there what will be done: write a file, replace it, delete it; append to it. InputError
     names what this disk cannot do."""
-    trial = folder / f".tmp-{secrets.token_hex(8)}"
     what = "cannot be written"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for text in (b"new", b"replaced"):
-            common.write_file(trial, text)
-        if append:
-            what = "this disk cannot append to files"
-            with open(trial, "ab") as f:
-                f.write(b"more")
-        what = "this disk cannot delete files"
-        trial.unlink()
+        with file_in(folder) as trial:
+            for text in (b"new", b"replaced"):
+                common.write_file(trial, text)
+            if append:
+                what = "this disk cannot append to files"
+                with open(trial, "ab") as f:
+                    f.write(b"more")
+            what = "this disk cannot delete files"
+            trial.unlink()
     except InputError as e: # of write_file, which names the trial
         raise refusal(folder, e.__cause__)
     except OSError as e:
         raise refusal(folder, e, what)
-    finally:
-        with contextlib.suppress(OSError):
-            trial.unlink(missing_ok=True)
 
 
-def try_renames(folder):
-    """InputError on a disk that cannot rename folders, for a tool that will do that at its end."""
-    trial = folder / f".tmp-{secrets.token_hex(8)}"
+def try_renames(out, place):
+    """InputError, about this place, on a disk that cannot rename folders with something in them, for a tool that will
+    do that at its end, to `out`."""
+    trial = out.with_name(f".tmp-{secrets.token_hex(8)}")
+    what = "cannot be written"
     try:
-        trial.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        trial.mkdir()
+        (trial / "file").touch()
+        what = "this disk cannot rename folders"
         trial = trial.replace(f"{trial}-2")
     except OSError as e:
-        if e.errno in LACKING: # what else is wrong the tool will say
-            raise refusal(folder, e, "this disk cannot rename folders")
+        raise refusal(place, e, what)
     finally:
-        with contextlib.suppress(OSError):
-            trial.rmdir()
+        shutil.rmtree(trial, ignore_errors=True)
 
 
 def try_cache(args):
@@ -170,7 +211,7 @@ def has_locks(folder):
         import fcntl
     except ModuleNotFoundError: # Windows always has them
         return True
-    with tempfile.TemporaryFile(dir=folder) as f:
+    with file_in(folder) as trial, open(trial, "xb") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -219,12 +260,19 @@ def room_for(folder, sizes):
     try:
         with contextlib.ExitStack() as stack:
             for size in sizes:
+<<<<<<< HEAD
                 f = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
                 while size: # a write that reaches a limit is a short one, which raises nothing
                     done = f.write(part[:size])
                     size, written = size - done, written + done
                     if not done:
                         return written
+=======
+                trial = stack.enter_context(file_in(folder))
+                f = stack.enter_context(open(trial, "xb", buffering=0))
+                for start in range(0, size, len(part)):
+                    written += f.write(part[:size - start])
+>>>>>>> w_F2
                 sync(f.fileno(), folder)
     except OSError as e: # (any other does not tell)
         if e.errno in FULL:

@@ -15,7 +15,6 @@ import io
 import json
 import os
 import random
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import torch
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, find_extra, first_words,
                     is_index, load_extra, number_of, numbered, read_header, read_tensors, say, write_tensors)
-from extras.disk import remove_old
+from extras.disk import delete, remove_old
 from extras.strays import listed
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -187,10 +186,7 @@ def clean_folder(out_dir, step):
     the log that stay: the first, and those up to the checkpoint, because later steps run again, and a kill may have
     left half a line."""
     for path in out_dir.glob(".tmp-*"): # train.py holds the lock, so these belong to a dead process
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+        remove_old(path)
     damaged = checkpoints(out_dir)
     for path in numbered(out_dir, "checkpoint"):
         if number_of(path) > step and path in damaged:
@@ -198,7 +194,7 @@ def clean_folder(out_dir, step):
         elif number_of(path) > step:
             remove_old(path)
     for name in ("DONE", LORA_FILE):
-        (out_dir / name).unlink(missing_ok=True)
+        delete(out_dir / name, "is of a finished run", "close what has it open, or delete it; then run again")
     log = out_dir / "log.jsonl"
     lines = log.read_text("utf-8", "replace").splitlines() if step and log.exists() else []
     first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have

@@ -543,9 +543,9 @@ def is_one_line(line, *named):
 
 @contextlib.contextmanager
 def refused(*named):
-    """The block raises an InputError of that form, which names these."""
+    """The block raises an InputError of that form, which names these. Yields pytest's info of it."""
     with pytest.raises(common.InputError) as e:
-        yield
+        yield e
     assert is_one_line(str(e.value), *named), e.value
 
 @contextlib.contextmanager

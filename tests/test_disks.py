@@ -15,7 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import OPTIONS
+from diffusers import ModelMixin
 from PIL import Image
+from safetensors import SafetensorError
 
 import cache
 import common
@@ -108,8 +110,9 @@ def test_a_folder_without_its_lora_is_no_checkpoint(tmp_path, unbroken):
         (run / name).unlink()
     (run / "checkpoint-000012/.tmp-0123").touch()
     assert steps_of(run) == [10] and common.find_lora(run).parent.name == "checkpoint-000010"
-    with refused("no LoRA"):
+    with refused("no LoRA", "half-written checkpoint") as e:
         common.find_lora(run / "checkpoint-000012")
+    assert resume.OPTIMIZER_FILE not in str(e.value) # which is none
     assert resume.find_checkpoint(run, SimpleNamespace(optimizer="")).info["step"] == 10
     resume.clean_folder(run, 10)
     assert [path.name for path in run.glob("checkpoint*")] == ["checkpoint-000010"]
@@ -233,15 +236,84 @@ def test_less_room_than_keep_needs_is_a_warning(tmp_path, monkeypatch, capsys):
     disk.check_room(tmp_path, 10**6, 1)
     assert not capsys.readouterr().err
 
-def test_a_tool_that_renames_a_folder_at_its_end_tries_that_first(tmp_path, small, two_loras, no_models):
+def renaming_tools(small, two_loras, folder):
+    """-> the calls of the tools that rename a folder to folder/x at their end."""
     data = small.folder / "data"
-    with bad_disk(tmp_path, "bucket"):
-        for script, *flags in (["tools/convert_lora.py", two_loras[0], "--to", "model", "--out", tmp_path / "x"],
-                               ["tools/import_data.py", data, tmp_path / "x"],
-                               ["tools/doctor.py", data, "--out", tmp_path / "o", "--align", tmp_path / "x"]):
-            result = run_script(script, *flags)
-            assert result.status == 1 and is_one_line(result.errors[-1], tmp_path, "cannot rename folders"), result.err
-    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
+    return (["tools/convert_lora.py", two_loras[0], "--to", "model", "--out", folder / "x"],
+            ["tools/import_data.py", data, folder / "x"],
+            ["tools/doctor.py", data, "--out", folder / "o", "--align", folder / "x"])
+
+@pytest.mark.parametrize("faults", ["bucket", dict(rename_full=errno.EIO), dict(rename_folder=errno.EEXIST)], ids=str)
+def test_a_tool_that_renames_a_folder_at_its_end_tries_that_first(tmp_path, small, two_loras, no_models, faults):
+    """With a folder that has something in it, however the disk refuses, and before any picture is looked at."""
+    with bad_disk(tmp_path, faults):
+        for call in renaming_tools(small, two_loras, tmp_path):
+            result = run_script(*call)
+            line = result.errors[-1]
+            assert result.status == 1 and is_one_line(line, tmp_path / "x", "cannot rename folders"), result.err
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*")) and not (tmp_path / "o/report.json").exists()
+
+@pytest.mark.parametrize("kind, words", [("rename_full", "cannot rename folders"), ("write", os.strerror(errno.EIO))])
+def test_a_tool_whose_last_act_fails_says_why_and_leaves_nothing(tmp_path, small, two_loras, monkeypatch, kind, words):
+    """The remedy fits the reason, and the next try finds no empty folder in its way."""
+    monkeypatch.setattr(disk, "try_renames", lambda *_: None)
+    calls = renaming_tools(small, two_loras, tmp_path)
+    for call in calls[:2] if kind == "write" else calls: # (the third writes its report first)
+        with bad_disk(tmp_path, {kind: errno.EIO}):
+            result = run_script(*call)
+        line = result.errors[-1]
+        assert result.status == 1 and is_one_line(line, f"{tmp_path}/x: ", words, "another disk"), result.err
+        assert "space" not in line and not (tmp_path / "x").exists()
+
+def test_what_a_tool_has_made_counts_though_its_empty_folder_stays(tmp_path, small):
+    """NFS keeps the folder of a file that somebody reads."""
+    with bad_disk(tmp_path, dict(rmdir=errno.ENOTEMPTY)):
+        result = run_script("tools/import_data.py", small.folder / "data", tmp_path / "x")
+    assert result.status == 0 and (tmp_path / "x/target").is_dir(), result.err
+
+def test_a_model_that_does_not_fit_on_the_disk_needs_space(tmp_path, two_loras, monkeypatch):
+    """safetensors has its own errors, with the system's number in their words."""
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(ModelMixin, "save_pretrained", full)
+    result = run_script("tools/convert_lora.py", two_loras[0], "--to", "model", "--out", tmp_path / "x")
+    assert result.status == 1 and is_one_line(result.errors[-1], tmp_path / "x", "No space", "free some"), result.err
+
+@pytest.mark.parametrize("kind", ["rename", "fsync", "fsync_folder"])
+def test_what_a_disk_refuses_is_named_whatever_its_number(tmp_path, kind):
+    """And the place is the user's, not a file of ours beside it."""
+    for number in (errno.EEXIST, errno.EIO, errno.EBUSY, errno.ENOENT, errno.ENOTEMPTY, errno.EROFS):
+        with bad_disk(tmp_path, {kind: number}):
+            for work, place in ((disk.try_out, tmp_path), (lambda file: common.write_file(file, b"x"), tmp_path / "a")):
+                with refused(f"error: {place}: ", kind.split("_")[0], os.strerror(number)) as e:
+                    work(place)
+                assert ".tmp-" not in str(e.value)
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM], ids=os.strerror)
+def test_an_open_file_need_not_be_deleted(tmp_path, capsys, number):
+    """A run has its lock and its room where only closed files can be deleted."""
+    common.warn_once.cache_clear()
+    with bad_disk(tmp_path, dict(unlink_open=number)):
+        folder, lock = common.lock_folder(SimpleNamespace(out_dir="x", resume=False), tmp_path / "run", "a")
+        assert lock.is_locked and disk.room_for(folder, [100, 100]) == float("inf")
+    lock.release()
+    assert os.listdir(folder) in ([".lock"], []) and not capsys.readouterr().err
+
+def test_what_a_dead_process_has_left_may_stay(tmp_path, unbroken, capsys):
+    """--resume warns of temporary files that it cannot delete; what marks a run as finished must go."""
+    run = shutil.copytree(unbroken.out_dir, tmp_path / "run")
+    for name in (".tmp-abc", ".tmp-0123456789/a"):
+        save(paint_picture(), run / f"{name}.png")
+        with bad_disk(next(run.glob(".tmp-*")), dict(unlink=errno.EBUSY)):
+            common.warn_once.cache_clear()
+            resume.clean_folder(run, 12)
+        assert f"{run}: an old .tmp-... cannot be deleted" in capsys.readouterr().err
+        resume.clean_folder(run, 12)
+        assert not list(run.glob(".tmp-*"))
+    for name in ("DONE", predict.LORA_FILE):
+        (run / name).touch()
+        with bad_disk(run / name, dict(unlink=errno.EBUSY)), refused(run / name, "cannot be deleted", "run again"):
+            resume.clean_folder(run, 12)
 
 def test_what_prune_cannot_delete_is_one_line(tmp_path, small):
     folder = shutil.copytree(small.cache, tmp_path / "c")

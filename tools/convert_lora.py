@@ -17,6 +17,7 @@ $ python predict.py --model merged ...
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -70,7 +71,8 @@ def merge(loras, scales, model, dtype, out):
     import predict
     from extras import defaults, unchanged
     from safetensors import SafetensorError
-    common.load_extra("disk", "--out").try_renames(out.absolute().parent)
+    disk = common.load_extra("disk", "--out")
+    disk.try_renames(out, f"--out {out}")
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
     copied = [file for part in cache.ENCODERS for file in (folder / part).rglob("*") if file.is_file()]
     copied.append(folder / "model_index.json")
@@ -94,22 +96,16 @@ def merge(loras, scales, model, dtype, out):
             file.chmod(0o666 & ~umask)
         # half of the one and half of the other would look like a model
         unchanged.refuse_replaced(read, before, identity)
-        give_name(tmp, out)
-    except (OSError, SafetensorError) as e:
-        raise InputError(f"--out {out}: cannot be written ({e}); free some space, or correct the path")
+        common.refuse_to_replace(out) # it may have come since the start
+        disk.rename_folder(tmp, out)
+    except OSError as e:
+        raise disk.refusal(f"--out {out}", e)
+    except SafetensorError as e: # its text ends with "(os error 28)"
+        number = re.search(r"os error (\d+)|$", str(e))[1]
+        raise disk.refusal(f"--out {out}", OSError(int(number or 0), common.first_words(e)))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return line
-
-def give_name(tmp, out):
-    """Renames a complete folder, unless something has come to `out` since the start."""
-    try:
-        if os.name != "nt": # there a rename replaces no folder
-            out.mkdir() # which fails if something is there; the rename replaces this empty folder
-        os.replace(tmp, out)
-    except FileExistsError:
-        common.refuse_to_replace(out)
-        raise
 
 def identity(file):
     """What is another if another file has come to this place, or other content. (Not the time of its last change of any

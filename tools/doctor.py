@@ -56,7 +56,6 @@ from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
 
 try:
-    from extras import strays
     from extras.flight import room_for
     from extras.hints import how_many
     from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
@@ -399,9 +398,7 @@ def write_aligned(out, samples, moved, sheets):
     -> a section of the page."""
     left_out, entries, names, taken = [], [], set(), set()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        common.load_extra("disk", "--align").try_renames(out.parent)
-        with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent) as tmp:
+        with tempfile.TemporaryDirectory(prefix=".align-", dir=out.parent, ignore_cleanup_errors=True) as tmp:
             folder = Path(tmp, "out")
             folder.mkdir()
             for i, sample in enumerate(common.progress("aligning", samples, unit=" samples")):
@@ -417,9 +414,9 @@ def write_aligned(out, samples, moved, sheets):
                     entries.append((sample.name, [sample, copy]))
             titles = ["difference before", "difference after"]
             page_section = write_sheets(sheets, "aligned", entries, difference_cells, titles)
-            os.replace(folder, out)
+            disk.rename_folder(folder, out)
     except OSError as e:
-        raise InputError(f"{out}: cannot be written ({e.strerror}); give another folder, or free some space")
+        raise disk.refusal(f"--align {out}", e)
     tell(f"{out}: {len(samples) - len(left_out)} samples, {len(moved) - len(left_out)} of them repaired; "
          f"not repaired and left out, {len(left_out)}: {', '.join(left_out) or '-'}")
     return page_section
@@ -442,7 +439,7 @@ def read_flags():
          "sheet_mask_*.png (default: none)", choices=["auto"])
     flag("--align", None, "new folder for a copy with moved targets repaired", type=Path, metavar="DIR")
     args = parser.parse_args()
-    if args.align and not (args.align.is_dir() and not strays.listed(args.align, "*")):
+    if args.align and not (args.align.is_dir() and not os.listdir(args.align)):
         common.refuse_to_replace(args.align)
     if args.align and any(Path(root).resolve() in args.align.resolve().parents for root in args.data):
         raise InputError(f"--align {args.align}: lies in a dataset; give another folder")
@@ -543,12 +540,14 @@ def main():
     if args.align and (alone := [sample.name for sample in samples if not sample.controls]):
         raise InputError(f"--align: {alone[0]} has no control to which it could be aligned; leave --align out")
     disk.try_out(out)
+    if args.align:
+        disk.try_renames(args.align, f"--align {args.align}")
     earlier = {out / "index.html": PAGE, out / "report.json": REPORT}
     earlier |= dict.fromkeys(out.glob("sheet_*_*.png"), names.OURS) | dict.fromkeys(out.glob("pictures/*"), OURS)
     for path, mark in earlier.items():
         common.refuse_to_replace(path, mark)
     for path in earlier: # of an earlier report, in case this call ends early
-        path.unlink(missing_ok=True)
+        disk.delete(path, "is of an earlier report", "close what has it open, or give another --out")
     samples, rows, findings, faults = examine(samples, pipe, args)
     problems += faults
     for problem in problems:

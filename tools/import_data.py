@@ -938,21 +938,21 @@ def main():
     for folder in [args.target, args.mask, *args.control]:
         if folder and folder.resolve() in args.out.resolve().parents:
             raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")
+    disk = common.load_extra("disk", args.out)
+    disk.try_renames(args.out, args.out)
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        common.load_extra("disk", args.out).try_renames(args.out.parent)
-        with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent) as tmp:
+        with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent, ignore_cleanup_errors=True) as tmp:
             with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
                 samples, problems = convert(args, columns, Path(tmp))
             common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):
                 sys.exit("nothing was written; correct these errors, or leave the samples out: --skip_bad")
             if args.hold_out:
-                os.replace(Path(tmp, "held_out"), val)
-            os.replace(Path(tmp, "out"), args.out)
+                disk.rename_folder(Path(tmp, "held_out"), val)
+            disk.rename_folder(Path(tmp, "out"), args.out)
             tell(*notes.getvalue().splitlines())
     except OSError as e:
-        raise InputError(f"{args.out}: cannot be written ({e}); free some space, or give another folder")
+        raise disk.refusal(args.out, e)
     held_out = len(samples) // args.hold_out if args.hold_out else 0
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
 

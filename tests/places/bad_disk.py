@@ -4,10 +4,10 @@ folders. Each fault is {what is refused: the errno}:
 
     write           whatever writes: a read-only disk
     append          to open a file at its end
-    rename          of a file;  rename_folder: of a folder
+    rename          of a file;  rename_folder: of a folder;  rename_full: of one with something in it
     fsync           of a file;  fsync_folder: of a folder
     flock, link     locks, hard links
-    unlink, rmdir   deleting a file, a folder
+    unlink, rmdir   deleting a file, a folder;  unlink_open: a file that is open
     name            names of more than 143 bytes
 
 with bad_disk(folder, "bucket"): here, in this process. For another one: start(..., prelude=on(folder, "bucket")).
@@ -20,6 +20,7 @@ import functools
 import io
 import os
 import stat
+import tempfile
 
 BUCKET = dict(rename_folder=errno.ENOSYS, fsync=errno.EINVAL, fsync_folder=errno.EINVAL, flock=errno.ENOSYS,
               link=errno.ENOTSUP)
@@ -31,6 +32,11 @@ def path_of(path, dir_fd=None):
         return os.readlink(f"/proc/self/fd/{path}")
     path = os.fsdecode(path)
     return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path) if dir_fd else os.path.abspath(path)
+
+
+def open_files():
+    """-> the descriptors of this process that lead to something."""
+    return [int(n) for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
 
 
 def install(folder, faults):
@@ -52,6 +58,8 @@ def install(folder, faults):
 
     def renaming(real, source, target, **fds):
         kind = "rename_folder" if os.path.isdir(source) else "rename"
+        if kind == "rename_folder" and os.listdir(source):
+            refuse("rename_full", path_of(target), path_of(source))
         refuse(kind, path_of(target), path_of(source))
         check_write(path_of(target), path_of(source))
         return real(source, target, **fds)
@@ -72,6 +80,8 @@ def install(folder, faults):
         return real(source, target, **more)
 
     def deleting(kind, real, path, *, dir_fd=None):
+        if "unlink_open" in faults and path_of(path, dir_fd) in map(path_of, open_files()):
+            refuse("unlink_open", path_of(path, dir_fd))
         for what in (kind, "write"):
             refuse(what, path_of(path, dir_fd))
         return real(path, dir_fd=dir_fd)
@@ -107,6 +117,9 @@ def install(folder, faults):
     for place in (builtins, io):
         replace(place, "open", opening)
     replace(os, "open", opening_low)
+    if "unlink_open" in faults: # nor has such a disk files without a name
+        undo.append(functools.partial(setattr, tempfile, "_O_TMPFILE_WORKS", tempfile._O_TMPFILE_WORKS))
+        tempfile._O_TMPFILE_WORKS = False
     return lambda: [mend() for mend in undo]
 
 
