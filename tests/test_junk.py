@@ -20,13 +20,15 @@ LEFT = {
                 "Thumbs.db ehthumbs.db DESKTOP.INI ~$cat.png cat.png:Zone.Identifier"),
     "macOS": (".AppleDouble .Trashes .fseventsd .Spotlight-V100 __MACOSX", ".DS_Store ._cat.png ._cat.txt Icon\r"),
     "Linux": ("lost+found .Trash-1000 .thumbnails", ".directory .nfs0001"),
-    "programs that keep folders equal": (".stfolder .stversions .dropbox.cache .tmp.drivedownload .~tmp~ _gsdata_",
+    "programs that keep folders equal": (".stfolder .stversions .dropbox.cache .tmp.drivedownload .~tmp~ .sync "
+                                         "_gsdata_",
                                          ".syncthing.cat.png.tmp .owncloudsync.log ._sync_1.db ~syncthing~a.png.tmp"),
     "programs for photographs": (".BridgeCache .picasaoriginals Previews.lrdata", ".picasa.ini cat.xmp"),
     "programmers": (".git __pycache__ .ipynb_checkpoints", ".cat.png.swp .#cat.txt")}
 SECOND = ("cat.sync-conflict-20260101-120000-ABCDEFG.png", "cat (Eve's conflicted copy 2026-01-01).png",
           "cat_conflict-20240101-120000.png")
-MINE = "backup recycler Recycler found.001 Recycle Originals thumbs trash cat@home #1 (copy)".split() # what a person may call things
+# what a person may call things
+MINE = "backup recycler Recycler found.001 Recycle Originals thumbs trash cat@home #1 (copy)".split()
 
 def put_left(folder, who):
     """It leaves these in a folder -> how many things they are."""
