@@ -532,7 +532,7 @@ def signals_noted():
             if terminals: # (print may be at work already)
                 os.write(terminals[-1], b"\nends as soon as it can; please wait\n")
     with contextlib.ExitStack() as stack: # which puts the old handlers back
-        for name in "SIGTERM SIGINT SIGUSR1 SIGHUP".split(): # the last is a terminal that is closed
+        for name in "SIGTERM SIGINT SIGUSR1 SIGHUP SIGBREAK".split(): # the last two: a terminal that is closed
             number = getattr(signal, name, None) # Windows lacks some
             if number and signal.getsignal(number) != signal.SIG_IGN: # ignored: the user has asked for nohup
                 stack.callback(signal.signal, number, signal.signal(number, note))

@@ -30,13 +30,6 @@ def reason_of(e):
 
 def refusal(place, e, what="cannot be written"):
     """-> the InputError of an OSError; what: what failed at this place."""
-<<<<<<< HEAD
-    plain = what.endswith("cannot be written")
-    if e.errno in (errno.EEXIST, errno.ENOTDIR):
-        place, what = e.filename or place, "is no folder, or a link that leads nowhere"
-        remedy = "move it elsewhere, or give another folder"
-    elif os.name == "nt" and e.errno == errno.EACCES:
-=======
     reason, remedy = reason_of(e), "give a folder on another disk"
     plain = what.endswith("cannot be written")
     if plain and e.errno in (errno.EEXIST, errno.ENOTDIR) and not e.filename2:
@@ -46,24 +39,17 @@ def refusal(place, e, what="cannot be written"):
                 return InputError(f"{place}: cannot be written, as {folder} is no folder, or a link that leads nowhere "
                                   f"({reason}); move it elsewhere, or give another folder")
     if os.name == "nt" and e.errno == errno.EACCES:
->>>>>>> w_F2
         remedy = "close the program that has it open, or mend the permissions"
     elif e.errno in FULL:
         remedy = "free some space, and run again"
     elif e.errno == errno.ENAMETOOLONG:
         remedy = "give shorter names"
-<<<<<<< HEAD
-    else:
-        remedy = "give a folder on another disk"
-    return InputError(f"{place}: {what} ({reason_of(e)}); {remedy}")
-=======
     # of a copy, which also has two names, they are in two folders
     elif plain and e.filename2 and Path(e.filename).parent == Path(e.filename2).parent:
         what = "this disk cannot rename files"
     elif plain and e.errno in FORBIDDEN:
         remedy = "mend its permissions, or give another folder"
     return InputError(f"{place}: {what} ({reason}); {remedy}")
->>>>>>> w_F2
 
 
 def rename_folder(folder, place):
@@ -260,19 +246,13 @@ def room_for(folder, sizes):
     try:
         with contextlib.ExitStack() as stack:
             for size in sizes:
-<<<<<<< HEAD
-                f = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
+                trial = stack.enter_context(file_in(folder))
+                f = stack.enter_context(open(trial, "xb", buffering=0))
                 while size: # a write that reaches a limit is a short one, which raises nothing
                     done = f.write(part[:size])
                     size, written = size - done, written + done
                     if not done:
                         return written
-=======
-                trial = stack.enter_context(file_in(folder))
-                f = stack.enter_context(open(trial, "xb", buffering=0))
-                for start in range(0, size, len(part)):
-                    written += f.write(part[:size - start])
->>>>>>> w_F2
                 sync(f.fileno(), folder)
     except OSError as e: # (any other does not tell)
         if e.errno in FULL:

@@ -18,25 +18,26 @@ import common
 
 # What systems and programs leave in folders, beside names that begin with a dot: .DS_Store, ._cat.png, .Trashes, QNAP's
 # .@__thumb, .stfolder, .dropbox.cache, .ipynb_checkpoints, .git. A bin holds what its owner has deleted, and a folder
-# of thumbnails each picture once more. A name that a person could choose (backup, Recycle, Originals) is none of it.
+# of thumbnails each picture once more. A name that a person could choose (backup, Recycle, found.001) is none of it.
 JUNK = re.compile(r"""(?xi)
     \.(?!\.?\Z) .*
     | @eaDir | \#recycle | \#snapshot | @tmp | SYNO(FILE|PHOTO)_THUMB.* | .*@?Syno(Resource|EAStream) # Synology
-    | @Recycle | @Recently-Snapshot | ~snapshot # QNAP, NetApp
+    | @Recycle | @Recently-Snapshot | ~snapshot | @GMT-[\d.]+-[\d.]+ # QNAP, NetApp, Samba
     | (eh)?thumbs(_vista)?\.db(:encryptable)? | desktop\.ini | .*[:\uf03a]Zone\.Identifier.* # Windows
-    | \$RECYCLE\.BIN | RECYCLER | System\ Volume\ Information | found\.\d{3} | ~\$.*
+    | \$RECYCLE\.BIN | (?-i:RECYCLER) | System\ Volume\ Information | ~\$.*
     | __MACOSX | Icon[\r\uf00d] | Network\ Trash\ Folder | Temporary\ Items # macOS
     | lost\+found | __pycache__
     | picasa\.ini | zbthumbnail\.info | .+\.(xmp|lrdata) # notes and previews of programs for photographs
-    | ~syncthing~.*""", re.DOTALL)
+    | ~syncthing~.* | _gsdata_""", re.DOTALL)
 # what programs that keep folders equal call the other one of two versions: nearly the same picture twice
-CONFLICT = re.compile(r"(?i)\.sync-conflict-\d{8}-|\(.*(conflict(ed)? copy|case conflict|sfconflict).*\)")
+CONFLICT = re.compile(r"(?i)(\.sync-|_)conflict-\d{8}-|\(.*(conflict(ed)? copy|case conflict|sfconflict).*\)")
 # before and behind the name of a file that is only in a cloud
 AWAY = {(".", ".icloud"): "iCloud", ("", ".nextcloud"): "Nextcloud", ("", ".owncloud"): "ownCloud"}
 POINTER = re.compile(rb"version https://git-lfs|/annex/objects/") # in the place of a file that was not fetched
 # how files begin that common.open_image can open: PNG, JPEG, WebP, BMP, TIFF, AVIF and HEIC
 PICTURE = re.compile(rb"(?s)\x89PNG\r\n|\xff\xd8\xff|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp(avi|he|mif1|msf1)")
 NAMED = 2 # files in a line
+MOST_FOLDERS = 8 # in a line
 ERRORS = ("link", "away") # kinds that are an error, as a picture is missed
 
 
@@ -161,16 +162,19 @@ def seen_from(folder, path):
     return Path(path).as_posix()
 
 
-def first_of(names):
-    return ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
+def first_of(names, most=NAMED):
+    return ", ".join(names[:most] + ["..."] * (len(names) > most))
 
 
 def junk_line(folder, paths):
-    """-> a line that counts what is_junk; None if there is none."""
-    names = list(dict.fromkeys(path.name for path in sorted(paths)))
+    """-> a line that counts what is_junk, and names first the folders with pictures, as one may be a person's; None if
+    there is none."""
+    folders = {path.name for path in paths if any(map(is_named_picture, path.rglob("*")))}
+    names = [f"{name}/" for name in sorted(folders)] + sorted({path.name for path in paths} - folders)
     if names:
+        most = max(NAMED, min(len(folders), MOST_FOLDERS))
         return (f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(paths))} "
-                f"({first_of(names)})")
+                f"({first_of(names, most)})")
 
 
 def unused_line(folder, paths, why=""):

@@ -58,6 +58,7 @@ def meet(backend):
     waiting.start()
     timeout = timedelta(hours=6) # as processes without work wait for the encoders; NCCL gets a shorter one
     try:
+        # (Windows' torch may lack libuv: this asks for it on other systems alone; torchrun's own store always does.)
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun --max_restarts keeps the store, which has the addresses of the processes that have died. (On several
         # machines the counts may differ, so there it stays as it is.)

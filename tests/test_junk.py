@@ -15,16 +15,20 @@ from tests.harness import add_item, is_one_line, paint_picture, refused, run_scr
 LEFT = {
     "Synology": ("@eaDir #recycle #snapshot @tmp", "SYNOFILE_THUMB_M.png cat.png@SynoResource cat.png@SynoEAStream"),
     "QNAP": (".@__thumb @Recycle @Recently-Snapshot", ""),
-    "Windows": ("$RECYCLE.BIN RECYCLER found.000",
+    "Samba": ("@GMT-2024.01.01-12.00.00", ""),
+    "Windows": ("$RECYCLE.BIN RECYCLER",
                 "Thumbs.db ehthumbs.db DESKTOP.INI ~$cat.png cat.png:Zone.Identifier"),
     "macOS": (".AppleDouble .Trashes .fseventsd .Spotlight-V100 __MACOSX", ".DS_Store ._cat.png ._cat.txt Icon\r"),
     "Linux": ("lost+found .Trash-1000 .thumbnails", ".directory .nfs0001"),
-    "programs that keep folders equal": (".stfolder .stversions .dropbox.cache .tmp.drivedownload .~tmp~ .sync",
+    "programs that keep folders equal": (".stfolder .stversions .dropbox.cache .tmp.drivedownload .~tmp~ .sync "
+                                         "_gsdata_",
                                          ".syncthing.cat.png.tmp .owncloudsync.log ._sync_1.db ~syncthing~a.png.tmp"),
     "programs for photographs": (".BridgeCache .picasaoriginals Previews.lrdata", ".picasa.ini cat.xmp"),
     "programmers": (".git __pycache__ .ipynb_checkpoints", ".cat.png.swp .#cat.txt")}
-SECOND = "cat.sync-conflict-20260101-120000-ABCDEFG.png", "cat (Eve's conflicted copy 2026-01-01).png"
-MINE = "backup Recycle Originals thumbs trash cat@home #1 (copy)".split() # what a person may call things
+SECOND = ("cat.sync-conflict-20260101-120000-ABCDEFG.png", "cat (Eve's conflicted copy 2026-01-01).png",
+          "cat_conflict-20240101-120000.png")
+# what a person may call things
+MINE = "backup recycler Recycler found.001 Recycle Originals thumbs trash cat@home #1 (copy)".split()
 
 def put_left(folder, who):
     """It leaves these in a folder -> how many things they are."""
@@ -128,7 +132,7 @@ def test_a_second_version_is_named_and_a_persons_own_names_are_trained(tmp_path,
     samples, problems = common.read_dataset(data)
     assert {sample.name for sample in samples} == {f"{name}/{name}" for name in MINE} and not problems
     [line] = lines
-    assert "2 files are not used" in line and all(name in line for name in SECOND)
+    assert "3 files are not used" in line and all(name in line for name in SECOND[:2])
 
 @pytest.mark.parametrize("form, cloud", [(".{}.icloud", "iCloud"), ("{}.nextcloud", "Nextcloud"),
                                          ("{}.owncloud", "ownCloud")])
@@ -191,3 +195,23 @@ def test_a_placeholder_beside_its_picture_is_junk(tmp_path):
         (tmp_path / name).touch()
     assert strays.kind_of(tmp_path / ".cat.png.icloud") == "junk"
     assert strays.kind_of(tmp_path / "dog.png.nextcloud") == "away"
+
+def test_the_line_names_each_folder_with_pictures_that_was_passed_over(tmp_path, monkeypatch):
+    """Before all files, so that a person sees if one was his; other things fill what is left of the line."""
+    data, lines = pairs(tmp_path / "data"), []
+    folders = ["#snapshot", ".mine", ".git", "@eaDir", "target/lost+found"]
+    for name in folders:
+        save(paint_picture(), data / name / "sub/cat.png")
+    for name in (".0/config", "target/.00", "target/Thumbs.db"):
+        (data / name).parent.mkdir(exist_ok=True)
+        (data / name).write_bytes(b"")
+    monkeypatch.setattr(common, "warn_once", lines.append)
+    common.read_dataset(data)
+    assert "8 (#snapshot/, .git/, .mine/, @eaDir/, lost+found/, ...)" in lines[0]
+
+def test_a_source_without_folders_that_are_known_is_told_by_what_is_not_junk(tmp_path):
+    """A NAS' own folders come first by their names, and would hide a person's."""
+    for name in ("#recycle", "#snapshot", "$RECYCLE.BIN", ".@__thumb", ".git", "@eaDir", "after", "before"):
+        (tmp_path / "source" / name).mkdir(parents=True)
+    [line] = run_script("tools/import_data.py", tmp_path / "source", tmp_path / "out").errors
+    assert "holds after, before;" in line

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -19,7 +20,7 @@ import pytest
 
 import common
 from extras import strangers
-from tests.harness import (EXACT, HERE, NATIVE, add_item, assert_same_run, kill, refused, run_script, steps_of,
+from tests.harness import (EXACT, HERE, NATIVE, add_item, assert_same_run, kill, log_of, refused, run_script, steps_of,
                            until)
 from tests.places.windows import NO_MODULES, NO_OS, SIGNALS, install, is_ours, windows # noqa: F401 (a fixture)
 from tools import bench_common, page_common
@@ -108,6 +109,13 @@ def test_one_road_from_foreign_folders_to_a_page(tmp_path, source, start, window
     for more in (["--save_every", 1], ["--resume"]):
         works("tools/lean_train.py", "--data", data, *on_cpu, "--max_steps", 2, "--out_dir", tmp_path / "lean", *more)
     assert not list(tmp_path.rglob(".tmp-*"))
+
+def test_ctrl_break_and_a_closed_console_end_a_run_with_its_checkpoint(tmp_path, small, start):
+    """Both are SIGBREAK there, which SIGUSR2 stands for."""
+    process = start("train.py", *small.flags, "--out_dir", tmp_path, "--save_every", 100, prelude=install)
+    until(lambda: (tmp_path / "log.jsonl").exists() and log_of(tmp_path)[1:] or not process.alive())
+    kill(process, signal.SIGUSR2)
+    assert process.wait() == 0 and "stopped by a signal" in process.output() and steps_of(tmp_path), process.output()
 
 def test_a_second_start_is_told_that_a_run_is_at_work(tmp_path, monkeypatch, windows):
     """Its .lock cannot even be read there. With --out_dir one line says so; without, the run gets the next number."""

@@ -850,7 +850,7 @@ def find_parts(source, columns, alone):
     if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
         return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)]
-    names = ", ".join([path.name for path in sorted(source.glob("*"))][:5]) or "nothing"
+    names = ", ".join([path.name for path in strays.listed(source, "*")][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
 

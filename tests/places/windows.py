@@ -35,8 +35,8 @@ NO_OS = set("""killpg getloadavg mkfifo mknod fork forkpty getuid geteuid getgid
     lchown fchmod chroot pread pwrite readv writev posix_fadvise posix_fallocate sendfile sched_getaffinity
     sched_setaffinity openpty ttyname lockf sync fdatasync memfd_create getxattr setxattr posix_spawn getrandom
     O_NOFOLLOW O_DIRECTORY O_TMPFILE O_CLOEXEC O_NONBLOCK O_SYNC O_DSYNC O_NOCTTY O_PATH""".split())
-SIGNALS = set("""SIGABRT SIGFPE SIGILL SIGINT SIGSEGV SIGTERM SIG_DFL SIG_IGN NSIG Signals Handlers signal getsignal
-    raise_signal default_int_handler strsignal valid_signals set_wakeup_fd""".split())
+SIGNALS = set("""SIGABRT SIGBREAK SIGFPE SIGILL SIGINT SIGSEGV SIGTERM SIG_DFL SIG_IGN NSIG Signals Handlers signal
+    getsignal raise_signal default_int_handler strsignal valid_signals set_wakeup_fd""".split())
 BAD_NAME = re.compile(r'(?i)[:*?"<>|\\\0-\x1f]|[. ]\Z|\A(con|prn|aux|nul|com[1-9]|lpt[1-9])(\..*)?\Z')
 real, real_open = types.SimpleNamespace(**vars(os)), open
 
@@ -160,7 +160,8 @@ class Without(types.ModuleType): # a class because a module is what our code ask
     def __setattr__(self, name, value):
         setattr(self.module, name, value)
 
-OURS = dict(os=Without(os, lambda name: name not in NO_OS, name="nt"), signal=Without(signal, SIGNALS.__contains__),
+OURS = dict(os=Without(os, lambda name: name not in NO_OS, name="nt"),
+            signal=Without(signal, SIGNALS.__contains__, SIGBREAK=signal.SIGUSR2),
             sys=Without(sys, lambda name: name not in ("getdlopenflags", "abiflags"), platform="win32"))
 
 def install(patch=None, code_page="cp1252"):
