@@ -75,6 +75,7 @@ def pretend(capability):
     CudaInterface.get_raw_stream = staticmethod(lambda device: 0)
     torch.cuda._lazy_init = lambda: None
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     torch.cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda *args, **kwargs: None
     torch.cuda.is_current_stream_capturing = lambda: False
