@@ -67,8 +67,10 @@ def refuse(kind, number, path):
 
 def holders(path):
     """-> what this process has open or mapped at the path, or below it."""
-    found = [os.readlink(f"/proc/self/fd/{fd}") for fd in real.listdir("/proc/self/fd")
-             if os.path.lexists(f"/proc/self/fd/{fd}")]
+    found = []
+    for fd in real.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError): # another thread has closed it meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
     with real_open("/proc/self/maps", "rb") as file:
         found += [os.fsdecode(line.split(None, 5)[5].rstrip(b"\n")) for line in file if b" /" in line]
     return [held for held in found if held == path or held.startswith(path + "/")]
