@@ -57,14 +57,15 @@ def meet(backend):
     waiting.daemon = True
     waiting.start()
     timeout = timedelta(hours=6) # as processes without work wait for the encoders; NCCL gets a shorter one
+    restarts, new_store = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), {}
     try:
-        # (Windows' torch may lack libuv: this asks for it on other systems alone; torchrun's own store always does.)
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun --max_restarts keeps the store, which has the addresses of the processes that have died. (On several
         # machines the counts may differ, so there it stays as it is.)
-        if os.environ.get("LOCAL_WORLD_SIZE") == world:
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout)
+        if restarts != "0" and os.environ.get("LOCAL_WORLD_SIZE") == world:
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+            new_store = dict(store=dist.PrefixStore(restarts, store), rank=int(rank), world_size=int(world))
+        # (Windows' torch may lack libuv: this asks for it on other systems alone; torchrun's own store always does.)
+        dist.init_process_group(backend, timeout=timeout, **new_store)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"MASTER_ADDR {address}, MASTER_PORT {port}: process {rank} of {world} cannot meet the others "
                          f"there ({first_line(e)}); give the first one's address and a free port, or use torchrun")
