@@ -739,7 +739,6 @@ def lock_folder(args, folder, name):
     import filelock
     made, lock, disk = not folder.exists(), filelock.FileLock(folder / ".lock"), load_extra("disk", "--out_dir")
     disk.try_out(folder, append=True)
-    has_locks = disk.has_locks(folder)
     try:
         has_locks = disk.has_locks(folder)
         for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
