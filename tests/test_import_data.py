@@ -189,7 +189,7 @@ UNKNOWN = { # files of a folder, what is in them, and what is named
     "no dataset": ("after/cat.png", "", "after", "--target DIR --control DIR"),
     "no JSON": ("metadata.json", "{", "JSON list"), "an object": ("metadata.json", '{"a": 1}', "JSON list (it is {"),
     "two names": ("target/a.png images/a.png", "", "images", "--control DIR"),
-    "Latin-1": ("metadata.csv", "caf\xe9", "UTF-8"), "empty": (".hidden", "", "holds .hidden", "--target DIR"),
+    "Latin-1": ("metadata.csv", "caf\xe9", "UTF-8"), "empty": (".hidden", "", "holds nothing", "--target DIR"),
     "no samples": ("target/notes.md control/notes.md", "", "no sample", "--target DIR"),
     "no header": ("metadata.csv", "a.png,b.png,go\na.png,b.png,go\n", "no target, control, prompt, only a.png",
                   "--columns target=NAME control=NAME prompt=NAME"),
