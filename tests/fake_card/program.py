@@ -149,8 +149,8 @@ def run(script, flags, folder, card, env={}, prelude=""):
             on.__enter__()
             if "WORLD_SIZE" in env:
                 fake.join_group(on)
-                # what the first process would send to the others, each makes for itself
-                common.on_first_process = lambda make: make()
+                # what the first process would send to the others, each makes for itself, but for what is written
+                common.on_first_process = lambda make: None if env["RANK"] != "0" and hasattr(make, "func") else make()
         exec(prelude, globals() | dict(on=on, seen=seen))
         if script in ("cache.py", "predict.py"):
             module = dict(cache=cache, predict=predict)[script[:-3]]
