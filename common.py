@@ -27,7 +27,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from extras import surroundings
-from extras.strangers import command, is_inside, lost, show_streams, shown # (command: for who imports this file)
+from extras.strangers import command, is_inside, lost, show_streams, shown # (command: for others to import)
 
 # torch, diffusers and transformers take five seconds to import, so the functions that need them import them: most tools
 # print their -h, or find a typo, without.

@@ -586,9 +586,9 @@ if args.plan:
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
 # On a model without weights: LoRAs or flags that do not fit it, and a disk without room for checkpoints, end the run
-# now, not after the encoding.
-_, lora = make_model(transformer_folder, transformer_file, weights=False)
+# now, not after the encoding. (--plan encodes nothing.)
 if not args.plan:
+    _, lora = make_model(transformer_folder, transformer_file, weights=False)
     common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep))
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
               vae=model_folder / "vae")

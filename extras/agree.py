@@ -3,7 +3,8 @@ Several processes: is their LoRA still one and the same?
 
 Each process takes every optimizer step by itself, from the same gradients and with the same random numbers, so that no
 weights have to be sent. What would part them is silent: a kernel that is not deterministic, a class with a generator of
-its own, a broken memory. train.py asks here before it writes a checkpoint, so that a checkpoint is what all have.
+its own, a broken memory. train.py asks here before it writes a checkpoint, so that a checkpoint is what all have (but
+for the one that is saved when an error ends the run, as the other processes may be gone).
 """
 import torch
 

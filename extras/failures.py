@@ -36,12 +36,12 @@ def tried(what):
 @contextlib.contextmanager
 def refused(flag):
     """Within `with`, before the first step, whatever fails is an InputError about this flag."""
-    failures = []
-    with kept(failures):
+    try:
         yield
-    for e in failures:
-        raise e if isinstance(e, InputError) else InputError(f"{flag}: {first_words(e)}; mend it, or leave the flag "
-                                                             "out, then --resume")
+    except InputError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise InputError(f"{flag}: {first_words(e)}; mend it, or leave the flag out, then --resume")
 
 
 def warn(what, why):

@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 import common
+from extras import disk
 
 
 @contextlib.contextmanager
@@ -38,6 +39,7 @@ def write_list(path, samples, files_of):
         if missing:
             index = min(path.parent.glob("*.json"), default="")
             other = f", or one of its indexes as --data, such as {index}" if index else ""
-            raise common.InputError(f"--cache_dir {path.parent}: cannot be written ({e.__cause__.strerror}), and lacks "
-                                    f"{missing} of {len(files)} files; give another folder{other}")
+            why = disk.reason_of(e.__cause__)
+            raise common.InputError(f"--cache_dir {path.parent}: cannot be written ({why}), and lacks {missing} of "
+                                    f"{len(files)} files; give another folder{other}")
         return False # as extras/disk.py has said

@@ -697,6 +697,30 @@ def kill(process, number=9): # SIGKILL, a name that Windows has not
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
 
+def killed_runs(start, small, unbroken, folder, seed, prelude=None, numbers=(9,)):
+    """It starts trainings, each by one command, and sends them one of these signals at random moments, until --kills of
+    them are done and all runs have ended as the unbroken one. After each process that did not end its run it yields
+    (run folder, process, its status, the signal or None)."""
+    rng, kills, runs = random.Random(seed), 0, 0
+    while kills < OPTIONS["kills"] or (folder / f"{runs}").exists():
+        out_dir, number = folder / f"{runs}", None
+        before = max(steps_of(out_dir), default=0)
+        process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume", prelude=prelude)
+        if kills < OPTIONS["kills"]:
+            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
+            number = rng.choice(numbers)
+            kill(process, number)
+        status = process.wait()
+        assert_checkpoints_whole(out_dir)
+        assert max(steps_of(out_dir), default=0) >= before, "a checkpoint was lost"
+        if status == 0 and (out_dir / "DONE").exists():
+            assert_same_run(out_dir, unbroken.out_dir)
+            runs += 1
+        else:
+            kills += number is not None
+            yield out_dir, process, status, number
+    print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
+
 def until(condition, seconds=60):
     """It waits until the condition holds."""
     end = time.monotonic() + seconds

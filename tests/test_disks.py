@@ -6,15 +6,12 @@ $ pytest tests/test_disks.py --kills 200 -s     # kills in a bucket: 3 minutes
 """
 import errno
 import os
-import random
 import re
 import resource
 import shutil
-import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import OPTIONS
 from diffusers import ModelMixin
 from PIL import Image
 from safetensors import SafetensorError
@@ -24,7 +21,7 @@ import common
 import predict
 from extras import disk, probe, resume
 from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
-                           is_one_line, kill, lora_of, paint_picture, refused, run_script, save, steps_of,
+                           is_one_line, killed_runs, lora_of, paint_picture, refused, run_script, save, steps_of,
                            validations_of)
 from tests.places.bad_disk import BUCKET, bad_disk, on
 
@@ -81,25 +78,8 @@ def test_the_whole_road_in_a_bucket(tmp_path, small):
 
 def test_training_killed_in_a_bucket_ends_as_the_unbroken_run(tmp_path, small, start, unbroken):
     """As on a good disk, and what had a checkpoint after a kill is not trained again."""
-    rng, kills, runs = random.Random(1), 0, 0
-    while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
-        out_dir = tmp_path / f"{runs}"
-        before = max(steps_of(out_dir), default=0)
-        begun = ["--resume"] if (out_dir / "log.jsonl").exists() else []
-        process = start("train.py", *small.flags, "--out_dir", out_dir, *begun, prelude=on(tmp_path, "bucket"))
-        if kills < OPTIONS["kills"]:
-            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
-            kill(process)
-        status = process.wait()
-        kills += status == -9
-        assert_checkpoints_whole(out_dir)
-        assert max(steps_of(out_dir), default=0) >= before, "a checkpoint was lost"
-        if status == 0:
-            assert_same_run(out_dir, unbroken.out_dir)
-            runs += 1
-        else:
-            assert status == -9, process.output()
-    print(f"{kills} kills of train.py in {runs} runs in a bucket: all end as the unbroken one")
+    for _, process, status, _ in killed_runs(start, small, unbroken, tmp_path, 1, on(tmp_path, "bucket")):
+        assert status == -9, process.output()
 
 # ---- checkpoints without a rename ------------------------------------------------------------------------------------
 

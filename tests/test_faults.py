@@ -28,7 +28,8 @@ import predict
 import rope_patch
 from extras import indexes, resume
 from tests.harness import (ADAMW, HERE, assert_checkpoints_whole, assert_same_run, damage_tensors, error_of, flip,
-                           is_one_line, kill, log_of, losses_of, refused, run_script, start_ranks, steps_of, until)
+                           is_one_line, kill, killed_runs, log_of, losses_of, refused, run_script, start_ranks,
+                           steps_of, until)
 
 def lines_of(out_dir):
     return len(log_of(out_dir)) if (out_dir / "log.jsonl").exists() else 0
@@ -70,22 +71,8 @@ def test_cache_killed_at_any_instant_loses_and_repeats_nothing(tmp_path, small, 
 
 def test_training_killed_at_any_instant_ends_as_the_unbroken_run(tmp_path, small, start, unbroken):
     """Steps, losses, learning rates, gradient norms and the final LoRA, bit for bit."""
-    rng, kills, runs = random.Random(0), 0, 0
-    while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
-        out_dir = tmp_path / f"{runs}"
-        process = start("train.py", *small.flags, "--out_dir", out_dir, "--resume") # one command, also for the start
-        if kills < OPTIONS["kills"]:
-            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
-            kill(process)
-        status = process.wait()
-        kills += status == -9
-        assert_checkpoints_whole(out_dir)
-        if status == 0:
-            assert_same_run(out_dir, unbroken.out_dir)
-            runs += 1
-        else:
-            assert status == -9, process.output()
-    print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
+    for _, process, status, _ in killed_runs(start, small, unbroken, tmp_path, 0):
+        assert status == -9, process.output()
 
 def killed_at(place):
     """For a child process: it dies before a file gets this final name."""

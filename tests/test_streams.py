@@ -8,17 +8,13 @@ import functools
 import json
 import os
 import pty
-import random
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from conftest import OPTIONS
 
-from tests.harness import (HERE, assert_checkpoints_whole, assert_same_run, kill, log_of, records_of, start_ranks,
-                           steps_of, until)
+from tests.harness import HERE, kill, killed_runs, log_of, records_of, start_ranks, steps_of, until
 
 # a script as ours are, in a second: two lines, and what stood in them is in a file
 SCRIPT = """
@@ -147,26 +143,10 @@ def test_two_processes_end_together_with_every_stream_gone(tmp_path, small, star
 
 def test_killed_with_a_closed_pipe_at_any_instant_nothing_is_lost(tmp_path, small, start, unbroken):
     """By signals of all kinds; what a checkpoint had stays, and the run ends as the unbroken one."""
-    rng, kills, runs, prelude = random.Random(1), 0, 0, functools.partial(close_streams, "pipe")
-    while kills < OPTIONS["kills"] or (tmp_path / f"{runs}").exists():
-        out_dir = tmp_path / f"{runs}"
-        resume = ["--resume"] if (out_dir / "log.jsonl").exists() else []
-        before = max(steps_of(out_dir), default=0)
-        process = start("train.py", *small.flags, "--out_dir", out_dir, *resume, prelude=prelude)
-        if kills < OPTIONS["kills"]:
-            time.sleep(rng.uniform(0, 0.8 * unbroken.seconds))
-            number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-            kills += process.alive()
-            kill(process, number)
-        status = process.wait()
-        assert_checkpoints_whole(out_dir)
-        assert max(steps_of(out_dir), default=0) >= before
-        if (out_dir / "DONE").exists():
-            assert status == 0
-            assert_same_run(out_dir, unbroken.out_dir)
-            runs += 1
-        else: # ended by the signal: at once before the loop began, else with a checkpoint
-            assert status != 1 or number == signal.SIGINT, status
-            if status == 0:
-                assert max(steps_of(out_dir)) == log_of(out_dir)[-1]["step"]
-    print(f"{kills} kills of train.py in {runs} runs with a closed pipe: all end as the unbroken one")
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+    closed = functools.partial(close_streams, "pipe")
+    for out_dir, _, status, number in killed_runs(start, small, unbroken, tmp_path, 1, closed, signals):
+        # ended by the signal: at once before the loop began, else with a checkpoint
+        assert status != 1 or number == signal.SIGINT, status
+        if status == 0:
+            assert max(steps_of(out_dir)) == log_of(out_dir)[-1]["step"]
