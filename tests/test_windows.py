@@ -140,7 +140,8 @@ def test_gpu_check_runs_there_and_ends_what_it_has_started(tmp_path, monkeypatch
         [sys.executable, "-c", "print('1 passed')"], stdout=subprocess.PIPE, encoding="utf-8"))
     result = run_script("tools/gpu_check.py", "--device", "cpu", "--stages", "claims", "--out", tmp_path / "found.json")
     assert result.status == 0 and result.out.count("1 passed") >= 2, result.err
-    assert process.poll() is not None and not (grandchild.is_running() and grandchild.status() != "zombie")
+    assert process.poll() is not None
+    until(lambda: not grandchild.is_running() or grandchild.status() == "zombie", 10) # the kernel takes a moment
     assert math.isnan(bench_common.peak_gib(list, "cpu")) and bench_common.used_gib("cpu") > 0
 
 HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
