@@ -51,6 +51,7 @@ def test_imports_point_down_only():
         first, anywhere = imports_of(HERE / name)
         assert not anywhere & {top_name for top_name in top if CORE.index(top[top_name]) > place}, name
         assert not first & {"tools", "tests", "test_consistency", "conftest"}, name
+    assert "extras" not in imports_of(HERE / "rope_patch.py")[1] # people copy this file alone
     for path in (HERE / "extras").glob("*.py"):
         below = {"common", "rope_patch"} # what stands below everyone who loads it: these are train.py's alone
         below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "published") else set()
