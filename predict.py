@@ -131,7 +131,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 
 import cache
 from extras import bases, finite
-from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
+from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
@@ -170,7 +170,7 @@ def find_transformer(args, weights=True):
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
     by block, so that the device never holds more than one block in full precision."""
-    blocks = transformer.transformer_blocks
+    blocks = blocks_of(transformer)
     bar = common.progress("loading", total=len(blocks), unit="block")
 
     def quantize_block(block):
@@ -211,7 +211,7 @@ def find_layers(transformer, names):
             raise InputError(f"--lora_targets {end}: no linear layer of that name; there are "
                              f"{' '.join(presets['all-linear'])}, img_in, txt_in, proj_out")
     # the text stream of the last block is never read: a LoRA there would get no gradient
-    last = len(transformer.transformer_blocks) - 1
+    last = len(blocks_of(transformer)) - 1
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
     return dict(target_modules=targets, exclude_modules=dead)
 
@@ -224,7 +224,7 @@ def add_lora(transformer, **config):
     transformer.add_adapter(config)
     cast_training_params(transformer, torch.float32)
     if faster:
-        faster.cast_together(transformer.transformer_blocks)
+        faster.cast_together(blocks_of(transformer))
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 # ---- LoRA files ------------------------------------------------------------------------------------------------------

@@ -338,10 +338,15 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
+def blocks_of(transformer):
+    """The transformer's blocks, in the order in which they run, as the ModuleList that holds them. Whatever works block
+    by block asks here: packing, recomputing, quantizing, offloading, sharding, compiling, estimates."""
+    return transformer.transformer_blocks
+
 def checkpoint_blocks(model, blocks=None, **options):
     """Gradient checkpointing: the backward pass recomputes the first `blocks` blocks (None: all) -> their number.
     options: torch.utils.checkpoint's."""
-    recomputed = set(model.transformer_blocks[:blocks])
+    recomputed = set(blocks_of(model)[:blocks])
 
     def run(block, *args):
         if block in recomputed:
@@ -373,8 +378,9 @@ def packed_forward(model, img, txt, freqs, layout, timestep, additional_t_cond, 
         if additional_t_cond is not None:
             additional_t_cond = additional_t_cond.expand(B).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
-    for block in model.transformer_blocks:
-        layout = replace(layout, last=block is model.transformer_blocks[-1])
+    blocks = blocks_of(model)
+    for block in blocks:
+        layout = replace(layout, last=block is blocks[-1])
         args = img, txt, None, temb, freqs, attention_kwargs, layout
         if torch.is_grad_enabled() and model.gradient_checkpointing:
             txt, img = model._gradient_checkpointing_func(block, *args)
@@ -534,18 +540,18 @@ def patch_qwen_forward_for_multi_resolution(model):
     if hasattr(model, "multi_resolution"): # patched already, and hooks may have come since
         return model
     # hooks replace forward on the instance, too: patched over, they would no longer run
-    if any("forward" in m.__dict__ for m in [model, *model.transformer_blocks]):
+    if any("forward" in m.__dict__ for m in [model, *blocks_of(model)]):
         raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or hooks")
     model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
     model.multi_resolution = True
-    for block in model.transformer_blocks:
+    for block in blocks_of(model):
         block.forward = MethodType(block_forward, block)
     return model
 
 def patch_qwen_model_for_multi_resolution(model):
     """The one call that users need: attention processors and forward. Idempotent. Returns the model."""
     patch_qwen_forward_for_multi_resolution(model)
-    for block in model.transformer_blocks:
+    for block in blocks_of(model):
         if not isinstance(block.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
             processor = QwenDoubleStreamAttnProcessor2_0_MultiRes()
             processor.__dict__.update(block.attn.processor.__dict__) # a backend that was chosen before the patch

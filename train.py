@@ -142,7 +142,7 @@ import cache
 import predict
 from extras import agree, bases, disk, failures, finite, surroundings, unchanged
 from extras.log import Log
-from rope_patch import checkpoint_blocks, plan_packs, run_packed
+from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args)
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
@@ -622,7 +622,7 @@ if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this 
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.compile:
-    load_extra("compile").compile_blocks(transformer.transformer_blocks)
+    load_extra("compile").compile_blocks(blocks_of(transformer))
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
@@ -635,7 +635,7 @@ if args.gradient_checkpointing is None and (fit := find_extra("fit")): # measure
 if recomputed is None:
     recomputed = recompute(args.gradient_checkpointing)
 if recomputed:
-    say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
+    say(f"to save memory the backward pass computes {recomputed} of {len(blocks_of(transformer))} blocks again "
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
 # A schedule-free optimizer trains one set of weights, and an average of them is what you use: within this `with`.

@@ -121,7 +121,7 @@ def learning_bytes(transformer):
 
 def input_bytes(transformer, pack):
     """Bytes of the inputs of all blocks, which a recomputed pass saves."""
-    return len(transformer.transformer_blocks) * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
+    return len(rope_patch.blocks_of(transformer)) * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
 
 def find_fit(blocks, free, inputs, added, selective, edge=1):
     """-> (how many of the blocks are kept, whether the others keep their attention, bytes that a pass adds then).
@@ -163,7 +163,7 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     all blocks are computed again."""
     if not has_own_memory(args.device):
         return None
-    blocks, processes = len(transformer.transformer_blocks), dist.get_world_size() if dist.is_initialized() else 1
+    blocks, processes = len(rope_patch.blocks_of(transformer)), dist.get_world_size() if dist.is_initialized() else 1
     pack = largest_pack(lengths, args, processes)
     items = blank_items(Item, map(shape_of, pack), transformer, args.device)
     too_little = InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "

@@ -67,7 +67,7 @@ from PIL import Image
 
 import cache
 import predict
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
+from rope_patch import blocks_of, checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
                                 run_on, seconds, share, with_lora, with_pads)
 
@@ -139,7 +139,7 @@ def make_ours():
     if args.checkpointing:
         checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
-        common.load_extra("compile").compile_blocks(ours.transformer_blocks)
+        common.load_extra("compile").compile_blocks(blocks_of(ours))
     return ours
 
 def make_models():
