@@ -211,6 +211,7 @@ SYNONYMS = {
     "a tensor, rows of 0": ("padded", MIXED, dict(img_shapes=torch.tensor([[(1, 6, 10), (0, 0, 0)], SHAPES[1]]))),
     "text lengths of older diffusers": ("padded", MIXED, text_mask(None) | dict(txt_seq_lens=[7, 12])),
     "a tensor of text lengths": ("packed", MIXED, dict(txt_seq_lens=torch.tensor([7, 12]))),
+    "text lengths beside a mask with holes": ("padded", BATCHES["holes in the text"], dict(txt_seq_lens=[5, 12, 0])),
     "an integer text mask": ("padded", MIXED, text_mask(TEXT.long())),
     "a float text mask": ("padded", MIXED, text_mask(TEXT.bfloat16())),
     "a joint mask beside shapes": ("padded", MIXED, joint_mask(JOINT)),
