@@ -139,7 +139,8 @@ def make_ours():
     if args.checkpointing:
         checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
-        common.load_extra("compile").compile_blocks(blocks_of(ours))
+        import extras.compile # which looks for a compiler
+        extras.compile.compile_blocks(blocks_of(ours))
     return ours
 
 def make_models():
