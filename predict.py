@@ -400,7 +400,8 @@ def run_in_packs(transformer, runs, max_tokens):
     preds = {} # packed by length, and put back in the order of the runs
     for pack in plan_packs(dict(enumerate(lengths)), max_tokens):
         latents, prompts, timesteps, img_shapes = zip(*[runs[r] for r in pack])
-        preds.update(zip(pack, run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)))
+        found = run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)
+        preds.update(zip(pack, found, strict=True))
     return [preds[r] for r in range(len(runs))]
 
 @torch.no_grad()
@@ -467,7 +468,8 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
     # different steps
     for pack in plan_packs(dict(enumerate(lengths)), max_tokens)[share]:
         jobs = [load_job(samples[i], device, encoders) for i in pack]
-        for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
+        drawn = denoise(transformer, scheduler_config, jobs, max_tokens, bar)
+        for i, job, latents in zip(pack, jobs, drawn, strict=True):
             if vae is not None:
                 yield i, decode(vae, latents, job.img_shapes)
 

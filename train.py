@@ -208,15 +208,16 @@ class Pick:
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
     channels; base: in --dtype. Python ignores the strings; extras/fit.py makes items of zeros by them, to measure
-    memory."""
+    memory. A field with a default is one that few samples have: there it stays at that, and costs nothing."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
     velocity: "float32 I C" # what the model should predict: noise - x0. With `preserve` None, until ask_base fills it
     s: "float32" # noise level
     controls: "base K C" # latents of the controls, without noise, one after the other
     prompt: "base T J" # embeddings
-    weight: "float32 I" # of each target token in the loss. None in an idle pass, whose loss is 0
+    weight: "float32 I" # of each target token in the loss; zeros in an idle pass
     img_shapes: list # as Pick.img_shapes
+    mask: "float32 I" = None # the edited share of each target token, from 0 to 1; None without a mask
 
 # Everything random is a function of (seed, position), so resuming needs one number, and every process knows what the
 # others do. A generator that is used up step by step would have to be saved, for each process.
@@ -280,8 +281,8 @@ def load_item(picked):
     x0 = latents["pixel_latent"].to("cpu", torch.float32)
     noise = torch.randn(x0.shape, generator=picked.noise_generator)
     weight = torch.ones(len(x0))
-    if "edit_mask" in latents and not picked.preserve: # with another prompt there is no edit for the mask to mark
-        mask = latents["edit_mask"] # (I,) from 0 to 1: the edited share of a token
+    mask = None if picked.preserve else latents.get("edit_mask") # another prompt asks for no edit to be marked
+    if mask is not None:
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
     prompt = cache.load_text(picked.sample, (picked.prompt, picked.with_controls), encoders)
@@ -289,8 +290,8 @@ def load_item(picked):
         raise InputError(f"{picked.sample.name}: its prompt_embed has {prompt.shape[1]} columns, as of another model; "
                          "run cache.py with this one")
     velocity = None if picked.preserve else noise - x0
-    return Item(x0, noise, velocity, picked.s, controls.to("cpu", dtype), prompt.to("cpu", dtype), weight,
-                picked.img_shapes)
+    return Item(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls.to("cpu", dtype),
+                prompt=prompt.to("cpu", dtype), weight=weight, img_shapes=picked.img_shapes, mask=mask)
 
 def to_device(item):
     """Copies an Item to the device, on a stream of its own: on the one that computes, the copy would wait for all that
@@ -311,7 +312,7 @@ def predict_velocity(model, items):
     prompts = [i.prompt for i in items]
     timesteps = torch.stack([i.s for i in items])
     preds = run_packed(model, latents, prompts, timesteps, [i.img_shapes for i in items])
-    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # what it predicts for controls is dropped
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds, strict=True)] # what it predicts for controls is dropped
 
 def ask_base(model, items):
     """--preserve: an item without a velocity gets what the model predicts for it without its LoRA -> items."""
@@ -333,7 +334,7 @@ def flow_loss(model, items):
     -> the loss of each item: the weighted mean over its own target tokens, so that a large picture counts as much as a
     small one. Another loss goes here; training, validation and the measurement of memory all call this."""
     losses = []
-    for i, pred in zip(items, predict_velocity(model, items)):
+    for i, pred in zip(items, predict_velocity(model, items), strict=True):
         # in fp32: bf16 keeps three digits, and to square, add and compare such numbers would lose them
         error = (pred - i.velocity).square().mean(-1) # (I,)
         if i.weight is None:
