@@ -211,13 +211,14 @@ class Item:
     memory. A field with a default is one that few samples have: there it stays at that, and costs nothing."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
-    velocity: "float32 I C" # what the model should predict: noise - x0. With `preserve` None, until ask_base fills it
+    velocity: "float32 I C" # what the model should predict: noise - x0; with `preserve` the answer of ask_base
     s: "float32" # noise level
     controls: "base K C" # latents of the controls, without noise, one after the other
     prompt: "base T J" # embeddings
     weight: "float32 I" # of each target token in the loss; zeros in an idle pass
     img_shapes: list # as Pick.img_shapes
     mask: "float32 I" = None # the edited share of each target token, from 0 to 1; None without a mask
+    preserve: bool = False # as Pick.preserve
 
 # Everything random is a function of (seed, position), so resuming needs one number, and every process knows what the
 # others do. A generator that is used up step by step would have to be saved, for each process.
@@ -289,9 +290,9 @@ def load_item(picked):
     if prompt.shape[1] != transformer.config.joint_attention_dim: # a foreign cache may hold anything
         raise InputError(f"{picked.sample.name}: its prompt_embed has {prompt.shape[1]} columns, as of another model; "
                          "run cache.py with this one")
-    velocity = None if picked.preserve else noise - x0
-    return Item(x0=x0, noise=noise, velocity=velocity, s=picked.s, controls=controls.to("cpu", dtype),
-                prompt=prompt.to("cpu", dtype), weight=weight, img_shapes=picked.img_shapes, mask=mask)
+    return Item(x0=x0, noise=noise, velocity=noise - x0, s=picked.s, controls=controls.to("cpu", dtype),
+                prompt=prompt.to("cpu", dtype), weight=weight, img_shapes=picked.img_shapes, mask=mask,
+                preserve=picked.preserve)
 
 def to_device(item):
     """Copies an Item to the device, on a stream of its own: on the one that computes, the copy would wait for all that
@@ -315,10 +316,10 @@ def predict_velocity(model, items):
     return [pred[:len(i.x0)].float() for i, pred in zip(items, preds, strict=True)] # what it predicts for controls is dropped
 
 def ask_base(model, items):
-    """--preserve: an item without a velocity gets what the model predicts for it without its LoRA -> items."""
-    asked = [i for i in items if i.velocity is None]
-    # With --fsdp every process must run the same number of passes, so one that has nothing to ask asks for its last
-    # item, and does not use the answer.
+    """--preserve: the velocity of such an item becomes what the model predicts for it without its LoRA -> items."""
+    asked = [i for i in items if i.preserve]
+    # With --fsdp every process must run the same number of passes: if one asks, all must. So one that has nothing to
+    # ask asks for an item of another kind, and does not use the answer.
     if args.fsdp and args.preserve:
         asked = asked or items[-1:]
     if not asked:
@@ -327,7 +328,7 @@ def ask_base(model, items):
     with torch.no_grad():
         answers = iter(predict_velocity(model, asked))
     model.enable_adapters()
-    return [replace(i, velocity=next(answers)) if i.velocity is None else i for i in items]
+    return [replace(i, velocity=next(answers)) if i.preserve else i for i in items]
 
 def flow_loss(model, items):
     """Flow matching (arxiv.org/abs/2210.02747): the model predicts the velocity of the straight path from data to noise
@@ -337,10 +338,8 @@ def flow_loss(model, items):
     for i, pred in zip(items, predict_velocity(model, items), strict=True):
         # in fp32: bf16 keeps three digits, and to square, add and compare such numbers would lose them
         error = (pred - i.velocity).square().mean(-1) # (I,)
-        if i.weight is None:
-            losses.append(0 * error.sum())
-        else:
-            losses.append((error * i.weight).sum() / i.weight.sum())
+        total = i.weight.sum().clamp(min=torch.finfo(torch.float32).tiny) # 0 in an idle pass, whose loss is 0, too
+        losses.append((error * i.weight).sum() / total)
     return losses
 
 def learning_rate(n):
@@ -420,7 +419,7 @@ def make_optimizer(parameters):
 def deal_packs(lengths):
     """Samples of these lengths, in tokens -> for each process its packs: lists of places in `lengths`, at most
     --max_tokens in each, one forward pass each. All processes compute the same. With --fsdp every process must run the
-    same number of passes: one with fewer gets empty packs (load_pack)."""
+    same number of passes: one with fewer gets empty packs, which load_pack fills."""
     # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention: here, both
     # divided by 4 dim
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
@@ -443,16 +442,17 @@ def plan_step(n):
     return picks, deal_packs([p.tokens for p in picks])[rank]
 
 def load_pack(picks, pack):
-    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, with a loss of 0."""
+    """-> (pack, its Items). An empty one becomes an idle pass: the shortest sample, weighed with zeros."""
     if pack:
-        return [load_item(picks[place]) for place in pack]
-    item = load_item(min(picks, key=lambda p: p.tokens))
-    return [replace(item, weight=None)]
+        return pack, [load_item(picks[place]) for place in pack]
+    shortest = min(range(len(picks)), key=lambda place: picks[place].tokens)
+    item = load_item(picks[shortest])
+    return [shortest], [replace(item, weight=torch.zeros_like(item.weight))]
 
 def load_step(n):
-    """-> (the Picks of step n, (pack, its Items) for each forward pass of this process)."""
+    """-> (the Picks of step n, load_pack of each forward pass of this process)."""
     picks, packs = plan_step(n)
-    return picks, [(pack, load_pack(picks, pack)) for pack in packs]
+    return picks, [load_pack(picks, pack) for pack in packs]
 
 # ---- a step: sums over the processes, its line, its errors -----------------------------------------------------------
 
@@ -507,7 +507,8 @@ def validation_loss():
     total = torch.zeros((), device=args.device)
     packs = deal_packs([p.tokens for p in picks])[rank]
     for pack in common.progress("validation loss", packs, unit="pass"):
-        total.add_(sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack))))))
+        _, items = load_pack(picks, pack)
+        total.add_(sum(flow_loss(transformer, list(map(to_device, items)))))
     return total, len(picks)
 
 def validate(step, track):
@@ -720,14 +721,14 @@ try:
         failed = []
         with failures.kept(failed):
             for pack, items in passes:
-                # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first
-                # sample), so a resumed run drops the same inputs; other packs or processes drop others.
-                torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
+                # Only --lora_dropout is random here. Each pack has a seed of its own, so a resumed run drops the same
+                # inputs; other packs or processes drop others.
+                torch.manual_seed(seed_of("dropout", step, rank, pack[0]))
                 items = ask_base(transformer, list(map(to_device, items)))
                 losses = flow_loss(transformer, items)
                 (sum(losses) / len(picks)).backward()
-                for place, loss in zip(pack, losses):
-                    numbers[place] = loss.detach()
+                for place, loss in zip(pack, losses, strict=True):
+                    numbers[place].add_(loss.detach()) # (which an idle pass leaves as it is)
         if any(isinstance(e, torch.OutOfMemoryError) for e in failed):
             # (in place: what the exception holds is free then)
             failed[:] = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
