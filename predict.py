@@ -622,7 +622,7 @@ def main(args):
     code = sources.drawing(args)
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
-    inputs = {path for s in samples for path in (s.target, s.mask, *s.controls) if path}
+    inputs = {path for s in samples for path in (*common.pictures_of(s), *s.others.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),
