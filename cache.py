@@ -39,7 +39,7 @@ from pathlib import Path
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
                     is_index, print_problems, read_image, read_mask, read_tensors, tell)
-from extras import disk, hints, sources, strays, unchanged
+from extras import disk, hints, known, sources, strays, unchanged
 from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
@@ -222,7 +222,7 @@ def hash_part(place, cache_dir):
     hashes of the files, because to read 58 GB takes a minute."""
     inside = strays.listed(place, "*") if place.is_dir() else [place]
     files = [file for file in inside if file.is_file() and file.suffix != ".md"]
-    look = common.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
+    look = known.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
     return content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files])
 
 def hash_encoder(folder, encoder, cache_dir):
@@ -267,9 +267,9 @@ def prompt_length(pipe, prompt, sizes):
 
 def read_pictures(pipe, sample, encoder, what):
     """Reads and resizes the pictures that encode_text or encode_latents encodes; threads can do it ahead, as PIL
-    releases the GIL. encoder "text": `what` is a text key; "vae": it is one of sample.encodings -> {role: [pictures]} of
-    common.ROLES, for the text the controls alone, or {}. A mask has one pixel a token. InputError for a picture that is
-    another one than was planned: its encoding would lie under the wrong key for ever."""
+    releases the GIL. encoder "text": `what` is a text key; "vae": it is one of sample.encodings -> {a role of
+    common.ROLES: [pictures]}, for the text of the controls alone, or {}. A mask has one pixel a token. InputError for a
+    picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
     def read_planned(path):
         return read_image(path, sample.contents[path])
 
@@ -598,9 +598,10 @@ def plan_training(pipe, folder, args):
     return samples, val_samples, geometry, problems
 
 def make_cache(pipe, folder, args, encode=True, verify=False):
-    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
-    every process. What the cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the script
-    if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
+    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry, areas), the
+    same on every process: the sizes at the first target area, as a LoRA's header has them, and all such areas. What the
+    cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the script if a sample has an
+    error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
     failed = {}
@@ -621,7 +622,8 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     # behind the indexes, which serve other weights, too
     samples, val_samples = extras.mask.check_weights(args, samples, val_samples)
     common.say(*hints.describe(samples, val_samples))
-    return samples, val_samples, geometry
+    areas = geometry["target_pixels"]
+    return samples, val_samples, geometry | dict(target_pixels=areas[0]), areas
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -629,7 +631,7 @@ def main(args):
     common.find_devices(args)
     common.start_processes(args)
     folder, pipe = find_pipeline(args)
-    samples, val_samples, _ = make_cache(pipe, folder, args, verify=args.verify)
+    samples, val_samples, *_ = make_cache(pipe, folder, args, verify=args.verify)
     common.say(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
                "next: python train.py, with the same flags")
     if dist.is_initialized():

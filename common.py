@@ -15,7 +15,6 @@ import signal
 import sys
 import textwrap
 import unicodedata
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -601,13 +600,6 @@ def link_new(source, target):
     except OSError as e:
         disk.say_unlinked(target.parent, e)
 
-def remove_unused(folder):
-    """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""
-    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
-        if os.listdir(folder) == [".lock"]:
-            os.unlink(folder / ".lock")
-        os.rmdir(folder) # only if it is empty
-
 FORMAT = 3 # of the files of write_tensors: add 1 when they change. extras/formats.py knows the others
 NO_DIGEST = "0" * 64
 # how the JSON begins that write_tensors adds, in all formats, with a damaged number, name or digest too
@@ -683,12 +675,6 @@ def file_hash(path):
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror}); mend that, and run the same command again")
 
-def look_ahead(paths, look, memory):
-    """-> a function like look(path). It knows the answers for these paths: the file `memory` has those of earlier
-    starts, if nothing has changed since, and threads find the others."""
-    from extras import known
-    return known.look_ahead(paths, look, memory)
-
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -715,45 +701,6 @@ def numbered(folder, name):
 def checkpoints(run):
     """The checkpoints in a run's folder, oldest first: those with a LoRA, which is written last and deleted first."""
     return [path for path in numbered(run, "checkpoint") if (path / LORA_FILE).is_file()]
-
-def find_run_folder(args, name):
-    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden
-    names, which listed() leaves out, may be of a start that was killed before its log."""
-    from extras import run_folder, strays
-    # a folder without a log does not count: its run never began
-    runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
-    folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
-    if args.resume and runs and not args.out_dir:
-        folder = runs[-1]
-    used = strays.listed(folder, "*")
-    if args.resume and not used:
-        say(f"{folder}: nothing to resume; begins there")
-    if used and not (args.resume or args.plan):
-        raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
-    run_folder.check(folder, args.tracker)
-    return folder
-
-def lock_folder(args, folder, name):
-    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
-    --out_dir has just taken this folder, ours is the next number."""
-    import filelock
-    from extras import disk
-    made, lock = not folder.exists(), filelock.FileLock(folder / ".lock")
-    disk.try_out(folder, append=True)
-    try:
-        has_locks = disk.has_locks(folder)
-        for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
-            refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
-        # the system releases a lock when its process dies, so a killed run leaves none behind
-        if has_locks:
-            lock.acquire(blocking=False)
-        if made:
-            weakref.finalize(lock, remove_unused, folder) # if the run fails before its log begins
-        return folder, lock
-    except (filelock.Timeout, PermissionError):
-        if args.out_dir or args.resume:
-            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
-        return lock_folder(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
 
 def find_lora(path):
     """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
@@ -985,13 +932,14 @@ def pictures_of(sample):
 
 def looks(samples, cache_dir):
     """-> look_at and look_at_mask, which already know the answers for the pictures of these samples."""
+    from extras import known
     pictures, masks = [], []
     for sample in samples:
         pictures += pictures_of(sample)
         for role, path in sample.others.items():
             (masks if ROLES[role].is_mask else pictures).append(path)
-    return (look_ahead(pictures, look_at, Path(cache_dir, "pictures.txt")),
-            look_ahead(masks, look_at_mask, Path(cache_dir, "masks.txt")))
+    return (known.look_ahead(pictures, look_at, Path(cache_dir, "pictures.txt")),
+            known.look_ahead(masks, look_at_mask, Path(cache_dir, "masks.txt")))
 
 def check_shape(path, size, target_size):
     """InputError for a picture that cannot lie over the target: of another shape (it may have another size)."""

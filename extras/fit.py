@@ -68,8 +68,8 @@ def shape_of(tokens):
     return [(1, height, width)], text
 
 def blank_items(Item, shapes, model, device=None):
-    """Items of zeros. Item: train.py's class, which says dtype and shape of each tensor (a field with a default stays at
-    it: few samples have such a tensor, and all would pay for it); shapes: (img_shapes, text tokens) of each item."""
+    """Items of zeros. Item: train.py's class, which says dtype and shape of each tensor; shapes: (img_shapes, text
+    tokens) of each item. A field with a default stays at it: few samples have it, and all would pay for it."""
     dtypes = dict(float32=torch.float32, base=model.dtype)
     items = []
     for img_shapes, text in shapes:

@@ -124,10 +124,6 @@ def is_path_or_none(value):
     return value is None or is_path(value)
 
 
-def is_paths(value):
-    return all(map(is_path, value.values()))
-
-
 def is_contents(value):
     """{path of a picture: its whole hash, as common.look_at has it}: who has not the picture cannot name it."""
     if not is_text_dict(value) or not all(map(is_path, value)):
@@ -192,7 +188,7 @@ def is_geometry(value):
 
 # the rules of Sample's fields: (rule, its further arguments ...)
 RULES = dict(
-    name=(is_name,), root=(is_name,), target=(is_path_or_none,), others=(is_paths,), contents=(is_contents,),
+    name=(is_name,), root=(is_name,), target=(is_path_or_none,), others=(is_text_dict,), contents=(is_contents,),
     controls=(is_list, is_path, 0, MOST_CONTROLS), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
     settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
     encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))

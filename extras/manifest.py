@@ -83,7 +83,9 @@ def read_row(manifest, n, line, is_job):
         if not target and not is_job:
             raise KeyError("target")
     except KeyError as e:
-        want = "image and prompt" if is_job else f"target, control ([] for none), prompt and maybe {', '.join(other_roles())}"
+        want = "image and prompt"
+        if not is_job:
+            want = f"target, control ([] for none), prompt and maybe {', '.join(other_roles())}"
         raise InputError(f"{where}: no field {e}; want {want}")
     except Exception as e: # a line of JSON can be anything
         # a link that you name may be a stranger's, to a key, which is not quoted
