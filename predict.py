@@ -400,7 +400,8 @@ def run_in_packs(transformer, runs, max_tokens):
     preds = {} # packed by length, and put back in the order of the runs
     for pack in plan_packs(dict(enumerate(lengths)), max_tokens):
         latents, prompts, timesteps, img_shapes = zip(*[runs[r] for r in pack])
-        preds.update(zip(pack, run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)))
+        found = run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)
+        preds.update(zip(pack, found, strict=True))
     return [preds[r] for r in range(len(runs))]
 
 @torch.no_grad()
@@ -467,7 +468,8 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
     # different steps
     for pack in plan_packs(dict(enumerate(lengths)), max_tokens)[share]:
         jobs = [load_job(samples[i], device, encoders) for i in pack]
-        for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
+        drawn = denoise(transformer, scheduler_config, jobs, max_tokens, bar)
+        for i, job, latents in zip(pack, jobs, drawn, strict=True):
             if vae is not None:
                 yield i, decode(vae, latents, job.img_shapes)
 
@@ -620,7 +622,7 @@ def main(args):
     code = sources.drawing(args)
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
-    inputs = {path for s in samples for path in (s.target, s.mask, *s.controls) if path}
+    inputs = {path for s in samples for path in (*common.pictures_of(s), *s.others.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),

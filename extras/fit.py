@@ -10,7 +10,7 @@ With --fsdp the processes compute such a pass together: if one of them runs out 
 and its own blocks stay gathered. So no such pass goes on; the run ends with a line, and less is tried (EDGE).
 """
 import time
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from itertools import product
 from math import inf, isqrt
 
@@ -69,7 +69,7 @@ def shape_of(tokens):
 
 def blank_items(Item, shapes, model, device=None):
     """Items of zeros. Item: train.py's class, which says dtype and shape of each tensor; shapes: (img_shapes, text
-    tokens) of each item."""
+    tokens) of each item. A field with a default stays at it: few samples have it, and all would pay for it."""
     dtypes = dict(float32=torch.float32, base=model.dtype)
     items = []
     for img_shapes, text in shapes:
@@ -77,7 +77,7 @@ def blank_items(Item, shapes, model, device=None):
         sizes = dict(I=target, K=sum(controls), T=text, C=model.config.in_channels, J=model.config.joint_attention_dim)
         tensors = {}
         for field in fields(Item):
-            if field.name != "img_shapes":
+            if field.name != "img_shapes" and field.default is MISSING:
                 dtype, *letters = field.type.split()
                 shape = [sizes[letter] for letter in letters]
                 tensors[field.name] = torch.zeros(shape, dtype=dtypes[dtype], device=device)

@@ -136,7 +136,7 @@ dtype = getattr(torch, args.dtype) # of the frozen model; LoRA, gradients and op
 # Data. What the cache lacks is encoded now. The encoders are gone before the transformer comes.
 model_folder, pipe = cache.find_pipeline(args)
 transformer_folder, transformer_file = predict.find_transformer(args)
-samples, _, geometry = cache.make_cache(pipe, model_folder, args)
+samples, _, geometry, _ = cache.make_cache(pipe, model_folder, args)
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 
@@ -207,7 +207,7 @@ with common.signals_noted() as signals:
             with open(log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
-            meta = dict(step=step, geometry=geometry | dict(target_pixels=geometry["target_pixels"][0]))
+            meta = dict(step=step, geometry=geometry)
             predict.save_lora(args.out_dir / LORA_FILE, transformer, meta) # its alpha is its rank, as ComfyUI assumes
             pickled = io.BytesIO()
             torch.save(optimizer.state_dict(), pickled)
