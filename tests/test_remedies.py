@@ -1,6 +1,6 @@
 """
-Every remedy that an error line of train.py, extras/resume.py or extras/optimizers.py names is tried: what was wrong, the
-line, the command with the remedy, what happens then. Those of common.py's flags that train.py shares are here, too.
+Every remedy that an error line of train.py, extras/resume.py or extras/optimizers.py names is tried: what was wrong,
+the line, the command with the remedy, what happens then. Those of common.py's flags that train.py shares are here, too.
 
 Not tried here, and why. Elsewhere, as they want several processes: --fsdp under torchrun (test_extras.py), processes
 that part (test_optimizers.py) or differ (test_identity.py). Elsewhere, as they want a full disk or a missing file:
