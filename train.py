@@ -36,14 +36,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from pydoc import locate
 
 import common
 from common import (LORA_FILE, InputError, checkpoints, first_words, key_value, natural, not_negative, number,
                     positive, say, write_file)
-from extras import run_folder
+from extras import optimizers, run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -68,6 +66,8 @@ flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this f
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
      "learning rate itself: --lr 1), or another class that takes lr and weight_decay, a schedule-free one too")
 flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
+flag("--ema", 0.0, "use an average of the LoRA's weights, over about 1 / (1 - this) steps, such as 0.99: it evens the "
+     "last steps out", type=number(float, 0, 0.99999))
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
 flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=natural)
@@ -124,8 +124,6 @@ if not args.use_cache and (args.skip_bad or any(map(common.is_index, args.data +
                  "leave out --no-use_cache")
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
-if not args.optimizer.split(".")[0] or not find_spec(args.optimizer.split(".")[0]):
-    parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 pretrained_file = common.find_lora(args.pretrained_lora) if args.pretrained_lora else None
 sample_lora_files = [common.find_lora(path) for path in args.sample_lora]
 run_name = common.run_name(args.model, args.data)
@@ -134,6 +132,7 @@ common.look_over(args)
 say(f"{out_dir}: a LoRA for {args.model}, trained on {' '.join(args.data)}; the libraries take some seconds")
 
 # What follows takes ten seconds to import, so it comes behind all that needs a second.
+make_optimizer = optimizers.find_optimizer(args, parser) # imports its package
 import torch
 import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -142,15 +141,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import cache
 import predict
 from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_args, lora_files, plan, probe,
-                    resume, schedule_free, surroundings, tracker, unchanged)
+                    resume, surroundings, tracker, unchanged)
 from extras.log import Log
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
-optimizer_class = locate(args.optimizer) # imports a class by its dotted name
-if not callable(optimizer_class):
-    common.flag_error(f"--optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
 if peft_args: # peft takes some of which a LoRA file cannot hold what they train
     lora_args.try_out(peft_args, predict.add_lora)
 # LoRAs and models are hashed before they are read, and compared when they are in memory.
@@ -360,7 +356,7 @@ def save_checkpoint(step):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
     rename folders. The newest --keep, with this one, and the best stay."""
     path = out_dir / f"checkpoint-{step:06d}"
-    with averaged_weights(optimizer):
+    with optimizers.averaged_weights(optimizer):
         resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
     disk.sync_folder(out_dir)
@@ -397,17 +393,6 @@ def make_model(weights):
     unchanged.refuse_replaced(sample_lora_files, sample_loras, common.file_hash)
     transformer.set_adapter("default") # the trained one: it alone is active, and learns
     return transformer, lora
-
-def make_optimizer(parameters):
-    """All parameters are one group: the loop sets its learning rate, and save_checkpoint saves its settings."""
-    optimizer_args = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
-    try:
-        optimizer = optimizer_class(parameters, **optimizer_args)
-    except Exception as e: # a foreign class can fail in any way
-        raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
-    if hasattr(optimizer, "eval"): # a schedule-free one
-        optimizer.train()
-    return optimizer
 
 # ---- packs: which process computes which samples, in which forward passes --------------------------------------------
 
@@ -571,7 +556,8 @@ hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
 if not args.plan: # which encodes nothing
     # Tried on shapes: LoRAs and flags that do not fit the model, or a disk without room, end the run before that.
     _, lora = make_model(weights=False)
-    common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep))
+    common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep,
+                                    args.ema))
     # 58 GB take a minute: the first process reads them, the others find its answers (on other machines they read, too)
     common.on_first_process(lambda: list(map(hash_part, models.values())))
     hashes = {part: hash_part(place) for part, place in models.items()}
@@ -616,12 +602,8 @@ if recomputed:
     say(f"to save memory the backward pass computes {recomputed} of {len(blocks_of(transformer))} blocks again "
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
-# A schedule-free optimizer trains one set of weights, and an average of them is what you use: within this `with`.
-averaged_weights = contextlib.nullcontext
-if hasattr(optimizer, "eval"):
-    averaged_weights = schedule_free.averaged_weights
 # or an optimizer that cannot be saved would show only at the first checkpoint
-probe.check(args, lora, make_optimizer, averaged_weights, out_dir)
+probe.check(args, lora, make_optimizer, out_dir)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 
@@ -680,8 +662,9 @@ marks, late = [], 0 # late: the step whose checkpoint the disk has refused, unti
 try:
     while step < args.max_steps and not stop:
         # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
+        # As every LoRA that is saved, it has the average of the weights, if the optimizer has one.
         if validation_due(step):
-            with averaged_weights(optimizer):
+            with optimizers.averaged_weights(optimizer):
                 validate(step)
         t0 = clock()
 
@@ -783,7 +766,7 @@ finally:
 if stop:
     say(f"{out_dir}: stopped by a signal after step {step}; the same command with --resume continues it")
 else:
-    with averaged_weights(optimizer):
+    with optimizers.averaged_weights(optimizer):
         if rank == 0:
             predict.save_lora(out_dir / LORA_FILE, transformer, dict(step=step, **meta), fold=True)
         if val_samples:

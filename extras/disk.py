@@ -222,10 +222,11 @@ def longest_name(folder):
     return size
 
 
-def check_room(folder, numbers, keep):
+def check_room(folder, numbers, keep, ema=0):
     """InputError if a checkpoint of so many LoRA parameters does not fit: fp32, and as much twice for an optimizer such
-    as AdamW. A warning if --keep do not, with the one that is written before the oldest is deleted, and the LoRA."""
-    files = 4 * numbers, 8 * numbers
+    as AdamW, four times with --ema, which adds the average and the trained weights. A warning if --keep do not, with
+    the one that is written before the oldest is deleted, and the LoRA."""
+    files = 4 * numbers, (16 if ema else 8) * numbers
     size = sum(files)
     more = max(keep + 1 - len(common.checkpoints(folder)), 1)
     usage = shutil.disk_usage(folder)

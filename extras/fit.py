@@ -22,7 +22,7 @@ import rope_patch
 from common import InputError, gather_objects
 
 GIB = 2**30
-STATES = 5 # of each parameter beside its weight: a gradient, and AdamW's two moments or Prodigy's four
+STATES = 5 # of each parameter beside its weight: a gradient, and AdamW's two moments or Prodigy's four; --ema adds one
 EDGE = 0.9 # with --fsdp: the share of the free memory that a try may take by the estimate
 
 # ---- the largest pack ------------------------------------------------------------------------------------------------
@@ -115,9 +115,11 @@ def measure(f, device):
         torch.cuda.reset_peak_memory_stats(device) # the log's `memory` is the training's
         torch.cuda.empty_cache()
 
-def learning_bytes(transformer):
-    """Bytes that are taken beside a pass: gradients of the packs before it, and the optimizer's state."""
-    return STATES * sum(p.nbytes for p in transformer.parameters() if p.requires_grad)
+def learning_bytes(transformer, args):
+    """Bytes that are taken beside a pass: gradients of the packs before it, and the optimizer's state. (A validation
+    copies the weights where --ema has an average, and has no gradients then.)"""
+    states = STATES + 1 if args.ema else STATES
+    return states * sum(p.nbytes for p in transformer.parameters() if p.requires_grad)
 
 def input_bytes(transformer, pack):
     """Bytes of the inputs of all blocks, which a recomputed pass saves."""
@@ -187,7 +189,7 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
         return tuple(map(max, zip(*measured))) # the process that needs most, and the slowest
 
     added(0, False) # the first pass loads kernels and libraries, which take memory that no later pass needs
-    free = min(gather_objects(room(args.device) - learning_bytes(transformer) - tables))
+    free = min(gather_objects(room(args.device) - learning_bytes(transformer, args) - tables))
     one_kernel = rope_patch.has_varlen(items[0].prompt)
     selective = one_kernel and not args.compile # (of compiled blocks it is untested)
     kept, selective, adds = find_fit(blocks, free, input_bytes(transformer, pack), added, selective,

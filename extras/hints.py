@@ -15,7 +15,7 @@ from pydoc import locate
 
 import common
 from common import InputError
-from extras import best, strays
+from extras import best, optimizers, strays
 
 # bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -43,7 +43,7 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     val_data="validation_prompts sample_prompts", sample_every="validation_step_interval sample_every_n_steps",
     lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
     timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme",
-    shift="discrete_flow_shift flow_shift")
+    shift="discrete_flow_shift flow_shift", ema="use_ema ema_decay")
 NO_CONFIG = "there are no config files, only flags; tools/import_data.py reads the datasets of yours"
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     config=NO_CONFIG, config_file=NO_CONFIG,
@@ -303,7 +303,7 @@ def only_rises(warmup_steps, max_steps, lr):
 
 
 def scheduled_twice(optimizer, lr_scheduler):
-    if lr_scheduler != "constant" and hasattr(locate(optimizer), "eval"):
+    if lr_scheduler != "constant" and optimizers.has_average(locate(optimizer)):
         yield (f"--lr_scheduler {lr_scheduler}: {optimizer} is schedule-free, and its average replaces a schedule; "
                "give constant")
 

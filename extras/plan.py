@@ -236,8 +236,9 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
     for row in dict.fromkeys([given, *others]):
         again, quantize, offload = row
         base, host = weights(quantize, offload)
-        # weights and two moments; then activations and gradients
-        device = base, 3 * lora_bytes, max(added(blocks - again, quantize=quantize), 3 * lora_bytes)
+        learning = (4 if args.ema else 3) * lora_bytes # weights, two moments, --ema's average
+        # and then activations and gradients
+        device = base, learning, max(added(blocks - again, quantize=quantize), 3 * lora_bytes)
         cards = [f"{gb} GB" for gb in CARDS if sum(device) <= card_room(gb)]
         numbers = " ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host))
         say(f"{numbers} {[*cards, '-'][0]:>6}  --gradient_checkpointing {again} --quantize {quantize} --offload "
@@ -251,7 +252,7 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
         base, host = weights(args.quantize, args.offload)
         inputs = fit.input_bytes(transformer, largest)
         for card, (gb, *_) in RATES.items():
-            free = card_room(gb) - base - fit.STATES * lora_bytes - fit.table_bytes(epoch)
+            free = card_room(gb) - base - fit.learning_bytes(transformer, args) - fit.table_bytes(epoch)
             if args.gradient_checkpointing is None:
                 selective = not args.compile
 

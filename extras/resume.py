@@ -25,7 +25,7 @@ import torch
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, first_words,
                     is_index, number_of, numbered, read_header, read_tensors, say, write_tensors)
-from extras import lora_files, schedule_free, surroundings
+from extras import lora_files, optimizers, surroundings
 from extras.disk import delete, remove_old
 from extras.strays import listed
 
@@ -86,9 +86,9 @@ def refuse_long_lora(file):
 
 def refuse_long_state(file, lora, optimizer):
     """InputError for more bytes than an optimizer can keep for this LoRA. In fp32 torch's keep at most three moments of
-    a matrix; SOAP and Shampoo a few squares of its longer side, too."""
+    a matrix, and --ema its average and its trained weights; SOAP and Shampoo a few squares of its longer side, too."""
     if optimizer.startswith("torch.optim."):
-        numbers = sum(4 * tensor.numel() for tensor in lora.values())
+        numbers = sum(6 * tensor.numel() for tensor in lora.values())
     else:
         numbers = sum(8 * max(tensor.shape, default=1)**2 for tensor in lora.values())
     most = 4 * numbers + 2**26 # the names, settings and counters
@@ -277,7 +277,7 @@ def state_of(optimizer, lora):
 
 def save_optimizer(folder, optimizer, lora, **info):
     """Writes all that the optimizer keeps into a checkpoint's folder. lora: {name: parameter}; info: step and config.
-    To be called within train.py's averaged_weights. InputErrors are state_of's."""
+    To be called within averaged_weights. InputErrors are state_of's."""
     tensors, state = state_of(optimizer, lora)
     write_tensors(folder / OPTIMIZER_FILE, tensors, dict(info, optimizer=state))
 
@@ -288,8 +288,7 @@ def load_optimizer(optimizer, lora, tensors, state):
     device = next(iter(lora.values())).device
     for place, key, value in state:
         places[place][key] = from_json(value, tensors, device)
-    if hasattr(optimizer, "eval"): # a schedule-free one
-        schedule_free.use_trained_weights(optimizer)
+    optimizers.use_trained_weights(optimizer)
 
 
 def load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer):
@@ -399,10 +398,7 @@ def references_of(lora, step, make_optimizer):
         optimizer = make_optimizer(copies.values())
         _, fresh = state_of(optimizer, copies)
         take_steps(optimizer, copies, range(min(step, 11)))
-        averaged = contextlib.nullcontext()
-        if hasattr(optimizer, "eval"):
-            averaged = schedule_free.averaged_weights(optimizer)
-        with averaged:
+        with optimizers.averaged_weights(optimizer):
             tensors, state = state_of(optimizer, copies)
         reference = {}
         for place, key, value in state:

@@ -169,12 +169,12 @@ def flow_loss(model, items):
     return [(pred - i.velocity).square().mean() for pred, i in zip(preds, items)]
 
 def test_what_is_kept_fits_and_nothing_else_was_tried(card, monkeypatch):
-    args = SimpleNamespace(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False)
+    args = SimpleNamespace(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False, ema=0)
     model, said, tried = hot_transformer(), [], []
     checkpoint = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False)
     monkeypatch.setattr(plan.LiveBytes, "__exit__", lambda self, *args: (
         tried.append(self.peak), super(plan.LiveBytes, self).__exit__(*args))[1])
-    learning = fit.learning_bytes(model)
+    learning = fit.learning_bytes(model, args)
     assert learning == 5 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     found = []
     for room in (0, 76, 86, 10**6):
@@ -231,9 +231,9 @@ def test_lengths_are_all_that_can_be_drawn():
 
 def fitted(model, room, **changes):
     """-> (kept blocks, what is said)."""
-    flags = dict(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False) | changes
+    flags = dict(batch_size=2, max_tokens=900, device="cpu", compile=False, fsdp=False, ema=0) | changes
     recompute, said = functools.partial(rope_patch.checkpoint_blocks, model, preserve_rng_state=False), []
-    on_a_card(fit.learning_bytes(model) + room, varlen=True)
+    on_a_card(fit.learning_bytes(model, SimpleNamespace(**flags)) + room, varlen=True)
     recomputed = fit.keep_what_fits(model, {400, 300}, 0, recipe()["Item"], flow_loss, recompute,
                                     SimpleNamespace(**flags), said.append)
     return BLOCKS - recomputed, said[0]
@@ -419,7 +419,7 @@ def little_room(flags, tmp_path_factory):
         for name, value in (("has_own_memory", lambda device: True), ("room", lambda device: 0),
                             ("measure", lambda f, device: tried.append(count_bytes(f, device)) or tried[-1])):
             patch.setattr(fit, name, value)
-        patch.setattr(fit, "learning_bytes", lambda model: 0)
+        patch.setattr(fit, "learning_bytes", lambda model, args: 0)
         trained(flags, tmp_path_factory.mktemp("room") / "run")
     return tried[-1][0]
 

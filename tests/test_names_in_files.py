@@ -206,8 +206,7 @@ ALLOWED = {
         "Attribute(processor.__dict__)": "of an object of stock's",
         "Attribute(block.attn.processor.__dict__)": "of an object of stock's"}},
     "train.py": {
-        "": {"find_spec(args.optimizer.split('.')[0])": "--optimizer; a model's folder may name torch.optim's only",
-             "locate(args.optimizer)": "--optimizer, likewise", "getattr(args.dtype)": FLAG,
+        "": {"getattr(args.dtype)": FLAG,
              "FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / 'scheduler')": FILES}},
     "extras/__init__.py": {"find_spec": {"super().find_spec(name)": "what Python code imports",
                                          "spec_from_file_location(name)": "a .py of the project"}},
@@ -229,6 +228,8 @@ ALLOWED = {
     "extras/strangers.py": {"__getattr__": {"getattr(name)": "stands for a stream: what Python code asks of it"},
                             "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},
     "extras/offload.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
+    "extras/optimizers.py": {
+        "find_optimizer": {"locate(args.optimizer)": "--optimizer; a model's folder may name torch.optim's only"}},
     "extras/plan.py": {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
     "extras/published.py": {"stand_in": {"getattr(flag)": OWN, "setattr(flag)": OWN}},

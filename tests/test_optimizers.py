@@ -5,20 +5,18 @@ optimizer is refused before the first step, in one line that names what a checkp
 $ python -m pytest -q tests/test_optimizers.py    # twenty seconds
 """
 import collections
-import contextlib
 import functools
 import json
 import random
 import types
-from pydoc import locate
 
 import numpy as np
 import pytest
 import torch
 
 import common
-from extras import agree, probe, resume, schedule_free
-from tests.harness import (assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, recipe, run_script,
+from extras import agree, optimizers, probe, resume
+from tests.harness import (assert_bitwise, assert_same_run, is_one_line, log_of, lora_of, run_script,
                            start_ranks, steps_of)
 
 class Optimizer(torch.optim.Optimizer):
@@ -234,48 +232,50 @@ def test_what_a_checkpoint_cannot_keep_is_refused_before_the_first_step(small, t
     assert result.status == 1 and is_one_line(result.errors[0], f"--optimizer {__name__}", LOST[optimizer]), result.err
     assert not (tmp_path / "a/log.jsonl").exists() and "step 1" not in result.out
 
-def trial(optimizer, **more):
+def maker(optimizer, ema):
+    """-> make_optimizer as train.py has it."""
+    args = types.SimpleNamespace(optimizer=optimizer, ema=ema, lr=0.01, weight_decay=0.01, optimizer_args=[])
+    return optimizers.find_optimizer(args, None)
+
+def trial(optimizer, ema=0):
     """extras/probe.py's, on a LoRA of three layers; it lets torch's own pass if they are not ours by name."""
-    ns = recipe()
     torch.manual_seed(0)
     shapes = dict(lora_A=(16, 320), lora_B=(512, 16))
     lora = {f"{n}.{k}": torch.nn.Parameter(0.1 * torch.randn(shape)) for n in range(3) for k, shape in shapes.items()}
-    args = types.SimpleNamespace(**dict(vars(ns["args"]), optimizer=f"my {optimizer}", lr=0.01,
-                                           optimizer_args=[*more.items()]))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("args", args), ("optimizer_class", locate(optimizer))):
-            patch.setitem(ns["make_optimizer"].__globals__, name, value)
-        before = {name: p.detach().clone() for name, p in lora.items()}
-        averaged = schedule_free.averaged_weights if hasattr(locate(optimizer), "eval") else contextlib.nullcontext
-        probe.check(args, lora, ns["make_optimizer"], averaged)
+    before = {name: p.detach().clone() for name, p in lora.items()}
+    args = types.SimpleNamespace(optimizer=f"my {optimizer}", lr=0.01)
+    probe.check(args, lora, maker(optimizer, ema))
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
-@pytest.mark.parametrize("optimizer", KEPT)
-def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer):
+def skip_unless_it_can(optimizer, ema):
     pytest.importorskip(optimizer.split(".")[0])
+    if ema and "ScheduleFree" in optimizer:
+        pytest.skip("has an average of its own")
+
+@pytest.mark.parametrize("ema", [0, 0.3])
+@pytest.mark.parametrize("optimizer", KEPT)
+def test_published_optimizers_pass_the_trial_which_changes_nothing(optimizer, ema):
+    """With an average, too."""
+    skip_unless_it_can(optimizer, ema)
     torch.manual_seed(3)
     state = random.getstate()
-    trial(optimizer)
+    trial(optimizer, ema)
     assert random.getstate() == state
 
+@pytest.mark.parametrize("ema", [0, 0.3])
 @pytest.mark.parametrize("optimizer", KEPT + OWN)
-def test_what_published_optimizers_have_saved_is_taken_back(optimizer):
+def test_what_published_optimizers_have_saved_is_taken_back(optimizer, ema):
     """extras/resume.py looks whether a checkpoint's state is the optimizer's; that state stays as it is. After few and
     many steps, from zeros and from other weights."""
-    kind = pytest.importorskip(optimizer.split(".")[0]) and locate(optimizer)
-    def make_optimizer(parameters):
-        made = kind(parameters, lr=0.01, weight_decay=0.01)
-        if hasattr(made, "eval"):
-            made.train()
-        return made
+    skip_unless_it_can(optimizer, ema)
+    make_optimizer = maker(optimizer, ema)
     for factor in (0, 0.1):
         torch.manual_seed(0)
         lora = {"a": torch.nn.Parameter(torch.randn(16, 64)), "b": torch.nn.Parameter(factor * torch.randn(128, 16))}
         made = make_optimizer(lora.values())
         for steps in (range(1), range(1, 2), range(2, 30)):
             resume.take_steps(made, lora, steps)
-            averaged = schedule_free.averaged_weights(made) if hasattr(made, "eval") else contextlib.nullcontext()
-            with averaged:
+            with optimizers.averaged_weights(made):
                 tensors, state = resume.state_of(made, lora)
                 tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
                 saved, state = {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(state))

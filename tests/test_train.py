@@ -467,8 +467,8 @@ WARNINGS = { # flags of a training on pairs of 64x64, or of two shapes -> what i
     "--mask auto --mask_foreground_weight 5": None, "--target_pixels 320x320": None,
     "--warmup_steps 2": "--warmup_steps 2: the run has 2 steps", "--warmup_steps 1": None,
     "--warmup_steps 8": "only rises, to 1.3e-03 in the last",
-    "--optimizer tests.test_schedule_free.ScheduleFreeSGD": "--lr_scheduler cosine: tests.test_schedule_free.Sch",
-    "--optimizer tests.test_schedule_free.ScheduleFreeSGD --lr_scheduler constant": None,
+    "--optimizer tests.test_averages.ScheduleFreeSGD": "--lr_scheduler cosine: tests.test_averages.Schedul",
+    "--optimizer tests.test_averages.ScheduleFreeSGD --lr_scheduler constant": None,
     "--preserve 0.5": None}
 
 @pytest.mark.parametrize("flags", WARNINGS)
