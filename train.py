@@ -66,8 +66,8 @@ flag("--max_tokens", 10_000, "image + text tokens per forward pass; lower this f
 flag("--optimizer", "torch.optim.AdamW", "or bitsandbytes.optim.AdamW8bit (less memory), prodigyopt.Prodigy (finds the "
      "learning rate itself: --lr 1), or another class that takes lr and weight_decay, a schedule-free one too")
 flag("--optimizer_args", [], "KEY=VALUE: its other arguments, such as betas=[0.9,0.99]", nargs="+", type=key_value)
-flag("--ema", 0.0, "use an average of the LoRA's weights, over about 1 / (1 - this) steps, such as 0.99: it evens the "
-     "last steps out", type=number(float, 0, 0.99999))
+flag("--ema", 0.0, "validate and save a moving average of the LoRA's weights over about 1 / (1 - this) steps, such as "
+     "0.99, but at most a ninth of the run so far; 0: the weights themselves", type=number(float, 0, 0.99999))
 flag("--lr", 1e-4, "learning rate; lower it if the loss jumps", type=not_negative)
 flag("--lr_scheduler", "constant", "after the warm-up", choices=["constant", "cosine", "linear"])
 flag("--warmup_steps", 0, "steps in which the learning rate rises from 0", type=natural)
@@ -603,7 +603,7 @@ if recomputed:
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
 # or an optimizer that cannot be saved would show only at the first checkpoint
-probe.check(args, lora, make_optimizer, out_dir)
+probe.check(args, lora, make_optimizer, optimizers.averaged_weights, out_dir)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 

@@ -15,14 +15,13 @@ from pathlib import Path
 import torch
 
 from common import InputError, first_words, read_tensors
-from extras.optimizers import averaged_weights
 from extras.resume import OPTIMIZER_FILE, copies_of, load_optimizer, save_optimizer, some_of, take_steps, trial
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def check(args, lora, make_optimizer, out_dir=None):
+def check(args, lora, make_optimizer, averaged_weights, out_dir=None):
     """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written. All but `args` is
     train.py's; lora: {name: parameter}; out_dir: where its trial is written, by default the system's TMPDIR."""
     # torch's own need no trial with their defaults: the tests have tried them, with --ema too
@@ -31,7 +30,7 @@ def check(args, lora, make_optimizer, out_dir=None):
     folder = Path(out_dir or tempfile.gettempdir(), f".tmp-{secrets.token_hex(8)}")
     try:
         with trial():
-            lost, moved = find_lost(some_of(lora), make_optimizer, folder)
+            lost, moved = find_lost(some_of(lora), make_optimizer, averaged_weights, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
@@ -45,7 +44,7 @@ def check(args, lora, make_optimizer, out_dir=None):
                          "--optimizer_args, or another, such as torch.optim.AdamW")
 
 
-def find_lost(few, make_optimizer, folder):
+def find_lost(few, make_optimizer, averaged_weights, folder):
     """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
     {name: parameter}; folder: where it may write."""
     first = copies_of(few)
