@@ -111,13 +111,13 @@ def tell(*lines, file=None):
         warn_once(f"warning: {name}: lines are lost ({why}); the work goes on",
                   file=sys.stdout if name == "stderr" else sys.stderr)
 
-warned = [] # what warn_once has said: train.py writes it into its log, too
+WARNED = [] # what warn_once has said: train.py writes it into its log, too
 
-@functools.cache # which parse_args empties, and `warned`
+@functools.cache # which parse_args empties, and `WARNED`
 def warn_once(line, file=None):
     """Once in a run, however often it finds the reason; on the first process."""
     if rank() == 0:
-        warned.append(line)
+        WARNED.append(line)
         tell(line, file=file or sys.stderr)
 
 def flag_error(line):
@@ -252,7 +252,7 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         sys.excepthook = end_by_ctrl_c
         show_streams()
         warn_once.cache_clear()
-        warned.clear()
+        WARNED.clear()
         for line in surroundings.put_back():
             warn_once(line)
         if world() > 1 and "--flash_attention" not in self._option_string_actions: # one of add_model_flags

@@ -46,7 +46,7 @@ def refused(flag):
 
 def warn(what, why):
     """The first time that this has failed. why: an exception, or words."""
-    if not any(line.startswith(f"warning: {what}: ") for line in common.warned):
+    if not any(line.startswith(f"warning: {what}: ") for line in common.WARNED):
         why = first_words(why).removeprefix("error: ")
         common.warn_once(f"warning: {what}: {why}; the work goes on, and tries it again next time")
 

@@ -14,7 +14,7 @@ class Log: # a class because it keeps the lines that are not on the disk yet
     def __init__(self, path):
         self.path = path
         self.waiting, self.step = [], 0 # lines, in order, and the last one's step
-        self.warnings = 0 # of common.warned: so many are written, or wait
+        self.warnings = 0 # of common.WARNED: so many are written, or wait
         self.size, self.failed = path.stat().st_size, False # bytes of it that are whole; whether more may follow
 
     def write(self, record, sync=False):
@@ -26,9 +26,9 @@ class Log: # a class because it keeps the lines that are not on the disk yet
     def flush(self, sync=False):
         """Writes what waits, and the warnings until now -> whether it worked; if not, a warning says so, once. sync:
         onto the disk, so that after a power loss the log is never behind a checkpoint."""
-        for line in common.warned[self.warnings:]:
+        for line in common.WARNED[self.warnings:]:
             self.waiting.append(json.dumps(dict(step=self.step, warning=line)))
-        self.warnings = len(common.warned)
+        self.warnings = len(common.WARNED)
         with failures.tried(self.path):
             with open(self.path, "ab") as f:
                 if self.failed and os.fstat(f.fileno()).st_size > self.size: # half a line

@@ -28,7 +28,7 @@ for n in range(3):
     for _ in common.progress("bar", range(2)):
         pass
 os.write(1, b"a library in C") if {c} else 0
-json.dump([common.warned, opened.fileno()], opened)
+json.dump([common.WARNED, opened.fileno()], opened)
 """
 
 def run_in_shell(tmp_path, redirect, c=False, python="python"):
