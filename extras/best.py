@@ -12,7 +12,7 @@ import math
 import os
 
 from common import LONG_TEXT, checkpoints, content_key, number_of, numbered, pictures_of, warn_once
-from extras.disk import remove_old
+from extras import disk
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
 
@@ -182,7 +182,7 @@ def remove_others(out_dir, kept):
     best = steps_to_keep(out_dir)
     for old in numbered(out_dir, "checkpoint"):
         if old not in kept and number_of(old) not in best:
-            remove_old(old)
+            disk.remove_old(old)
 
 
 def not_compared(records, measure):
