@@ -38,8 +38,8 @@ from pathlib import Path
 
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
-                    is_index, load_extra, print_problems, read_image, read_mask, read_tensors, tell)
-from extras import disk, sources, strays, unchanged
+                    is_index, print_problems, read_image, read_mask, read_tensors, tell)
+from extras import disk, hints, sources, strays, unchanged
 from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
@@ -70,7 +70,8 @@ try: # the one that works without torchvision; from transformers 5.4 on it has a
 except ModuleNotFoundError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil
 
-from extras import finite, flight
+import extras.mask
+from extras import configs, finite, flight, indexes, quantize
 from rope_patch import ROPE_TABLE
 
 PREPROCESSING = 3 # part of every key: add 1 when the preparation of pictures or prompts changes
@@ -117,9 +118,8 @@ def find_model(model, parts, weights=True, flag="--model"):
             ignore_patterns=None if weights else "*.safetensors"))
     if flag == "--model":
         parts = [".", *parts] # the folder itself
-    check_files = load_extra("configs", flag).check_files
     for part in parts:
-        check_files(folder / part, part, CONFIG_FILES.get(part, "config.json"), weights, flag)
+        configs.check_files(folder / part, part, CONFIG_FILES.get(part, "config.json"), weights, flag)
     return folder
 
 def load_pipeline(folder, cache_dir=None):
@@ -141,7 +141,7 @@ def load_pipeline(folder, cache_dir=None):
             folder, vae=None, text_encoder=None, transformer=None, processor=None)
         pipe.processor = Processor(pipe.tokenizer, image_processor)
         pipe.tokenizer.model_max_length = 10**9 # beyond it the tokenizer would warn; check_sample knows the real limit
-        load_extra("configs", "--model").try_processor(pipe, prompt_length)
+        configs.try_processor(pipe, prompt_length)
     except Exception as e: # a foreign file can fail in any way
         raise InputError(f"{folder}: cannot be loaded ({first_words(e)}); is the download complete?")
     config = folder / "text_encoder/config.json" # (tools/doctor.py does without)
@@ -162,7 +162,7 @@ def find_pipeline(args, weights=True):
 
 def load_part(cls, folder, dtype):
     """One frozen model from its safetensors files. InputError names the folder."""
-    load_extra("configs", "--model").check_weights(cls, folder)
+    configs.check_weights(cls, folder)
     try:
         model, info = cls.from_pretrained(folder, torch_dtype=getattr(torch, dtype), use_safetensors=True,
                                           output_loading_info=True)
@@ -188,7 +188,7 @@ def load_encoder(pipe, encoder, args):
         try:
             # quantized layer by layer, so that the device never holds all of it in full precision
             if args.quantize_text_encoder != "none":
-                load_extra("quantize").quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
+                quantize.quantize_linears(model, args.quantize_text_encoder, args.text_encoder_device)
             pipe.text_encoder = model.to(args.text_encoder_device)
         except torch.OutOfMemoryError:
             raise InputError(f"--text_encoder_device {args.text_encoder_device}: too little memory for the text "
@@ -287,7 +287,7 @@ def read_pictures(pipe, sample, encoder, what):
         whole = read_planned(sample.target)
         target = pipe.image_processor.resize(whole, height, width)
     if "mask" in what: # --mask auto compares the pictures at their own sizes
-        mask = load_extra("mask").auto_mask(whole, read_planned(sample.controls[0]), (width, height))
+        mask = extras.mask.auto_mask(whole, read_planned(sample.controls[0]), (width, height))
     elif sample.mask:
         mask = read_mask(sample.mask, sample.contents[sample.mask])
         mask = mask.resize((width // 16, height // 16), Image.BOX)
@@ -521,8 +521,7 @@ def load_text(sample, text_key, encoders=None):
 def read_encoded(sample, encoded):
     """A file of the cache -> its tensors. InputError if they are not what was planned, as an index may be foreign."""
     tensors, _ = read_tensors(encoded["file"], key=encoded["file"].stem)
-    if indexes := common.find_extra("indexes"):
-        indexes.check_tensors(tensors, sample, encoded)
+    indexes.check_tensors(tensors, sample, encoded)
     return tensors
 
 # ---- what a training reads -------------------------------------------------------------------------------------------
@@ -551,7 +550,7 @@ def plan_training(pipe, folder, args):
     def read_root(root, wanted_texts, geometry): # -> (samples, geometry); an index brings its own
         if is_index(root):
             encoders = encoder_fingerprints(folder, args.cache_dir)
-            return load_extra("indexes", root).open_index(root, encoders, wanted_texts, args)
+            return indexes.open_index(root, encoders, wanted_texts, args)
         found, wrong = common.read_dataset(root)
         found, more = plan_samples(pipe, found, wanted_texts, geometry, args)
         problems.extend(wrong + more)
@@ -585,8 +584,7 @@ def plan_training(pipe, folder, args):
     if empty:
         tell(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
              "trained without a mask", file=sys.stderr)
-    if hints := common.find_extra("hints"):
-        print_problems(hints.warnings(args, samples, val_samples))
+    print_problems(hints.warnings(args, samples, val_samples))
     return samples, val_samples, geometry, problems
 
 def make_cache(pipe, folder, args, encode=True, verify=False):
@@ -608,13 +606,11 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
             sys.exit("correct these samples, or go on without them: --skip_bad" if common.rank() == 0 else 1)
         if not samples:
             raise InputError(f"{' '.join(args.data)}: no usable sample; fix the errors listed above")
-        indexes = common.find_extra("indexes")
-        if encode and pipe and indexes and writable and common.rank() == 0: # which another machine can train from
+        if encode and pipe and writable and common.rank() == 0: # which another machine can train from
             indexes.write_indexes(args, samples, val_samples, geometry, pipe.fingerprints)
-    if masks := common.find_extra("mask"): # behind the indexes, which serve other weights, too
-        samples, val_samples = masks.check_weights(args, samples, val_samples)
-    if hints := common.find_extra("hints"):
-        common.say(*hints.describe(samples, val_samples))
+    # behind the indexes, which serve other weights, too
+    samples, val_samples = extras.mask.check_weights(args, samples, val_samples)
+    common.say(*hints.describe(samples, val_samples))
     return samples, val_samples, geometry
 
 # ---- command line ----------------------------------------------------------------------------------------------------

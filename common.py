@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import importlib
 import io
 import json
 import math
@@ -115,8 +114,8 @@ def noted(problems):
         problems.append(str(e))
 
 def print_problems(lines):
-    hints = find_extra("hints")
-    tell(*(hints.fold(lines) if hints else lines), file=sys.stderr)
+    from extras import hints
+    tell(*hints.fold(lines), file=sys.stderr)
 
 def first_words(e):
     """What an exception says, in one line."""
@@ -125,28 +124,6 @@ def first_words(e):
 def first_line(e):
     """Of what an exception says the first line alone: CUDA's go on for several, about other things."""
     return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
-
-# ---- extras: files that one flag needs -------------------------------------------------------------------------------
-
-EXTRAS = "quantize offload fsdp compile plan tracker mask resume".split() # flags that extras/FLAG.py serves
-PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # what a value of such a flag needs
-
-def load_extra(name, needed_by=None):
-    """The module extras/NAME.py, which the flag --NAME needs, or `needed_by`. InputError if it, or one that it imports,
-    is not here."""
-    try:
-        return importlib.import_module(f"extras.{name}")
-    except ModuleNotFoundError as e:
-        package, _, missing = e.name.partition(".")
-        if package != "extras":
-            raise
-        raise InputError(f"{needed_by or '--' + name}: needs extras/{missing or name}.py; copy it here, or leave that "
-                         "out")
-
-def find_extra(name):
-    """The module extras/NAME.py, or None if it was deleted."""
-    with contextlib.suppress(InputError):
-        return load_extra(name)
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
@@ -241,8 +218,8 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
 
     def error(self, message):
         line = message.removeprefix("argument ")
-        if hints := find_extra("hints"):
-            line = hints.explain(line, self._option_string_actions)
+        from extras import hints
+        line = hints.explain(line, self._option_string_actions)
         if ";" not in line: # argparse's own, which names no remedy
             line += f"; see {self.prog} -h"
         flag_error(line)
@@ -263,8 +240,8 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         for flag in "--data --image --lora --sample_lora".split(): # argparse would keep the last one's values only
             if self.given().count(flag) > 1:
                 self.error(f"argument {flag}: given twice; put all values behind one")
-        if hints := find_extra("hints"):
-            hints.refuse_slips(self)
+        from extras import hints
+        hints.refuse_slips(self)
         return super().parse_args()
 
 def from_hub(name, fetch):
@@ -362,20 +339,18 @@ def add_sample_flags(flag, names):
         kind, text = SAMPLE_FLAGS[name]
         flag(f"--{name}", SAMPLING.get(name), text, type=kind)
 
+PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # what a flag of this value needs
+
 def parse_args(parser, script):
     """parser.parse_args(), twice, as the folder of --model may set defaults for this script. It needs no
     torch, so that a slip is answered at once; find_devices does the rest."""
-    defaults = load_extra("defaults", "--model")
+    from extras import defaults
     parser.epilog = defaults.epilog(parser, script)
     args = parser.parse_args()
     defaults.apply(parser, args.model, script)
     args = parser.parse_args()
-    for flag, value in vars(args).items():
-        name = flag.removesuffix("_text_encoder") # one file quantizes both models
-        if name not in EXTRAS or not value or value == "none":
-            continue
-        if not (find_spec("extras") and find_spec(f"extras.{name}")): # looked for, not imported: it may want torch
-            load_extra(name, f"--{flag}")
+    for flag in ("quantize", "quantize_text_encoder", "tracker"):
+        value = getattr(args, flag, None)
         if value in PACKAGES and not find_spec(PACKAGES[value]):
             parser.error(f"argument --{flag}: {value} needs a missing package; pip install {PACKAGES[value]}")
     return args
@@ -435,9 +410,8 @@ def check_device(flag, device):
 def find_devices(args):
     """Fills in devices and dtype. Refuses what cannot work: a device, one file of a transformer."""
     import torch
-    cards = find_extra("cuda") # without it a card works as torch sets it up
-    if cards:
-        cards.refuse_cpu(args)
+    from extras import cuda
+    cuda.refuse_cpu(args)
     default = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, device in vars(args).items():
         if not name.endswith("device"):
@@ -448,12 +422,12 @@ def find_devices(args):
         elif device.startswith("cuda") and world() > 1:
             flag_error(f"--{name}: {device} for all processes; give cuda, which is one for each")
         check_device(name, device)
-        if cards:
-            cards.check(name, device, args.dtype)
+        cuda.check(name, device, args.dtype)
         setattr(args, name, device)
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     if is_one_file(getattr(args, "transformer", None)): # looked at before anything slow
-        load_extra("transformer").read_layout(args.transformer)
+        from extras import transformer # which imports diffusers
+        transformer.read_layout(args.transformer)
 
 def start_processes(args):
     """Lets the processes that torchrun has started find each other. Objects are sent over the CPU, gradients over
@@ -461,20 +435,21 @@ def start_processes(args):
     import diffusers
     import torch
     import transformers
+    from extras import cuda
     for library in (diffusers, transformers): # a bar for each small model would hide ours
         library.utils.logging.disable_progress_bar()
     if is_tiny(args.model) and args.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1) # too small for more: two take twice as long, beside a busy process ten times
     backend = "gloo"
     if args.device.startswith("cuda"):
-        cards, backend = find_extra("cuda"), "cpu:gloo,cuda:nccl"
-        card = cards.prepare(args.device, args.flash_attention) if cards else "extras/cuda.py is missing: slower"
+        backend = "cpu:gloo,cuda:nccl"
+        card = cuda.prepare(args.device, args.flash_attention)
         torch.cuda.set_device(args.device) # where NCCL works
         say(card)
     if world() > 1:
         surroundings.meet(backend)
-        if "nccl" in backend and cards:
-            cards.start_nccl(args.device)
+        if "nccl" in backend:
+            cuda.start_nccl(args.device)
 
 def gather_objects(value):
     """-> [value of each process]. Waits for all of them."""
@@ -567,7 +542,7 @@ def write_file(path, data, mark=b""):
     """Writes a temporary file beside `path`, fsyncs and renames it, and fsyncs the folder: after a kill or a power loss
     there is the old file or the new one, never a part. mark: a regular expression for the first bytes of what may be
     replaced; by default all may be. Exists if something else is there, InputError if the disk is full or read-only."""
-    disk = load_extra("disk", path)
+    from extras import disk
     refuse_to_replace(path, mark)
     try:
         with disk.file_in(path.parent) as tmp:
@@ -598,11 +573,12 @@ def refuse_to_replace(path, mark=NOTHING):
 def link_new(source, target):
     """Gives a file one more name -> whether it has it: not if anything had it before, which is one act, whoever else
     tries; nor on a disk without hard links, where two processes may both see that nothing is there."""
+    from extras import disk
     try:
         os.link(source, target)
         return True
     except OSError as e:
-        load_extra("disk", target).say_unlinked(target.parent, e)
+        disk.say_unlinked(target.parent, e)
 
 def remove_unused(folder):
     """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""
@@ -670,7 +646,8 @@ def read_tensors(path, meta_key="json", key=None, data=None, note=None):
     except Exception as e: # it is missing, or a foreign file, which can fail in any way
         raise InputError(f"{path}: no checked safetensors file ({type(e).__name__}: {first_words(e)}); {fix}")
     if not intact: # of another version, changed by another program, or damaged
-        load_extra("formats", path).judge(path, data, tensors, entries[meta_key], fix, note)
+        from extras import formats
+        formats.judge(path, data, tensors, entries[meta_key], fix, note)
     elif note and len(entries) > 1:
         note(f"warning: {path}: its header was edited since it was written; its tensors are intact")
     if key and (meta.get("key"), meta.get("version")) != (key, VERSION):
@@ -687,16 +664,17 @@ def file_hash(path):
 
 def look_ahead(paths, look, memory):
     """-> a function like look(path). It knows the answers for these paths: the file `memory` has those of earlier
-    starts, if nothing has changed since, and threads find the others. (Without extras/known.py it knows none.)"""
-    known = find_extra("known")
-    return known.look_ahead(paths, look, memory) if known else look
+    starts, if nothing has changed since, and threads find the others."""
+    from extras import known
+    return known.look_ahead(paths, look, memory)
 
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 def refuse_outside(path, folder):
     """InputError unless is_inside: who has made a dataset does not choose what else is read of this disk."""
-    if why := load_extra("strays", path).why_gone(path):
+    from extras import strays
+    if why := strays.why_gone(path):
         raise InputError(f"{path}: {why}")
     if not is_inside(path, folder):
         raise InputError(f"{path}: a link that leads out of {folder}, and so is not read; if you trust it, make a copy "
@@ -720,24 +698,26 @@ def checkpoints(run):
 def find_run_folder(args, name):
     """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden
     names, which listed() leaves out, may be of a start that was killed before its log."""
+    from extras import run_folder, strays
     # a folder without a log does not count: its run never began
     runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
     folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
     if args.resume and runs and not args.out_dir:
         folder = runs[-1]
-    used = load_extra("strays", folder).listed(folder, "*")
+    used = strays.listed(folder, "*")
     if args.resume and not used:
         say(f"{folder}: nothing to resume; begins there")
     if used and not (args.resume or args.plan):
         raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
-    load_extra("run_folder").check(folder, args.tracker)
+    run_folder.check(folder, args.tracker)
     return folder
 
 def lock_folder(args, folder, name):
     """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
     --out_dir has just taken this folder, ours is the next number."""
     import filelock
-    made, lock, disk = not folder.exists(), filelock.FileLock(folder / ".lock"), load_extra("disk", "--out_dir")
+    from extras import disk
+    made, lock = not folder.exists(), filelock.FileLock(folder / ".lock")
     disk.try_out(folder, append=True)
     try:
         has_locks = disk.has_locks(folder)
@@ -799,16 +779,17 @@ def root_name(data):
 def read_dataset(root, is_job=False):
     """A folder or manifest -> (samples, problems): a line for each thing that is wrong. No picture is opened yet.
     InputError if there is no dataset at all. is_job: a manifest is jobs.jsonl, see extras/manifest.py."""
+    import extras.manifest
+    from extras import hints
     root = Path(root)
     folders = find_folders(root)
     manifest = root if root.is_file() else root / "metadata.jsonl"
     if "target" in folders:
         samples, problems = read_folder(root, folders)
     elif manifest.is_file() and manifest.suffix == ".jsonl":
-        samples, problems = load_extra("manifest", root).read(manifest, is_job, root)
+        samples, problems = extras.manifest.read(manifest, is_job, root)
     else:
-        hints = find_extra("hints")
-        raise InputError(hints.no_dataset(root) if hints else f"{root}: no dataset is here; {LAYOUT}")
+        raise InputError(hints.no_dataset(root))
     if not samples and not problems:
         raise InputError(f"{root}: nothing in it; {LAYOUT}")
     return samples, problems
@@ -829,9 +810,11 @@ def find_files(folder):
     """Files below `folder` -> {(stem relative to it, kind): [paths]}, sorted; kind: one of KINDS, or of those that
     extras/strays.py takes out of a dataset: junk, links to folders, ... Stems are NFC, so that names from macOS match.
     """
+    from extras import strays
+
     def unreadable(e):
         raise InputError(f"{e.filename}: cannot be read as a folder ({e.strerror}); mount it, or fix its permissions")
-    found, strays = {}, load_extra("strays", folder)
+    found = {}
     for root, dirs, names in os.walk(folder, onerror=unreadable):
         folders = {name: strays.kind_of_folder(Path(root, name)) for name in dirs}
         dirs[:] = [name for name in dirs if not folders[name]] # those to walk
@@ -844,7 +827,7 @@ def find_files(folder):
 
 def read_folder(data, folders):
     """What find_folders has found -> (samples, problems). Without a folder of controls they are pictures alone."""
-    strays = load_extra("strays", data)
+    from extras import strays
     for path in data.glob("*/"): # a misspelt control/ would silently mean pictures alone
         if path not in folders.values() and not strays.is_junk(path.name):
             raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
@@ -921,6 +904,7 @@ def check_text(where, prompt):
 def read_text(path, most=2**20):
     """A text file in UTF-8, without the marks that editors on Windows write before it (and that `cat` leaves inside).
     most: bytes; the default is for a caption or a configuration. InputError names the file."""
+    from extras import strays
     if not path.exists():
         raise InputError(f"{path}: does not exist; check the name")
     with contextlib.suppress(OSError, ValueError):
@@ -928,7 +912,7 @@ def read_text(path, most=2**20):
             raise InputError(f"{path}: over {most:,} bytes, which is no text of this kind; shorten it")
         # a FIFO would hang; UTF-16 can pass for UTF-8
         if path.is_file() and "\0" not in (text := path.read_bytes().decode()):
-            load_extra("strays", path).refuse_pointer(path, text.encode())
+            strays.refuse_pointer(path, text.encode())
             return text.replace("\ufeff", "")
     raise InputError(f"{path}: no readable text in UTF-8 (Latin-1 or UTF-16?); save it as UTF-8")
 
@@ -962,8 +946,9 @@ def run_name(model, roots):
 def look_at(path):
     """-> [(width, height), content hash] of a picture; behind the hash stands a mark if its colours are converted to
     sRGB, which earlier versions did not do: such a picture is encoded again. InputErrors are image_size's."""
+    from extras import photos
     with open_image(path) as image:
-        mark = load_extra("photos", path).mark_of(image) if "icc_profile" in image.info else ""
+        mark = photos.mark_of(image) if "icc_profile" in image.info else ""
     return [image_size(path), file_hash(path) + mark]
 
 def look_at_mask(path):
@@ -1031,9 +1016,10 @@ Image.MAX_IMAGE_PIXELS = None # PIL's own limit is a warning first, and threads 
 def open_image(path, content=None):
     """Header only: a PIL image whose size is known and allowed. InputError names the file. content: look_at's hash,
     which the file's bytes, read once, must have."""
+    from extras import photos, strays
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
         remedy = "download it first" if re.match("https?:", str(path)) else "add it"
-        why = load_extra("strays", path).why_gone(path)
+        why = strays.why_gone(path)
         raise InputError(f"{path}: {why or 'no file of that name; ' + remedy}")
     source = path if content is None else None # what cannot be read is not opened without its hash, either
     try:
@@ -1046,7 +1032,7 @@ def open_image(path, content=None):
     except PermissionError:
         raise InputError(f"{path}: may not be read; mend its permissions")
     except Exception: # it is another kind; or damaged, and can fail in any way
-        image = load_extra("photos", path).open_photo(path, source)
+        image = photos.open_photo(path, source)
     if image.width * image.height > MAX_PIXELS:
         raise InputError(f"{path}: {image.width}x{image.height} is over {MAX_PIXELS // 10**6} megapixels; shrink it")
     if image.format in ("PNG", "WEBP", "AVIF") and image.n_frames > 1:
@@ -1081,10 +1067,11 @@ def image_size(path):
 
 def decode(path, content):
     """-> PIL image in the file's own mode and format, after the EXIF rotation. content: as for open_image."""
+    from extras import photos
     with open_image(path, content) as image:
         turn = TURN.get(orientation(image))
         if "progressive" in image.info:
-            load_extra("photos", path).check_scans(path)
+            photos.check_scans(path)
         try:
             image.load()
         except Exception as e: # a damaged picture can fail in any way
@@ -1096,9 +1083,10 @@ def decode(path, content):
 def read_image(path, content=None):
     """-> RGB PIL image in sRGB: EXIF rotation applied, alpha composited on white, 16-bit gray scaled (PIL alone clips
     it). content: look_at's hash; InputError if the file has changed since."""
+    from extras import photos
     image = decode(path, content)
     if "icc_profile" in image.info or image.mode.startswith("I;16") or image.has_transparency_data:
-        return load_extra("photos", path).to_plain(image, path)
+        return photos.to_plain(image, path)
     return image.convert("RGB")
 
 def read_mask(path, content=None):
@@ -1113,12 +1101,8 @@ def read_mask(path, content=None):
     Alpha that is the same everywhere, and any colour under alpha 0, mean nothing. content: as for read_image.
     InputError if the mask could mean several things. One that selects nothing or everything is returned: see
     mask_is_empty."""
-    image = decode(path, content)
-    forms = find_extra("mask")
-    if forms:
-        image = forms.read_form(image)
-    elif image.mode not in ("1", "L") or image.getextrema()[1] == 1:
-        raise InputError(f"{path}: no mask in gray, 0 to 255, and other forms need extras/mask.py; copy it here")
+    from extras import mask
+    image = mask.read_form(decode(path, content))
     if image is None:
         raise InputError(f"{path}: its colours, labels or transparency do not tell which region is edited; paint the "
                          "edited region white on black")

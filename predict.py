@@ -43,8 +43,8 @@ from time import monotonic
 
 import common
 from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
-                    is_one_file, load_extra, noise_level, number, pixels, png_name, positive, seed_number, tell)
-from extras import disk, finished, names, sources, unchanged
+                    is_one_file, noise_level, number, pixels, png_name, positive, seed_number, tell)
+from extras import disk, finished, hints, names, sheet, sources, unchanged
 from extras.asked import about, png_of, read_samples, refuse_nothing
 from extras.keep_from_prune import keep_from_prune
 from extras.strays import on_disk
@@ -130,7 +130,11 @@ from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
 import cache
-from extras import bases, finite
+import extras.fsdp
+import extras.offload
+import extras.quantize
+import extras.transformer
+from extras import bases, cast, configs, finite, lora_files
 from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
@@ -148,11 +152,11 @@ def load_transformer(folder, dtype, weights=True, file=None):
     if weights and not file:
         transformer = cache.load_part(QwenImageTransformer2DModel, folder / "transformer", dtype)
     else:
-        empty = load_extra("configs", "--model").empty_model(QwenImageTransformer2DModel, folder / "transformer")
+        empty = configs.empty_model(QwenImageTransformer2DModel, folder / "transformer")
         transformer = empty.requires_grad_(False)
         torch.nn.Module.to(transformer, getattr(torch, dtype)) # not diffusers' own, which warns
         if weights:
-            load_extra("transformer").attach(transformer, file)
+            extras.transformer.attach(transformer, file)
     return patch_qwen_model_for_multi_resolution(transformer)
 
 def find_transformer(args, weights=True):
@@ -160,10 +164,10 @@ def find_transformer(args, weights=True):
     file: (--model's folder, for its config.json; this file, for its weights)."""
     if is_one_file(args.transformer):
         folder = cache.find_model(args.model, ["transformer"], weights=False)
-        load_extra("transformer").check_fit(args.transformer, folder)
+        extras.transformer.check_fit(args.transformer, folder)
         return folder, args.transformer
-    if args.transformer and (other := common.find_extra("transformer")):
-        other.check_folder(args, cache.find_model) # before its weights are downloaded
+    if args.transformer:
+        extras.transformer.check_folder(args, cache.find_model) # before its weights are downloaded
     flag = "--transformer" if args.transformer else "--model"
     return cache.find_model(args.transformer or args.model, ["transformer"], weights, flag), None
 
@@ -179,16 +183,16 @@ def place_transformer(transformer, device, quantize="none", offload=0, fsdp=Fals
             transformer.fill_from_file(block, quantize)
         if quantize == "none":
             return block
-        return load_extra("quantize").quantize_linears(block, quantize, device, multiply=True)
+        return extras.quantize.quantize_linears(block, quantize, device, multiply=True)
 
     # evenly spread, so that the blocks between two offloaded ones hide the next copy
     offload = min(offload, len(blocks))
     offloaded_blocks = [i * len(blocks) // offload for i in range(offload)]
     try:
         if fsdp:
-            return load_extra("fsdp").shard(transformer, device, offloaded_blocks, quantize_block)
+            return extras.fsdp.shard(transformer, device, offloaded_blocks, quantize_block)
         if offload:
-            return load_extra("offload").place(transformer, device, offloaded_blocks, quantize_block)
+            return extras.offload.place(transformer, device, offloaded_blocks, quantize_block)
         for block in blocks:
             quantize_block(block).to(device)
         return unchanged.unmap(transformer.to(device)) # on a CPU one file's weights are mapped still
@@ -218,13 +222,11 @@ def find_layers(transformer, names):
 def add_lora(transformer, **config):
     """A new LoRA with fp32 weights for training; config: LoraConfig's arguments -> {name: parameter}."""
     config = LoraConfig(**config)
-    faster = common.find_extra("cast") # without it peft computes an fp32 adapter in fp32, also on a bf16 base
-    if faster: # peft's documented way to bring a layer of one's own
-        config._register_custom_module({torch.nn.Linear: faster.LoraLinear})
+    # peft's own layer computes in fp32, also on a bf16 base; this is its documented way to bring another one
+    config._register_custom_module({torch.nn.Linear: cast.LoraLinear})
     transformer.add_adapter(config)
     cast_training_params(transformer, torch.float32)
-    if faster:
-        faster.cast_together(transformer.transformer_blocks)
+    cast.cast_together(transformer.transformer_blocks)
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 # ---- LoRA files ------------------------------------------------------------------------------------------------------
@@ -234,9 +236,8 @@ def read_lora(path):
     r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
     as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
     form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
-    file, plain, others = find_lora(path), False, common.find_extra("lora_files")
-    # read once: what is checked is what is used, and nothing of it stays mapped
-    data = others.read_file(file) if others else file.read_bytes()
+    file, plain = find_lora(path), False
+    data = lora_files.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
     with suppress(Exception): # a foreign file can fail in any way
         header = common.read_header(io.BytesIO(data)).get("__metadata__", {})
         ours = [key for key, text in header.items() if common.SIGNED.match(text)]
@@ -251,9 +252,8 @@ def read_lora(path):
         plain = (not patterns and "alpha" not in " ".join(header) and file.name != PEFT_FILE
                  and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
     if not plain:
-        state, meta = load_extra("lora_files", f"{file}: no plain LoRA of diffusers").read(file, data)
-    if others:
-        others.check_notes(file, state, meta)
+        state, meta = lora_files.read(file, data)
+    lora_files.check_notes(file, state, meta)
     return state, meta
 
 def with_prefix(prefix, named):
@@ -641,7 +641,7 @@ def main(args):
     shift_terminal = pipe.scheduler.config.shift_terminal
     samples, wrong = cache.plan_samples(pipe, samples, lambda sample: complete_settings(sample, args, shift_terminal),
                                         geometry, args)
-    if first and (hints := common.find_extra("hints")):
+    if first:
         common.print_problems(hints.warnings(args, samples))
 
     # into which files: one for each sample, seed and scale; those that are there already stay
@@ -674,12 +674,12 @@ def main(args):
         paths = common.gather_objects([p.path for p in mine])
         for n, picture in enumerate(encoded):
             picture.path = paths[n % common.world()][n // common.world()]
-    if first and missing and (sheets := common.find_extra("sheet")):
+    if first and missing:
         look.cache_clear() # as some have been drawn
         # a contact sheet of the first rows, with the pictures of earlier calls, if there are several
         shown = [p for p in pictures if p.row < names.SHEET_ROWS and is_finished(p.path, p.key)]
         if len(shown) > 1:
-            png = png_of(sheets.results_sheet(shown), names.sheet_key(shown))
+            png = png_of(sheet.results_sheet(shown), names.sheet_key(shown))
             path = names.write_sheet(png, pictures, inputs, args)
             common.say(f"{path}: {len(shown)} of them side by side")
     if dist.is_initialized():

@@ -41,8 +41,8 @@ from pathlib import Path
 from pydoc import locate
 
 import common
-from common import (LORA_FILE, InputError, checkpoints, find_extra, first_words, key_value, load_extra,
-                    natural, not_negative, number, number_of, positive, say, write_file)
+from common import (LORA_FILE, InputError, checkpoints, first_words, key_value, natural, not_negative, number,
+                    number_of, positive, say, write_file)
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -102,13 +102,13 @@ flag("--resume", False, "continue the run in --out_dir, or the newest run of thi
 args = common.parse_data_args(parser, "train.py") # tiny/defaults.json has those of --model tiny, the default
 
 # Flags that contradict each other, or ask for something that does not exist, end the script before anything is loaded.
-lora_args = dict(args.lora_args)
+peft_args = dict(args.lora_args)
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
-if {"r", "lora_alpha"} & lora_args.keys():
+if {"r", "lora_alpha"} & peft_args.keys():
     parser.error("argument --lora_args: r and lora_alpha have flags of their own; give --lora_rank, --lora_alpha")
-if lora_args.get("use_dora"):
+if peft_args.get("use_dora"):
     parser.error("argument --lora_args: use_dora is not trained here, as ComfyUI ignores a DoRA's magnitudes and a "
                  "quantized base has none; leave it out, and raise --lora_rank")
 if args.dtype == "float16":
@@ -140,7 +140,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import agree, bases, disk, failures, finite, surroundings, unchanged
+from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_args, lora_files, plan, probe,
+                    resume, schedule_free, surroundings, tracker, unchanged)
 from extras.log import Log
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
@@ -149,18 +150,15 @@ dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gra
 optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
     common.flag_error(f"--optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
-if hasattr(optimizer_class, "eval"): # schedule-free
-    load_extra("schedule_free", f"--optimizer {args.optimizer}")
-if lora_args: # peft takes some of which a LoRA file cannot hold what they train
-    load_extra("lora_args").try_out(lora_args, predict.add_lora)
+if peft_args: # peft takes some of which a LoRA file cannot hold what they train
+    lora_args.try_out(peft_args, predict.add_lora)
 # LoRAs and models are hashed before they are read, and compared when they are in memory.
 sample_loras = list(map(common.file_hash, sample_lora_files))
 for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
 if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
     pretrained_hash = common.file_hash(pretrained_file)
-    unfold = load_extra("lora_files", "--pretrained_lora").unfold
-    pretrained = unfold(pretrained_file, *predict.read_lora(pretrained_file))
+    pretrained = lora_files.unfold(pretrained_file, *predict.read_lora(pretrained_file))
     unchanged.refuse_replaced([pretrained_file], [pretrained_hash], common.file_hash)
 
 # ==== THE RECIPE: which sample, at which noise, with which loss =======================================================
@@ -363,14 +361,13 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
     rename folders. The newest --keep, with this one, and the best stay."""
     path = out_dir / f"checkpoint-{step:06d}"
     with averaged_weights(optimizer):
-        if resume:
-            resume.save_optimizer(path, optimizer, lora, step=step, config=config)
+        resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
     disk.sync_folder(out_dir)
     # whatever is left of others, as of one whose deletion failed, goes too; but where the log cannot be read, nothing
     with failures.tried("old checkpoints"):
         kept = [*checkpoints(out_dir)[-args.keep:], path]
-        best_steps = best.steps_to_keep(out_dir) if best else ()
+        best_steps = best.steps_to_keep(out_dir)
         for old in common.numbered(out_dir, "checkpoint"):
             if old not in kept and number_of(old) not in best_steps:
                 disk.remove_old(old)
@@ -388,7 +385,7 @@ def make_model(folder, file, weights):
         lora_config = predict.find_layers(transformer, args.lora_targets)
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
-    lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | lora_args
+    lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | peft_args
     if not weights: # which some other initialisations read
         lora_config["init_lora_weights"] = "gaussian"
     warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
@@ -397,8 +394,8 @@ def make_model(folder, file, weights):
         lora = predict.add_lora(transformer, **lora_config)
     except Exception as e: # whatever peft raises
         raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
-    if lora_args: # all weights are compared with those of a transformer that is loaded once more
-        load_extra("lora_args").refuse_added(transformer, load, lora_args)
+    if peft_args: # all weights are compared with those of a transformer that is loaded once more
+        lora_args.refuse_added(transformer, load, peft_args)
     if pretrained_file and weights:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, sample_lora_files)
@@ -533,11 +530,10 @@ def validate(step, track):
     if rank == 0 and val_loss is not None:
         record, sheets = drawn or (dict(psnr={}, pictures=[]), {})
         with failures.tried("the log"):
-            if best: # what this loss may be compared with; drawer says it of its pictures
-                record["loss_of"] = best.loss_of(val_samples, args)
+            # what this loss may be compared with; drawer says it of its pictures
+            record["loss_of"] = best.loss_of(val_samples, args)
             log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
-            if best:
-                say(best.describe(out_dir))
+            say(best.describe(out_dir))
         with failures.tried("--tracker"):
             if track:
                 track(step, dict(val_loss=val_loss), sheets)
@@ -558,13 +554,9 @@ out_dir = common.gather_objects(out_dir)[0]
 
 # The checkpoint to continue from. We look for it only after taking the lock, as a run that is just ending may still
 # write one, and before anything slow begins, so that a forbidden change or a finished run is reported within seconds.
-resume = find_extra("resume") # the module; None if it was deleted
 checkpoint, step = None, 0
-config = resume.compared(args) if resume else {} # what --resume compares, more below
+config = resume.compared(args) # what --resume compares, more below
 config["pretrained_hash"] = pretrained_file and pretrained_hash
-best = find_extra("best") # which validation is the best so far
-if not resume:
-    say("extras/resume.py is missing: checkpoints hold the LoRA alone, and no run can be continued")
 if args.resume:
     checkpoint = resume.find_checkpoint(out_dir, args)
 if checkpoint:
@@ -579,7 +571,7 @@ if step > args.max_steps:
 
 # --plan works without a network, too: of a published model it knows the configs.
 if args.plan:
-    load_extra("plan").stand_in(args)
+    plan.stand_in(args)
 
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
 # memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
@@ -615,21 +607,22 @@ transformer, lora = make_model(transformer_folder, transformer_file, weights=not
 pretrained = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
-    load_extra("plan").print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss)
+    plan.print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss)
     sys.exit(0)
 
 # Onto the device, block by block: quantized, sharded or offloaded as the flags say.
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)
 transformer.train()
 if args.compile:
-    load_extra("compile").compile_blocks(transformer.transformer_blocks)
+    import extras.compile # which looks for a compiler
+    extras.compile.compile_blocks(transformer.transformer_blocks)
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
 dropout = transformer.peft_config["default"].lora_dropout > 0
 recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
 recomputed = None
-if args.gradient_checkpointing is None and (fit := find_extra("fit")): # measures on a GPU; None on a CPU
+if args.gradient_checkpointing is None: # measures on a GPU; None on a CPU
     recomputed = fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item,
                                     flow_loss, recompute, args, say)
 if recomputed is None:
@@ -641,9 +634,9 @@ optimizer = make_optimizer(lora.values())
 # A schedule-free optimizer trains one set of weights, and an average of them is what you use: within this `with`.
 averaged_weights = contextlib.nullcontext
 if hasattr(optimizer, "eval"):
-    averaged_weights = load_extra("schedule_free", f"--optimizer {args.optimizer}").averaged_weights
-if probe := find_extra("probe"): # or an optimizer that cannot be saved would show only at the first checkpoint
-    probe.check(args, lora, make_optimizer, averaged_weights, out_dir)
+    averaged_weights = schedule_free.averaged_weights
+# or an optimizer that cannot be saved would show only at the first checkpoint
+probe.check(args, lora, make_optimizer, averaged_weights, out_dir)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 
@@ -671,11 +664,9 @@ if checkpoint:
 
 # Validations also draw pictures.
 drawer = None
-if val_samples and (extra := find_extra("draw")):
-    drawer = extra.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
-                          args)
-elif val_samples:
-    say("extras/draw.py is missing: validations draw no pictures")
+if val_samples:
+    drawer = draw.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
+                         args)
 # All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
 # again. A file that changes from here on does not matter.)
 unchanged.refuse_replaced(models.values(), hashes.values(), hash_part)
@@ -693,7 +684,7 @@ if rank == 0:
     log = Log(out_dir / "log.jsonl")
     if args.tracker != "none":
         with failures.refused(f"--tracker {args.tracker}"):
-            track = load_extra("tracker").open_tracker(args.tracker, out_dir, step, config)
+            track = tracker.open_tracker(args.tracker, out_dir, step, config)
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
@@ -832,8 +823,7 @@ else:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")
     with failures.tried("the next commands"):
-        if hints := find_extra("hints"):
-            say(*hints.next_commands(args, out_dir, parser.get_default))
+        say(*hints.next_commands(args, out_dir, parser.get_default))
 if rank == 0 and not log.flush():
     say(f"warning: {log.path}: its last {len(log.waiting)} lines could not be written")
 signals.close()

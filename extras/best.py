@@ -1,6 +1,6 @@
 """
 Which validation of a run is its best so far. train.py says it after each one and keeps that step's checkpoint; at the
-end extras/hints.py recommends it. Without this file only the newest --keep checkpoints stay.
+end extras/hints.py recommends it.
 
 Only what was made of the same things is compared: with --resume other --val_data, --val_pictures or flags of sampling
 may be given. So a validation's line in the log says what its loss and its pictures were made of: `loss_of`, `psnr_of`.

@@ -1,5 +1,5 @@
 """
-A LoRA on a bf16 base, in bf16: its fp32 weights are cast when they are used. (Taken if this file is there.)
+A LoRA on a bf16 base, in bf16: its fp32 weights are cast when they are used.
 
 A block's LoRA layers cast theirs all at once. One by one, in forward pass, recomputation and backward pass, these casts
 were a sixth of the kernels that a small pack waits for. The numbers are the same.

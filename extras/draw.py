@@ -1,7 +1,6 @@
 """
 The pictures of a validation: at most --val_pictures of --val_data, without and with the trained LoRA, compared with
-their targets. train.py makes a Drawer before its first step, and calls it in each validation. Without this file a
-validation computes its loss alone.
+their targets. train.py makes a Drawer before its first step, and calls it in each validation.
 """
 import os
 from dataclasses import replace
@@ -17,7 +16,7 @@ import cache
 import common
 import predict
 from common import InputError, tell
-from extras import disk, failures, finite
+from extras import best, disk, failures, finite, sheet
 from extras.names import beside, picture_stem
 
 
@@ -177,8 +176,8 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for old in drawn[:-20]:
             disk.remove_old(old)
         records = [record for _, record in rows]
-        sheets, sheet = {}, common.find_extra("sheet")
-        if sheet and rows:
+        sheets = {}
+        if rows:
             sheets = sheet.validation_sheets(folder, step, records)
             tell(f"{folder}/step_{step:06d}_*.png: control, instruction, base, LoRA, target")
         for name, image in sheets.items():
@@ -190,7 +189,6 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         said = dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora))
         if lost:
             said["not_finite"] = [f"{name} of {file}" for name, _, file in lost]
-        if best := common.find_extra("best"):
-            said["psnr_of"] = best.psnr_of([self.samples[place] for place, _ in rows], self.settings, self.sample_loras,
-                                           self.args.seed, sum(record["from_latents"] for record in records))
+        said["psnr_of"] = best.psnr_of([self.samples[place] for place, _ in rows], self.settings, self.sample_loras,
+                                       self.args.seed, sum(record["from_latents"] for record in records))
         return said, sheets

@@ -15,7 +15,7 @@ from pydoc import locate
 
 import common
 from common import InputError
-from extras import strays
+from extras import best, strays
 
 # bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -215,7 +215,8 @@ def describe(samples, val_samples):
     lines = [how_many(samples)]
     if alone := sum(not s.controls for s in samples):
         lines[0] += f", {alone} of them without a control: text-to-image"
-    if (masks := common.find_extra("mask")) and (line := masks.count(samples)):
+    from extras import mask # here, as it imports numpy, and an error line should take no time
+    if line := mask.count(samples):
         lines.append(line)
     # encoded files are named after the content: a prompt's, which sees the controls, is the same with another mask
     trained = {file.stem for s in samples for file in common_files(s)}
@@ -234,8 +235,8 @@ def next_commands(args, out_dir, default):
         if value != default(name): # these are predict.py's flags, too
             value = "all" if value == common.ALL_BLOCKS else str(value)
             flags += [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value] # else it were a flag
-    best, chosen = common.find_extra("best"), out_dir
-    for folder, names in best.better_checkpoints(out_dir).items() if best else ():
+    chosen = out_dir
+    for folder, names in best.better_checkpoints(out_dir).items():
         lines.append(f"{folder} is better than the last one by {' and '.join(names)}; compare them")
         if len(names) == len(best.best_steps(out_dir)): # by all measures
             chosen = folder

@@ -12,8 +12,8 @@ from diffusers import QwenImageTransformer2DModel
 from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraConfig, LoraLayer
 
-import extras.lora_files as lora_files # so that load_extra can name it, where it is missing
 from common import InputError
+from extras import lora_files
 
 ENDS = (".lora_A.weight", ".lora_B.weight") # of the names in a LoRA's file
 # arguments that name layers, which the small transformer may lack, or that have a value of their own there

@@ -24,9 +24,9 @@ from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 
 import common
-import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
                     read_text, tell, warn_once)
+from extras import foreign
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"

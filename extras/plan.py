@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-import extras.configs as configs
-import extras.fit as fit # so that load_extra can name it, where it is missing
 import rope_patch
-from common import find_extra, say
+from common import say
+from extras import configs, fit
+from extras import quantize as low_bit
 from extras.published import stand_in # noqa: F401 (train.py calls it as plan's)
 
 GIB = 2**30
@@ -95,7 +95,7 @@ def step_bytes(model, Item, flow_loss, pack, recomputed, quantize="none", **opti
                 if p is not None:
                     fake = torch.empty(p.shape, dtype=p.dtype)
                     module._parameters[name] = torch.nn.Parameter(fake, p.requires_grad)
-        if quantize != "none" and (low_bit := find_extra("quantize")):
+        if quantize != "none":
             # four bits are unpacked to what eight bits are, and count as such: bitsandbytes need not be here
             multiplied = dict(has_product=lambda x, layer: quantize != "nf4" and x.numel() > 16 * x.shape[-1])
             stack.enter_context(patch.dict(vars(low_bit), multiplied))

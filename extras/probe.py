@@ -1,6 +1,5 @@
 """
 Does a checkpoint keep all of an optimizer's state? train.py asks before the first step, not at the first checkpoint.
-(Taken if this file is there.)
 
 An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
 LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.

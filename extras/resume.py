@@ -1,6 +1,6 @@
 """
 --resume: what only a run that goes on needs. It finds the newest intact checkpoint, refuses other settings, and puts
-LoRA and optimizer back, bit for bit on a CPU. Without this file checkpoints hold the LoRA alone.
+LoRA and optimizer back, bit for bit on a CPU.
 
 An optimizer may keep state anywhere: for each parameter, in its param group (Prodigy), or as its own attributes, and
 not only tensors and numbers (SOAP has lists of tensors). All of it goes into optimizer.safetensors, as tensors and
@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 import predict
-from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, find_extra, first_words,
-                    is_index, load_extra, number_of, numbered, read_header, read_tensors, say, write_tensors)
+from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, first_words,
+                    is_index, number_of, numbered, read_header, read_tensors, say, write_tensors)
+from extras import lora_files, schedule_free
 from extras.disk import delete, remove_old
 from extras.strays import listed
 
@@ -75,8 +76,7 @@ def read_checkpoint(path, optimizer=""):
 def refuse_long_lora(file):
     """InputError for a LoRA with larger matrices than a layer has, by its header. (A file with holes takes no place on
     the disk, and whatever its header says in the memory.)"""
-    lora_files = find_extra("lora_files")
-    if lora_files and file.is_file():
+    if file.is_file():
         try:
             with open(file, "rb") as f:
                 lora_files.refuse_header(read_header(f))
@@ -262,7 +262,7 @@ def load_optimizer(optimizer, lora, tensors, state):
     for place, key, value in state:
         places[place][key] = from_json(value, tensors, device)
     if hasattr(optimizer, "eval"): # a schedule-free one
-        load_extra("schedule_free").use_trained_weights(optimizer)
+        schedule_free.use_trained_weights(optimizer)
 
 
 def load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer):
@@ -374,7 +374,7 @@ def references_of(lora, step, make_optimizer):
         take_steps(optimizer, copies, range(min(step, 11)))
         averaged = contextlib.nullcontext()
         if hasattr(optimizer, "eval"):
-            averaged = load_extra("schedule_free").averaged_weights(optimizer)
+            averaged = schedule_free.averaged_weights(optimizer)
         with averaged:
             tensors, state = state_of(optimizer, copies)
         reference = {}

@@ -1,6 +1,6 @@
 """
 Contact sheets: pictures side by side, to look at, for the validations of train.py, for --scales and --seed of
-predict.py, and for tools/doctor.py. Without this file they make no sheet. PIL images in, a PIL image out.
+predict.py, and for tools/doctor.py. PIL images in, a PIL image out.
 """
 import contextlib
 import functools

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import common
-from common import find_extra, is_one_file, tell
+from common import is_one_file, tell
 from extras import ROOT, unchanged
 
 PACKAGES = "torch diffusers transformers peft".split()
@@ -39,9 +39,7 @@ EXTRAS = [f"extras/{name}.py" for name in ("quantize", "offload", "transformer",
 
 
 def read(file):
-    """The source of a file of ours, "" if it was deleted."""
-    path = Path(ROOT, file)
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return Path(ROOT, file).read_text(encoding="utf-8")
 
 
 # read when a script begins, as Python does: an edit that comes later is not what runs
@@ -50,9 +48,7 @@ TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING, *EXTRAS]}
 
 def refuse_edits():
     """InputError if someone has saved one of the files in the ten seconds in which the libraries are loaded, and some
-    of our modules with them: which one runs? The extras that draw are loaded now, so that a later edit never runs."""
-    for file in EXTRAS:
-        find_extra(Path(file).stem)
+    of our modules with them: which one runs?"""
     unchanged.refuse_replaced(TEXTS, TEXTS.values(), read)
 
 
@@ -91,7 +87,7 @@ def digest(text, names=None):
 def drawing(args):
     """{file: hash of its source, package: its version} of all that draws with these flags of predict.py."""
     in_use = args.quantize != "none", args.offload, is_one_file(args.transformer), args.lora # as in EXTRAS
-    extras = [file for file, used in zip(EXTRAS, in_use) if used and TEXTS[file]] # (plain files need no extra)
+    extras = [file for file, used in zip(EXTRAS, in_use) if used]
     files = {file: digest(TEXTS[file]) for file in [*WHOLE, *extras]}
     return files | {"cache.py": digest(TEXTS["cache.py"], DRAWING)} | {name: version(name) for name in PACKAGES}
 

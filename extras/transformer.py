@@ -26,9 +26,8 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 import common
-import extras.configs as configs
-import extras.foreign as foreign # so that load_extra can name it, where it is missing
 from common import InputError, first_words
+from extras import configs, foreign
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"

@@ -196,14 +196,6 @@ def test_its_checkpoint_is_not_deleted_and_the_end_names_it(tmp_path, flags, mon
         assert "checkpoint-000003 is better than the last one by mean PSNR;" in result.out
         assert f"--lora {tmp_path / 'a'} " in result.out
 
-def test_without_the_extra_the_newest_stay(tmp_path, flags, monkeypatch):
-    real = common.find_extra
-    monkeypatch.setattr(common, "find_extra", lambda name: None if name == "best" else real(name))
-    result = run_script("train.py", *flags, "--max_steps", 3, "--out_dir", tmp_path / "a")
-    assert result.status == 0 and "best so far" not in result.out, result.err
-    assert [path.name for path in common.checkpoints(tmp_path / "a")] == ["checkpoint-000003"]
-    assert f"--lora {tmp_path / 'a'} " in result.out
-
 def test_a_run_whose_learning_rate_has_ended_says_why_it_cannot_go_on(tmp_path, small):
     """And the command that it prints works."""
     flags = [*small.flags, "--lr_scheduler", "cosine", "--lora_rank=4"]

@@ -502,25 +502,6 @@ def test_an_index_does_not_lend_its_sizes_to_a_dataset_beside_it(data, tmp_path)
         shapes = {s.name: s.encodings[0]["img_shapes"][0] for s in result.globals["val_samples"]}
         assert list(map(tuple, shapes.values())) == [(1, 2, 2), (1, 4, 4)][::1 if named is roots else -1]
 
-def test_without_its_extra_there_is_no_index_and_all_else_works(data, tmp_path, monkeypatch):
-    make_cache(data, tmp_path / "c", *NATIVE)
-    index, = tmp_path.glob("c/*.json")
-    sound, files = index.read_bytes(), cached_files(tmp_path / "c")
-    monkeypatch.setitem(sys.modules, "extras.indexes", None)
-    for root, named in ((index, index.name), (data, None)):
-        result = train(root, tmp_path, "--cache_dir", tmp_path / "c", *NATIVE)
-        assert result.status == (1 if named else 0), result.err
-        assert not named or is_one_line(result.errors[-1], named, "extras/indexes.py")
-    index.unlink()
-    result = make_cache(data, tmp_path / "c", *NATIVE)
-    assert result.status == 0 and "complete" in result.out and cached_files(tmp_path / "c") == files
-    assert not list(tmp_path.glob("c/*.json")) and not list(tmp_path.glob("c/.planned-*"))
-    result = run_script("tools/prune.py", tmp_path / "c", "--delete") # which cannot know what is needed
-    assert result.status == 1 and is_one_line(result.errors[-1], "prune.py", "extras/indexes.py")
-    assert cached_files(tmp_path / "c") == files
-    monkeypatch.undo()
-    assert make_cache(data, tmp_path / "c", *NATIVE).status == 0 and index.read_bytes() == sound
-
 def test_a_dataset_that_is_trained_on_and_validated_on_keeps_all_its_files(data, tmp_path):
     flags = ["--target_pixels", "64*64", "32*32", "--caption_dropout_rate", 0.1]
     for other in (data, add_item(tmp_path / "other", "dog")):
@@ -694,11 +675,6 @@ def test_two_datasets_share_a_memory_and_without_the_extra_all_works_as_well(dat
     for root in (data, other):
         assert make_cache(root, tmp_path / "c").status == 0
     assert not opened
-    files, index = cached_files(tmp_path / "c"), (tmp_path / "c/tiny-data.json").read_bytes()
-    monkeypatch.setattr(common, "find_extra", lambda name: None)
-    result = make_cache(data, tmp_path / "c")
-    assert result.status == 0 and opened and cached_files(tmp_path / "c") == files, result.err
-    assert (tmp_path / "c/tiny-data.json").read_bytes() == index
 
 def test_the_first_process_alone_reads_a_dataset_and_its_error_ends_all(data, tmp_path, start):
     flags = ["--data", data, "--val_data", "--cache_dir", tmp_path / "c", *ON_DEVICE, *NATIVE]

@@ -1,7 +1,9 @@
 """
-README's "How do I change ...": each change, made in a copy of the project as it is printed there, runs, does something,
-and fails just the claims that README names.
+changes/: each recipe applies to this tree, trains, does what its head says, and fails just the claims that it names.
+README lists them all, and prints two.
 """
+import json
+import math
 import os
 import re
 import shutil
@@ -12,14 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.harness import HERE, add_item, log_of, paint_picture, save
+from tests.harness import FULL, HERE, add_item, log_of, paint_picture, save
 
-TEXT = (HERE / "README.md").read_text("utf-8").split("## How do I change")[1].split("\n## ")[0]
-CHANGES = {} # {a word of the sentence before: (the file, lines that go, lines that come, claims that then fail)}
-for word, sentence, block in re.findall(r"\n(?:The|An) (\w+)([^\n]*)\n```diff\n(.*?)```", TEXT, re.S):
-    head, *lines = block.splitlines()
-    CHANGES[word] = (head.split()[1], [line[1:] for line in lines if line[0] == "-"],
-                     [line[1:] for line in lines if line[0] == "+"], re.findall(r"-k (\w+)", sentence))
+RECIPES = {file.stem: file.read_text("utf-8") for file in sorted(HERE.glob("changes/*.diff"))}
+HEAD = "What", "For", "Costs", "Paper", "Fails" # the five lines at the head of each
+README = (HERE / "README.md").read_text("utf-8").split("## How do I change")[1].split("\n## ")[0]
 
 def run(folder, *command):
     return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, encoding="utf-8",
@@ -27,20 +26,33 @@ def run(folder, *command):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Of a training of two steps on pairs of which each picture has a light left half."""
+    """Of a training of two steps on pairs of which each picture has a light left half, one with a mask, and each with
+    a rejected picture."""
     folder = tmp_path_factory.mktemp("changes")
-    for name in "ab":
-        add_item(folder / "photos", name)
     half = np.asarray(paint_picture((64, 64))) // 4
     half[:, :32] += 150
+    for name in "ab":
+        add_item(folder / "photos", name)
+        save(Image.fromarray(255 - half), folder / f"photos/rejected/{name}.png")
     save(Image.fromarray(half), folder / "photos/target/a.png")
+    save(Image.fromarray(half).convert("L").point(lambda x: 255 * (x > 128)), folder / "photos/mask/a.png")
     return [folder, "--cache_dir", folder / "c", "--val_data", "--max_steps", 2, "--batch_size", 2, "--device", "cpu"]
 
-def losses(project, flags, *more):
+def records(project, flags, *more):
+    """Trains -> what the log says of the two steps."""
     folder, *others = flags
+    rejected = folder / "photos/rejected"
+    aside = folder / "rejected"
+    if "preferences" not in project.name: # an unknown folder beside target/ is an error
+        rejected.rename(aside)
     result = run(folder, project / "train.py", "--data", "photos", *more, *others, "--out_dir", project / "run")
+    if aside.exists():
+        aside.rename(rejected)
     assert result.returncode == 0, result.stderr
-    return [record["loss"] for record in log_of(project / "run")]
+    return log_of(project / "run")
+
+def losses_of(records):
+    return [record["loss"] for record in records]
 
 def copy_of(folder):
     """The project, without what runs have made in it."""
@@ -53,28 +65,86 @@ def copy_of(folder):
 
 @pytest.fixture(scope="module")
 def unchanged(flags, tmp_path_factory):
-    return losses(copy_of(tmp_path_factory.mktemp("unchanged")), flags)
+    return losses_of(records(copy_of(tmp_path_factory.mktemp("unchanged")), flags))
 
-def test_readme_has_five_changes_and_names_what_fails():
-    assert list(CHANGES) == ["loss", "timesteps", "sampler", "optimizer", "augmentation"]
-    assert [fails for *_, fails in CHANGES.values()] == [["formula"], [], ["single_job"], [], []]
+def head_of(text):
+    return dict(re.findall(r"^(\w+): +(.+)$", text.split("\ndiff --git")[0], re.M))
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_change_as_readme_has_it(tmp_path, what, flags, unchanged):
-    project = copy_of(tmp_path / "project")
-    name, old, new, fails = CHANGES[what]
-    text, folder = (project / name).read_text("utf-8") if old else "", flags[0]
-    for before, after in zip(old, new):
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    (project / name).write_text(text if old else "\n".join(new) + "\n", "utf-8")
-    more = dict(optimizer=["--optimizer", "mine.SignSGD"], augmentation=["mirrored"]).get(what, [])
-    if what == "augmentation":
-        assert run(folder, project / name).returncode == 0
-        one, other = [np.asarray(Image.open(folder / f"{data}/target/a.png")) for data in ("photos", "mirrored")]
-        assert np.array_equal(one[:, ::-1], other) and not np.array_equal(one, other)
-    got = losses(project, flags, *more)
-    assert np.isfinite(got).all() and (got == unchanged) == (what == "sampler"), (got, unchanged)
-    for claim in fails:
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_begins_with_five_lines(name):
+    head = RECIPES[name].split("\ndiff --git")[0].strip().splitlines()
+    assert [line.split(":")[0] for line in head] == list(HEAD) and all(len(line) <= 120 for line in head)
+
+def test_readme_lists_every_recipe_and_prints_two():
+    assert set(re.findall(r"`changes/(\w+)\.(?:diff|py)`", README)) == {*RECIPES, "flux2_pack"}
+    printed = re.findall(r"```diff\n(.*?)```", README, re.S)
+    assert len(printed) == 2
+    for block in printed:
+        changed = {line for line in block.splitlines() if not line.startswith("---")}
+        assert any(changed <= set(text.splitlines()) for text in RECIPES.values()), block
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_applies_runs_and_does_what_it_says(tmp_path, name, flags, unchanged):
+    """With --full also: of all claims it fails just those that it names."""
+    project = copy_of(tmp_path / name)
+    applied = subprocess.run(["git", "apply", HERE / f"changes/{name}.diff"], cwd=project, capture_output=True)
+    assert applied.returncode == 0, applied.stderr
+    DOES[name](project, flags, unchanged)
+    named = re.findall(r"-k (\w+)", head_of(RECIPES[name])["Fails"])
+    for claim in named:
         result = run(project, "-m", "pytest", "-q", "-x", "test_consistency.py", "-k", claim)
         assert result.returncode == 1 and "1 failed" in result.stdout, result.stdout
+    if FULL:
+        result = run(project, "-m", "pytest", "-q", "test_consistency.py")
+        failed = re.findall(r"^FAILED \S+::(\S+)", result.stdout, re.M)
+        assert all(any(claim in test for claim in named) for test in failed) and bool(failed) == bool(named), failed
+
+# ---- what each does --------------------------------------------------------------------------------------------------
+
+def trains_otherwise(project, flags, unchanged, *more):
+    """-> the log of two steps, whose losses are finite, and others than those of the unchanged project."""
+    log = records(project, flags, *more)
+    assert np.isfinite(losses_of(log)).all() and losses_of(log) != unchanged
+    return log
+
+def samples_otherwise(project, flags, unchanged):
+    """The training is the same; with many steps at little noise its pictures are others."""
+    assert losses_of(records(project, flags)) == unchanged
+
+def mirrors(project, flags, unchanged):
+    folder = flags[0]
+    (folder / "photos/rejected").rename(folder / "aside")
+    result = run(folder, project / "mirror.py", "photos", "mirrored")
+    (folder / "aside").rename(folder / "photos/rejected")
+    assert result.returncode == 0, result.stderr
+    for part in ("target", "mask"):
+        one, other = [np.asarray(Image.open(folder / f"{data}/{part}/a.png").convert("RGB"))
+                      for data in ("photos", "mirrored")]
+        assert np.array_equal(one[:, ::-1], other) and not np.array_equal(one, other)
+    trains_otherwise(project, flags, unchanged, "mirrored")
+
+def begins_undecided(project, flags, unchanged):
+    """The first step's model is the reference, so the loss is log 2; and the rejected pictures are learned from."""
+    log = trains_otherwise(project, flags, unchanged)
+    assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and log[0]["grad_norm"] > 0
+    assert log[1]["loss"] != log[0]["loss"]
+
+def logs_quarters(project, flags, unchanged):
+    """Each step's mean losses by quarter of the noise levels, and the page has a chart of them."""
+    folder = flags[0]
+    log = records(project, [*flags, "--max_steps", 4])
+    for record in log:
+        quarters = {}
+        for s, loss in zip(record["timesteps"], record["losses"]):
+            quarters.setdefault(min(int(4 * s), 3), []).append(loss)
+        for quarter, losses in quarters.items():
+            assert record[f"loss_{quarter + 1}"] == pytest.approx(np.mean(losses), abs=1e-4)
+        assert {key for key in record if key.startswith("loss_")} == {f"loss_{q + 1}" for q in quarters}
+    result = run(folder, project / "tools/page.py", project / "run")
+    assert result.returncode == 0, result.stderr
+    page = max(project.rglob("*.html"), key=lambda path: path.stat().st_mtime).read_text("utf-8")
+    assert "Loss by noise" in page
+
+DOES = dict(huber=trains_otherwise, logit_normal=trains_otherwise, sampler=samples_otherwise, mirror=mirrors,
+            sign_sgd=lambda *arguments: trains_otherwise(*arguments, "--optimizer", "mine.SignSGD"),
+            preferences=begins_undecided, noise_quarters=logs_quarters, x0_outside_mask=trains_otherwise)

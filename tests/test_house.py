@@ -10,17 +10,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
 
 import common
 from extras import hints
-from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, refused, run_script, save
+from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
-VALUES = dict(quantize=["int8"], offload=["1"], mask=["auto"], tracker=["tensorboard"]) # of flags that want one
 
 def imports_of(path):
     """-> ({modules imported at the top of a file}, {those imported anywhere in it})."""
@@ -110,45 +108,13 @@ def test_the_five_files_with_extras_alone_cache_train_and_sample(tmp_path):
     assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text("utf-8")
     assert len(list((folder / "out/predict").glob("*.png"))) == 5 # four, and a sheet of them
 
-def take_away(patch, name, folder):
-    """From now on imports find a copy of extras/ in this folder, without one file."""
-    shutil.copytree(HERE / "extras", folder / "extras", ignore=shutil.ignore_patterns(f"{name}.py", "__pycache__"))
-    for module in [m for m in sys.modules if m.split(".")[0] == "extras"]:
-        patch.delitem(sys.modules, module)
-    spec = spec_from_file_location("extras", folder / "extras/__init__.py",
-                                   submodule_search_locations=[str(folder / "extras")])
-    patch.setitem(sys.modules, "extras", module_from_spec(spec))
-
-def test_a_flag_whose_file_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
-    """Each extra by itself: the others stay, and are not missed."""
-    for name in common.EXTRAS:
-        flag, value, folder = f"--{name}", VALUES.get(name, []), tmp_path / name
-        with monkeypatch.context() as patch:
-            take_away(patch, name, folder)
-            result = run_script("train.py", flag, *value, "--cache_dir", folder / "cache")
-        assert result.status == 1 and is_one_line(result.errors[0], flag, f"extras/{name}.py"), result.err
-        assert not (folder / "cache").exists() # before anything slow
-
-@pytest.mark.parametrize("name, needed", [
-    ("lora_files", "foreign"), ("transformer", "foreign"), ("plan", "fit"), ("plan", "published"), ("probe", "resume"),
-    ("lora_args", "lora_files")])
-def test_an_extra_that_needs_another_one_names_it(tmp_path, monkeypatch, name, needed):
-    """And what is taken if it is there is not taken."""
-    take_away(monkeypatch, needed, tmp_path)
-    assert common.find_extra(name) is None
-    with refused(f"--{name}", f"extras/{needed}.py"):
-        common.load_extra(name)
-
 def test_a_device_that_is_none_is_one_line(monkeypatch):
-    """With and without a file for cards."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for cards in (common.find_extra("cuda"), None):
-        monkeypatch.setitem(sys.modules, "extras.cuda", cards)
-        for script in CORE[2:]:
-            for device in ("foo", "cuda", "cuda:1"):
-                result = run_script(script, "--device", device)
-                assert result.status == 2 and is_one_line(result.errors[0], "--device", device), result.err
-                assert len(result.err.splitlines()) == 1
+    for script in CORE[2:]:
+        for device in ("foo", "cuda", "cuda:1"):
+            result = run_script(script, "--device", device)
+            assert result.status == 2 and is_one_line(result.errors[0], "--device", device), result.err
+            assert len(result.err.splitlines()) == 1
 
 def test_the_claims_run_as_a_script_too(monkeypatch):
     calls = []

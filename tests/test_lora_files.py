@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -364,17 +363,6 @@ def test_ours_before_the_first_step_has_no_effect_and_after_it_has(tmp_path, cap
     predict.save_lora(tmp_path / "b.safetensors", transformer, {})
     predict.read_lora(tmp_path / "b.safetensors")
     assert capfd.readouterr() == ("", "")
-
-def test_without_the_extra_plain_files_load_and_others_say_what_they_need(tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "extras.lora_files", None)
-    for kind in ("diffusers", "diffusers, mixed ranks", "diffusers, rsLoRA", "fp16"):
-        path, want = write_form(tmp_path / "a", kind, lora_tensors())
-        assert_same_changes(changes_of(tiny_in_fp32([path])), want)
-    assert capfd.readouterr() == ("", "")
-    for kind in ("ComfyUI", "diffusers, patterns"): # patterns are regexes, of which it knows the harmless ones
-        path, _ = write_form(tmp_path / "a", kind, lora_tensors())
-        with refused(path, "extras/lora_files.py"):
-            predict.read_lora(path)
 
 # ---- our own files after other programs, and after damage ------------------------------------------------------------
 

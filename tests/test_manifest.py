@@ -3,14 +3,12 @@ Manifests -> samples: metadata.jsonl means what the folder does, and what is wro
 """
 import json
 import os
-import sys
 
 import pytest
 
 import cache
-import common
 from extras import manifest
-from tests.harness import add_item, is_one_line, paint_picture, refused, samples_of, save
+from tests.harness import add_item, is_one_line, paint_picture, samples_of, save
 
 PROMPT = 'say "hi",\u2028 and\u0085go\u00a0on' # str.splitlines, but not JSON, takes two of these for ends of lines
 
@@ -115,9 +113,3 @@ def test_a_job_has_one_prompt(tmp_path):
     [problem] = manifest.read(path, is_job=True)[1]
     assert is_one_line(problem, "jobs.jsonl:1", "'seed' is given twice")
 
-def test_without_the_extra_folders_are_read_and_a_manifest_is_one_line(data, monkeypatch):
-    monkeypatch.setitem(sys.modules, "extras.manifest", None) # deleted
-    assert len(common.read_dataset(data)[0]) == 2
-    path = write_rows(data / "rows.jsonl", json.loads(row()))
-    with refused(path, "needs extras/manifest.py"):
-        common.read_dataset(path)

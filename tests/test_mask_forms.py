@@ -183,14 +183,6 @@ def test_a_layer_that_is_half_transparent_keeps_its_levels(tmp_path):
     mask = draw(soft=True).point(lambda v: v * 3 // 4)
     assert np.array_equal(common.read_mask(save(with_alpha(mask, 128), tmp_path / "mask.png")), mask)
 
-def test_masks_in_gray_need_no_extra_and_others_are_refused_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "find_extra", lambda name: None)
-    image, options = FORMS["gray"](draw())
-    assert np.array_equal(common.read_mask(store(tmp_path / "mask", image, **options)), draw())
-    for image in (strokes("white"), coloured(draw(), "red"), draw().point(lambda level: level // 255)):
-        with refused("mask.png", "extras/mask.py"):
-            common.read_mask(save(image, tmp_path / "mask.png"))
-
 def test_a_large_mask_needs_no_more_memory_than_a_large_picture(tmp_path):
     """A photo's alpha of 24 megapixels, in seconds."""
     image = with_alpha(PHOTO.resize((6000, 4000)), ImageOps.invert(draw()).resize((6000, 4000), Image.NEAREST))

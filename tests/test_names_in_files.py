@@ -190,9 +190,7 @@ ALLOWED = {
         "prompt_length": {"pipe.prompt_template_encode.format(pipe.prompt_template_encode)": "of stock's class"},
         "plan_training": {"getattr(name)": OWN}},
     "common.py": {
-        "load_extra": {"importlib.import_module(f'extras.{name}')": OWN},
-        "parse_args": {"find_spec('extras')": OWN,
-                       "find_spec(f'extras.{name}')": OWN, "find_spec(PACKAGES[value])": OWN},
+        "parse_args": {"getattr(flag)": OWN, "find_spec(PACKAGES[value])": OWN},
         "find_devices": {"setattr(name)": "names of flags"},
         "signals_noted": {"getattr(name)": OWN},
         "refuse_to_replace": {"re.search(mark)": OWN},

@@ -297,18 +297,16 @@ def test_a_checkpoint_that_lacks_a_part_is_noticed_by_the_trial(monkeypatch, pla
         trial(f"{__name__}.{optimizer.__name__}" if optimizer else "torch.optim.AdamW")
 
 def test_a_run_goes_on_as_if_no_trial_had_been(small, tmp_path, monkeypatch):
-    """To the bit; and without extras/probe.py."""
+    """To the bit."""
     flags = [*small.flags, "--max_steps", 3, "--lora_dropout", 0.3]
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "a").status == 0
-    find_extra = common.find_extra
-    monkeypatch.setattr(common, "find_extra", lambda name: find_extra(name) if name != "probe" else None)
+    monkeypatch.setattr(probe, "check", lambda *arguments: None)
     assert run_script("train.py", *flags, "--out_dir", tmp_path / "b").status == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 def test_a_late_state_that_cannot_be_kept_is_one_line(small, tmp_path, monkeypatch):
     """Also where the trial has not seen it."""
-    find_extra = common.find_extra
-    monkeypatch.setattr(common, "find_extra", lambda name: find_extra(name) if name != "probe" else None)
+    monkeypatch.setattr(probe, "check", lambda *arguments: None)
     result = run_script("train.py", *small.flags, "--optimizer", f"{__name__}.ObjectInState", "--out_dir",
                         tmp_path / "a")
     assert result.status == 1 and is_one_line(result.errors[0], "SimpleNamespace in its moment"), result.err

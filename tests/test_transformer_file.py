@@ -6,7 +6,6 @@ file is one line.
 import json
 import shlex
 import shutil
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -279,7 +278,7 @@ def test_a_file_of_another_kind_is_one_line_that_names_it(tmp_path, what, make):
     file.write_bytes(bytes_of(make()))
     before = files_of(tmp_path)
     with refused(f"--transformer {file}", what):
-        common.load_extra("transformer").read_layout(str(file))
+        read_layout(str(file))
     assert files_of(tmp_path) == before
 
 @pytest.mark.parametrize("form", ["scale_weight", "weight_scale", "rows"])
@@ -331,8 +330,8 @@ def test_the_mark_of_a_2511_must_be_the_models(tmp_path, prefix):
             predict.find_transformer(SimpleNamespace(model=str(folder), transformer=str(path)))
 
 @pytest.mark.parametrize("script", ["train.py", "predict.py"])
-def test_scripts_stop_at_second_zero(tmp_path, home, script, monkeypatch):
-    """With a file of another kind, one that is not there, one shard of several, and without the extra's file."""
+def test_scripts_stop_at_second_zero(tmp_path, home, script):
+    """With a file of another kind, one that is not there, and one shard of several."""
     shard = write(without("img_in"), tmp_path / "m-00001-of-00005.safetensors")
     bad = tmp_path / "Qwen.gguf"
     bad.write_bytes(b"GGUF" + bytes(99))
@@ -344,9 +343,6 @@ def test_scripts_stop_at_second_zero(tmp_path, home, script, monkeypatch):
         result = run_script(script, *ask, file)
         assert result.status == 1 and len(result.err.splitlines()) == 1, result.err
         assert is_one_line(result.errors[0], f"--transformer {file}", what)
-    monkeypatch.setitem(sys.modules, "extras.transformer", None)
-    result = run_script(script, *ask, shard)
-    assert result.status == 1 and is_one_line(result.errors[0], "--transformer", "extras/transformer.py"), result.err
     memory = tmp_path / "c/pictures.txt" # what train.py had learned of the pictures; nothing else was written
     assert {file: content for file, content in files_of(tmp_path).items() if file != memory} == before
 

@@ -139,7 +139,8 @@ def make_ours():
     if args.checkpointing:
         checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
-        common.load_extra("compile").compile_blocks(ours.transformer_blocks)
+        import extras.compile # which looks for a compiler
+        extras.compile.compile_blocks(ours.transformer_blocks)
     return ours
 
 def make_models():

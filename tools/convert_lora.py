@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import NOTHING, InputError, number, positive, tell
+from extras import disk
 from extras.strangers import is_utf8
 
 # torch, predict.py and the like take seconds to import; the functions import them, so that -h and typos do not wait
@@ -71,7 +72,6 @@ def merge(loras, scales, model, dtype, out):
     import predict
     from extras import defaults, unchanged
     from safetensors import SafetensorError
-    disk = common.load_extra("disk", "--out")
     disk.try_renames(out, f"--out {out}")
     folder = cache.find_model(model, [*cache.ENCODERS, "transformer"])
     copied = [file for part in cache.ENCODERS for file in (folder / part).rglob("*") if file.is_file()]

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, Sample
+from extras import indexes
 from extras.strangers import open_tensors
 from rope_patch import get_image_shapes_multi_resolution
 
@@ -94,5 +95,5 @@ def convert_cache(paths, source, folder):
                                   texts=texts))
     geometry = dict(target_pixels=[1024 * 1024], control_pixels=1024 * 1024, upscale=True)
     index = folder / f"{paths[0].resolve().parent.name}.json"
-    common.load_extra("indexes", "import_data.py").write_index(index, samples, geometry, fingerprints={})
+    indexes.write_index(index, samples, geometry, fingerprints={})
     return samples, problems

@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line, tell
-from extras import strays
+from extras import disk, hints, strays
 from extras.flight import room_for
 from extras.manifest import as_list, refuse_many
 
@@ -159,8 +159,7 @@ def meanings(role, stem, kind, targets):
 
 def near(path):
     """What to do about a path where nothing is."""
-    hints = common.find_extra("hints")
-    return hints.near_path(path) if hints else "check the name"
+    return hints.near_path(path)
 
 def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None, wordings=False,
                  source=None):
@@ -938,7 +937,6 @@ def main():
     for folder in [args.target, args.mask, *args.control]:
         if folder and folder.resolve() in args.out.resolve().parents:
             raise InputError(f"{args.out}: lies in {folder}, which is only read; give another folder")
-    disk = common.load_extra("disk", args.out)
     disk.try_renames(args.out, args.out)
     try:
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent, ignore_cleanup_errors=True) as tmp:

@@ -31,6 +31,7 @@ import numpy as np
 
 import common
 from common import InputError, Parser, natural, tell
+from extras import best, indexes
 from tools.page_common import (PAGE, card, detail, fold, link, node, save_page, section, size_of, table, thumbnail,
                                tile)
 
@@ -42,7 +43,6 @@ SHOWN = 6 # cards of pictures that are not folded
 SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
 WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
-best = common.load_extra("best", "tools/page.py")
 # what a stranger's log may give to a command that a person pastes: --optimizer imports, --tracker may send
 HARMLESS = {"--optimizer": r"(torch\.optim|bitsandbytes\.optim|prodigyopt|schedulefree|prodigyplus)\.[A-Z]\w*",
             "--tracker": "none|tensorboard"}
@@ -432,7 +432,7 @@ def find_samples(roots):
     """-> {"root/name": Sample} of these datasets."""
     by_name = {}
     for root in roots:
-        read = common.load_extra("indexes", root).read_index if common.is_index(root) else common.read_dataset
+        read = indexes.read_index if common.is_index(root) else common.read_dataset
         samples, *_ = read(root)
         by_name |= {f"{s.root}/{s.name}": s for s in samples}
     return by_name

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
+from extras import disk, indexes
 
 def is_file(path):
     """Whether it is a file, or a link, which is deleted itself. A folder of such a name is none of ours."""
@@ -25,7 +26,6 @@ def main():
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
     parser.group("flags")("--delete", False, "delete these files")
     args = parser.parse_args()
-    indexes, disk = [common.load_extra(name, "prune.py") for name in ("indexes", "disk")]
     import cache # takes seconds; -h does not need it
     if not (args.cache_dir / "latents").is_dir():
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; give cache.py's "
