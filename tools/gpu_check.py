@@ -77,16 +77,12 @@ import transformers
 from accelerate import init_empty_weights
 
 import predict
+from extras import fit, plan
+from extras.compile import compile_blocks
 from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
+from tools import gpu_numbers
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
                                 peak_gib, read_sample, recompute, run_on, start, started, timed, used_gib, with_lora)
-
-try:
-    from extras import fit, plan
-    from extras.compile import compile_blocks
-    from tools import gpu_numbers
-except ImportError as e:
-    raise common.InputError(f"tools/gpu_check.py: needs all of extras/ ({e}); copy it beside tools/")
 
 on_card = args.device.startswith("cuda")
 size, dtype = ("full", torch.bfloat16) if on_card else ("small", torch.float32)
