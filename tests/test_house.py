@@ -101,8 +101,9 @@ def test_the_five_files_with_extras_alone_cache_train_and_sample(tmp_path):
     folder = copied(tmp_path / "alone")
     for part in ("target", "control"): # four pictures are enough
         shutil.move(folder / "tiny/known" / part / "keep", folder / "keep" / part)
-    commands = [["cache.py"], ["train.py", "--max_steps", "2", "--val_data", "keep", "--batch_size", "2", "--num_inference_steps", "2"],
-                ["predict.py", "--num_inference_steps", "2", "--jobs", "keep", "--lora", "out/tiny-data-001"]]
+    steps = ["--num_inference_steps", "2"]
+    commands = [["cache.py"], ["train.py", "--max_steps", "2", "--val_data", "keep", "--batch_size", "2", *steps],
+                ["predict.py", "--jobs", "keep", "--lora", "out/tiny-data-001", *steps]]
     result = python(folder, "-c", AS_ON_WINDOWS, json.dumps(commands))
     assert result.returncode == 0, result.stderr[-2000:]
     assert (folder / "out/tiny-data-001/DONE").exists()
