@@ -162,7 +162,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             tell("mean PSNR to the target in dB:")
             tell(f"{'':20} pictures   input    base    LoRA  VAE alone")
         for name, psnrs in groups.items():
-            means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
+            means[name] = dict(zip(best.KINDS, np.mean(psnrs, 0).tolist()))
             numbers = " ".join(f"{mean:7.1f}" for mean in means[name].values())
             tell(f"{common.shown(name):20} {len(psnrs):8} {numbers}")
         # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
