@@ -39,7 +39,7 @@ from pathlib import Path
 import common
 from common import (NEGATIVE_PROMPT, TINY_DATA, VERSION, InputError, content_key, file_hash, first_words, fit_size,
                     is_index, print_problems, read_image, read_mask, read_tensors, tell)
-from extras import disk, hints, sources, strays, unchanged
+from extras import disk, hints, known, sources, strays, unchanged
 from extras.keep_from_prune import keep_from_prune
 
 def read_flags():
@@ -222,7 +222,7 @@ def hash_part(place, cache_dir):
     hashes of the files, because to read 58 GB takes a minute."""
     inside = strays.listed(place, "*") if place.is_dir() else [place]
     files = [file for file in inside if file.is_file() and file.suffix != ".md"]
-    look = common.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
+    look = known.look_ahead(files, file_hash, Path(cache_dir, "models.txt"))
     return content_key(files=[[file.relative_to(place).as_posix(), look(file)] for file in files])
 
 def hash_encoder(folder, encoder, cache_dir):
@@ -267,8 +267,8 @@ def prompt_length(pipe, prompt, sizes):
 
 def read_pictures(pipe, sample, encoder, what):
     """Reads and resizes the pictures that encode_text or encode_latents encodes; threads can do it ahead, as PIL
-    releases the GIL. encoder "text": `what` is a text key -> the controls, or []. encoder "vae": `what` is one of
-    sample.encodings -> [*controls, target or None, mask or None]; the mask has one pixel a token. InputError for a
+    releases the GIL. encoder "text": `what` is a text key; "vae": it is one of sample.encodings -> {a role of
+    common.ROLES: [pictures]}, for the text of the controls alone, or {}. A mask has one pixel a token. InputError for a
     picture that is another one than was planned: its encoding would lie under the wrong key for ever."""
     def read_planned(path):
         return read_image(path, sample.contents[path])
@@ -279,41 +279,49 @@ def read_pictures(pipe, sample, encoder, what):
     # the text encoder sees small copies of the controls
     if encoder == "text":
         _, with_pictures = what
-        return list(map(read, sample.controls, sample.prompt_sizes)) if with_pictures else []
+        return dict(control=list(map(read, sample.controls, sample.prompt_sizes))) if with_pictures else {}
     # a token is 16x16 pixels; shapes are (frames, height, width), and PIL's sizes (width, height)
     (width, height), *control_sizes = [(16 * w, 16 * h) for _, h, w in what["img_shapes"]]
-    target = mask = None
+    pictures = {}
     if sample.target:
         whole = read_planned(sample.target)
-        target = pipe.image_processor.resize(whole, height, width)
+        pictures["target"] = [pipe.image_processor.resize(whole, height, width)]
     if "mask" in what: # --mask auto compares the pictures at their own sizes
         mask = extras.mask.auto_mask(whole, read_planned(sample.controls[0]), (width, height))
-    elif sample.mask:
-        mask = read_mask(sample.mask, sample.contents[sample.mask])
-        mask = mask.resize((width // 16, height // 16), Image.BOX)
-    return [*map(read, sample.controls, control_sizes), target, mask]
+        pictures["mask"] = [mask] if mask else []
+    for role, path in sample.others.items():
+        if common.ROLES[role].is_mask:
+            mask = read_mask(path, sample.contents[path])
+            pictures[role] = [mask.resize((width // 16, height // 16), Image.BOX)]
+        else:
+            pictures[role] = [read(path, (width, height))]
+    pictures["control"] = list(map(read, sample.controls, control_sizes))
+    return pictures
 
 def encode_latents(pipe, sample, encoding, pictures=None):
-    """-> control_latent (sum I_c, 64), which may be (0, 64), img_shapes (N, 3), where there is a target pixel_latent
-    (I_0, 64), and where there is a mask edit_mask (I_0,): the edited share of each token's 16x16 pixels. pictures:
-    read_pictures's, if it has been called."""
-    *controls, target, mask = pictures or read_pictures(pipe, sample, "vae", encoding)
-    # one picture at a time: no batch, so no size has to fit another's
-    latents = [encode_image(pipe, image) for image in controls]
+    """-> img_shapes (N, 3), and of each role that has pictures its tensor, as common.ROLES calls it: control_latent
+    (sum I_c, 64), which may be (0, 64), pixel_latent (I_0, 64), edit_mask (I_0,): the edited share of each token's
+    16x16 pixels. pictures: read_pictures's, if it has been called."""
     out = dict(img_shapes=torch.tensor(encoding["img_shapes"]))
-    if target:
-        out["pixel_latent"] = encode_image(pipe, target)
-    out["control_latent"] = torch.cat(latents) if latents else out["pixel_latent"][:0]
-    # resizing has averaged the mask: one value a token, from 0 (black) to 1
-    if mask:
-        out["edit_mask"] = torch.from_numpy(np.asarray(mask).flatten() / np.float32(255))
+    for role, images in (pictures or read_pictures(pipe, sample, "vae", encoding)).items():
+        rows = []
+        for image in images: # one at a time: no batch, so no size has to fit another's
+            if common.ROLES[role].is_mask: # resizing has averaged it: one value a token, from 0 (black) to 1
+                rows.append(torch.from_numpy(np.asarray(image).flatten() / np.float32(255)))
+            else:
+                rows.append(encode_image(pipe, image))
+        if rows:
+            out[common.ROLES[role].tensor] = torch.cat(rows)
+    if not sample.controls:
+        out["control_latent"] = out["pixel_latent"][:0]
     return refuse_overflow(sample, out)
 
 def encode_text(pipe, sample, text_key, pictures=None):
     """-> prompt_embed (T, 3584) and prompt_embeds_mask (T,) of a prompt, with the sample's controls or without. For the
     prompt "" their names begin with empty_, as in the caches of other trainers."""
     prompt, _ = text_key
-    embed = encode_prompt(pipe, prompt, pictures or read_pictures(pipe, sample, "text", text_key))
+    pictures = pictures or read_pictures(pipe, sample, "text", text_key)
+    embed = encode_prompt(pipe, prompt, pictures.get("control"))
     name = "prompt_embed" if prompt else "empty_prompt_embed"
     return refuse_overflow(sample, {name: embed, name + "s_mask": torch.ones(len(embed), dtype=torch.bool)})
 
@@ -377,14 +385,16 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, *looks):
 
     # latents: one file for each area of the target, with the controls in it
     control_hashes = [sample.contents[path] for path in sample.controls]
-    hashes = control_hashes + [sample.contents.get(path) for path in (sample.target, sample.mask)]
+    others = {role: sample.contents[path] for role, path in sample.others.items()}
+    # what is neither is in the key only where it is there, so that the keys of other samples stay
+    hashes = [*control_hashes, sample.contents.get(sample.target), others.pop("mask", None)]
     auto = {} # goes into the key as well: with the mask the file has other content
     if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:
         auto = dict(mask="auto")
     sample.encodings = []
     for target_size in target_sizes:
         sizes = [target_size, *control_sizes]
-        file = cache_file("latents", vae=fingerprints.get("vae"), pictures=hashes, sizes=sizes, **auto)
+        file = cache_file("latents", vae=fingerprints.get("vae"), pictures=hashes, sizes=sizes, **auto, **others)
         shapes = [(1, h // 16, w // 16) for w, h in sizes]
         sample.encodings.append(dict(img_shapes=shapes, file=file) | auto)
     # texts: one file for each prompt, as the text encoder sees it: with the controls' copies, or without
@@ -580,7 +590,7 @@ def plan_training(pipe, folder, args):
     print_problems(problems) # now, as the encoding may take hours
     empty = [] # masks that common.look_at_sample has left out: it has looked at them, and they are no pictures
     for s in [*samples, *val_samples]:
-        empty += s.contents.keys() - {s.mask, *common.pictures_of(s)}
+        empty += s.contents.keys() - {*s.others.values(), *common.pictures_of(s)}
     if empty:
         tell(f"warning: {len(empty)} masks mark nothing or everything, for instance {empty[0]}; these pairs are "
              "trained without a mask", file=sys.stderr)
@@ -588,9 +598,10 @@ def plan_training(pipe, folder, args):
     return samples, val_samples, geometry, problems
 
 def make_cache(pipe, folder, args, encode=True, verify=False):
-    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry), the same on
-    every process. What the cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the script
-    if a sample has an error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
+    """What a training with the flags of add_data_flags reads -> (samples, validation samples, geometry, areas), the
+    same on every process: the sizes at the first target area, as a LoRA's header has them, and all such areas. What the
+    cache lacks is encoded, and indexes are written (unless `encode` is False). Ends the script if a sample has an
+    error, without --skip_bad. pipe: load_pipeline's; None if all datasets are indexes."""
     # only the first process reads the pictures
     samples, val_samples, geometry, problems = common.on_first_process(lambda: plan_training(pipe, folder, args))
     failed = {}
@@ -611,7 +622,8 @@ def make_cache(pipe, folder, args, encode=True, verify=False):
     # behind the indexes, which serve other weights, too
     samples, val_samples = extras.mask.check_weights(args, samples, val_samples)
     common.say(*hints.describe(samples, val_samples))
-    return samples, val_samples, geometry
+    areas = geometry["target_pixels"]
+    return samples, val_samples, geometry | dict(target_pixels=areas[0]), areas
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
@@ -619,7 +631,7 @@ def main(args):
     common.find_devices(args)
     common.start_processes(args)
     folder, pipe = find_pipeline(args)
-    samples, val_samples, _ = make_cache(pipe, folder, args, verify=args.verify)
+    samples, val_samples, *_ = make_cache(pipe, folder, args, verify=args.verify)
     common.say(f"{args.cache_dir}: complete, {len(samples)} samples and {len(val_samples)} for validation. "
                "next: python train.py, with the same flags")
     if dist.is_initialized():

@@ -15,7 +15,6 @@ import signal
 import sys
 import textwrap
 import unicodedata
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -51,7 +50,7 @@ class Sample:
     controls: list # pictures given, in order; none: text-to-image
     prompts: list # the instruction, in one or several wordings; each use of the sample picks one
     target: str | None = None # the picture wanted; None: one will be generated
-    mask: str | None = None # white = the edited region
+    others: dict = field(default_factory=dict) # {role: picture that lies over the target}, of ROLES
     repeats: int = 1 # how often an epoch has it
     # flags of predict.py: those that its line of jobs.jsonl sets, with its `line`; predict.py adds the others
     settings: dict = field(default_factory=dict)
@@ -66,6 +65,27 @@ class Sample:
     encodings: list = field(default_factory=list)
     # {text key: dict(file=, tokens=)}; a text key is (prompt, whether the pictures come with it)
     texts: dict = field(default_factory=dict)
+
+    @property
+    def mask(self):
+        return self.others.get("mask")
+
+@dataclass
+class Role:
+    """What a sample has a picture for."""
+    folders: tuple # names that its folder in a dataset may have
+    tensor: str # what becomes of it in an encoded file
+    is_mask: bool = False # read as a mask, which becomes one number a token; else in RGB, encoded by the VAE
+
+# A role that you add here is found everywhere by its name, which is also its field in metadata.jsonl. A sample has at
+# most one such picture, in Sample.others: of the target's shape, read at its size, and in the key of what is encoded.
+ROLES = dict(target=Role(("target", "training_images"), "pixel_latent"),
+             control=Role(("control", "control_images"), "control_latent"),
+             mask=Role(("mask",), "edit_mask", is_mask=True)) # white = the edited region
+
+def other_roles():
+    """Those of Sample.others."""
+    return [role for role in ROLES if role not in ("target", "control")]
 
 # ---- errors of the user ----------------------------------------------------------------------------------------------
 
@@ -580,13 +600,6 @@ def link_new(source, target):
     except OSError as e:
         disk.say_unlinked(target.parent, e)
 
-def remove_unused(folder):
-    """Removes a folder in which a lock is all there is. (Not within lock_folder, or it would hold on to that lock.)"""
-    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
-        if os.listdir(folder) == [".lock"]:
-            os.unlink(folder / ".lock")
-        os.rmdir(folder) # only if it is empty
-
 FORMAT = 3 # of the files of write_tensors: add 1 when they change. extras/formats.py knows the others
 NO_DIGEST = "0" * 64
 # how the JSON begins that write_tensors adds, in all formats, with a damaged number, name or digest too
@@ -662,12 +675,6 @@ def file_hash(path):
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror}); mend that, and run the same command again")
 
-def look_ahead(paths, look, memory):
-    """-> a function like look(path). It knows the answers for these paths: the file `memory` has those of earlier
-    starts, if nothing has changed since, and threads find the others."""
-    from extras import known
-    return known.look_ahead(paths, look, memory)
-
 def content_key(**fields):
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -694,45 +701,6 @@ def numbered(folder, name):
 def checkpoints(run):
     """The checkpoints in a run's folder, oldest first: those with a LoRA, which is written last and deleted first."""
     return [path for path in numbered(run, "checkpoint") if (path / LORA_FILE).is_file()]
-
-def find_run_folder(args, name):
-    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden
-    names, which listed() leaves out, may be of a start that was killed before its log."""
-    from extras import run_folder, strays
-    # a folder without a log does not count: its run never began
-    runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
-    folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
-    if args.resume and runs and not args.out_dir:
-        folder = runs[-1]
-    used = strays.listed(folder, "*")
-    if args.resume and not used:
-        say(f"{folder}: nothing to resume; begins there")
-    if used and not (args.resume or args.plan):
-        raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
-    run_folder.check(folder, args.tracker)
-    return folder
-
-def lock_folder(args, folder, name):
-    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
-    --out_dir has just taken this folder, ours is the next number."""
-    import filelock
-    from extras import disk
-    made, lock = not folder.exists(), filelock.FileLock(folder / ".lock")
-    disk.try_out(folder, append=True)
-    try:
-        has_locks = disk.has_locks(folder)
-        for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
-            refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
-        # the system releases a lock when its process dies, so a killed run leaves none behind
-        if has_locks:
-            lock.acquire(blocking=False)
-        if made:
-            weakref.finalize(lock, remove_unused, folder) # if the run fails before its log begins
-        return folder, lock
-    except (filelock.Timeout, PermissionError):
-        if args.out_dir or args.resume:
-            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
-        return lock_folder(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
 
 def find_lora(path):
     """-> a LoRA's file: `path` itself, the one in this folder (peft's too), the one in the newest checkpoint of an
@@ -768,7 +736,6 @@ PICTURES = """.png .apng .jpg .jpeg .jpe .jfif .jfi .jif .pjpeg .pjp .mpo .webp 
               .jpg_orig .jpeg_orig .png_orig .jpg:orig .png:orig""".split()
 NOT_READ = ".gif .jxl .cr2 .cr3 .nef .arw .dng .raf .orf .rw2".split() # reported; most are raw files
 KINDS = {".txt": "caption", **dict.fromkeys(PICTURES, "picture"), **dict.fromkeys(NOT_READ, "other")} # by suffix
-FOLDERS = dict(target=("target", "training_images"), control=("control", "control_images"), mask=("mask",))
 LAYOUT = "want target/NAME.png + .txt and control/NAME.png, or metadata.jsonl; tools/import_data.py converts others"
 
 def root_name(data):
@@ -797,8 +764,8 @@ def read_dataset(root, is_job=False):
 def find_folders(data):
     """{"target": data/target, ...}: those that are here, under their names. InputError if a role has two."""
     folders = {}
-    for role, names in FOLDERS.items():
-        for name in names:
+    for role in ROLES:
+        for name in ROLES[role].folders:
             if not os.path.lexists(data / name):
                 continue
             if role in folders:
@@ -830,8 +797,8 @@ def read_folder(data, folders):
     from extras import strays
     for path in data.glob("*/"): # a misspelt control/ would silently mean pictures alone
         if path not in folders.values() and not strays.is_junk(path.name):
-            raise InputError(f"{path}: a dataset has no folder of this name; call it target/, control/ or mask/ if it "
-                             "is one of these, or move it elsewhere")
+            raise InputError(f"{path}: a dataset has no folder of this name; call it {'/, '.join(ROLES)}/ if it is one "
+                             "of these, or move it elsewhere")
     for folder in folders.values():
         refuse_outside(folder, data)
     # what no sample has taken yet
@@ -856,13 +823,14 @@ def take_sample(data, folders, left, name):
     """The Sample of target/NAME. Its files are taken out of `left`: {(role, stem, kind): paths}."""
     def take(role, stem=name, kind="picture"):
         return left.pop((role, stem, kind), [])
-    target, caption, mask, controls = take("target"), take("target", kind="caption"), take("mask"), [take("control")]
+    target, caption, controls = take("target"), take("target", kind="caption"), [take("control")]
+    others = {role: take(role) for role in other_roles()}
     # NAME_1, NAME_2, ... are further controls, unless a target of that name claims one
     next_name = f"{name}_1"
     while ("control", next_name, "picture") in left and ("target", next_name, "picture") not in left:
         controls.append(take("control", next_name))
         next_name = f"{name}_{len(controls)}"
-    for paths in (target, caption, mask, *controls):
+    for paths in (target, caption, *others.values(), *controls):
         if len(paths) > 1:
             raise InputError(f"{paths[0]}: {paths[1].name} has the same name; keep one of them")
         if paths and paths[0].is_symlink():
@@ -875,16 +843,18 @@ def take_sample(data, folders, left, name):
     if not caption:
         raise InputError(f"{target[0]}: no caption; expected {target[0].with_suffix('.txt')}")
     lines = list(filter(is_visible, re.split("[\r\n]", read_text(caption[0]))))
-    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, *mask) # which is one, or none
+    others = {role: path for role, paths in others.items() for path in paths} # one of each, or none
+    return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, others)
 
-def make_sample(where, root, name, target, controls, prompts, mask=None, settings=None):
+def make_sample(where, root, name, target, controls, prompts, others={}, settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
     for prompt in prompts or [""]:
         if not isinstance(prompt, str) or not is_visible(prompt):
             raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
         check_text(where, prompt)
     return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(map(str.strip, prompts))),
-                  target and str(target), mask and str(mask), settings=settings or {})
+                  target and str(target), {role: str(path) for role, path in others.items()},
+                  settings=settings or {})
 
 INVISIBLE = "\u115f\u1160\u2800\u3164\uffa0" # fillers and a blank, which count as letters or symbols
 
@@ -957,25 +927,29 @@ def look_at_mask(path):
     return [image_size(path), content, not mask_is_empty(read_mask(path, content))]
 
 def pictures_of(sample):
-    """The paths of its pictures, the target first if it has one."""
+    """The paths of its target, if it has one, and its controls."""
     return [path for path in (sample.target, *sample.controls) if path]
 
 def looks(samples, cache_dir):
     """-> look_at and look_at_mask, which already know the answers for the pictures of these samples."""
-    pictures = [path for sample in samples for path in pictures_of(sample)]
-    masks = [sample.mask for sample in samples if sample.mask]
-    return (look_ahead(pictures, look_at, Path(cache_dir, "pictures.txt")),
-            look_ahead(masks, look_at_mask, Path(cache_dir, "masks.txt")))
+    from extras import known
+    pictures, masks = [], []
+    for sample in samples:
+        pictures += pictures_of(sample)
+        for role, path in sample.others.items():
+            (masks if ROLES[role].is_mask else pictures).append(path)
+    return (known.look_ahead(pictures, look_at, Path(cache_dir, "pictures.txt")),
+            known.look_ahead(masks, look_at_mask, Path(cache_dir, "masks.txt")))
 
-def check_mask(mask, size, target_size):
-    """InputError for a mask of another shape (it may have another size)."""
+def check_shape(path, size, target_size):
+    """InputError for a picture that cannot lie over the target: of another shape (it may have another size)."""
     (w, h), (target_w, target_h) = size, target_size
     if abs(w / h / (target_w / target_h) - 1) > 0.02:
-        raise InputError(f"{mask}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
+        raise InputError(f"{path}: {w}x{h} for a target of {target_w}x{target_h}; give it that shape")
 
 def look_at_sample(sample, look=look_at, look_mask=look_at_mask):
     """Sets the sample's contents and sizes. A mask that marks nothing or everything is left out. InputErrors are those
-    of look_at, look_at_mask and check_mask."""
+    of look_at, look_at_mask and check_shape."""
     sizes = []
     for path in pictures_of(sample):
         size, sample.contents[path] = look(path)
@@ -983,11 +957,11 @@ def look_at_sample(sample, look=look_at, look_mask=look_at_mask):
     if not sample.target: # which control gives the shape; size_from counts from 1, and the last one does it in stock
         sizes.insert(0, sizes[(sample.settings.get("size_from") or 0) - 1])
     sample.sizes = sizes
-    if sample.mask:
-        size, sample.contents[sample.mask], marks = look_mask(sample.mask)
-        check_mask(sample.mask, size, sizes[0])
-        if not marks:
-            sample.mask = None
+    for role, path in list(sample.others.items()):
+        size, sample.contents[path], *marks = (look_mask if ROLES[role].is_mask else look)(path)
+        check_shape(path, size, sizes[0])
+        if marks == [False]:
+            del sample.others[role]
 
 def look_over(args):
     """Ends the script if a dataset of --data or --val_data has an error, without --skip_bad: before the libraries are

@@ -135,7 +135,7 @@ import extras.offload
 import extras.quantize
 import extras.transformer
 from extras import bases, cast, configs, finite, lora_files
-from rope_patch import patch_qwen_model_for_multi_resolution, plan_packs, run_packed
+from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
 
 # the name of a LoRA's tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
@@ -174,7 +174,7 @@ def find_transformer(args, weights=True):
 def place_transformer(transformer, device, quantize="none", offload=0, fsdp=False):
     """Moves the transformer with its LoRAs to the device, and quantizes, shards or offloads it as the flags say: block
     by block, so that the device never holds more than one block in full precision."""
-    blocks = transformer.transformer_blocks
+    blocks = blocks_of(transformer)
     bar = common.progress("loading", total=len(blocks), unit="block")
 
     def quantize_block(block):
@@ -215,7 +215,7 @@ def find_layers(transformer, names):
             raise InputError(f"--lora_targets {end}: no linear layer of that name; there are "
                              f"{' '.join(presets['all-linear'])}, img_in, txt_in, proj_out")
     # the text stream of the last block is never read: a LoRA there would get no gradient
-    last = len(transformer.transformer_blocks) - 1
+    last = len(blocks_of(transformer)) - 1
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
     return dict(target_modules=targets, exclude_modules=dead)
 
@@ -226,7 +226,7 @@ def add_lora(transformer, **config):
     config._register_custom_module({torch.nn.Linear: cast.LoraLinear})
     transformer.add_adapter(config)
     cast_training_params(transformer, torch.float32)
-    cast.cast_together(transformer.transformer_blocks)
+    cast.cast_together(blocks_of(transformer))
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 # ---- LoRA files ------------------------------------------------------------------------------------------------------
@@ -400,7 +400,8 @@ def run_in_packs(transformer, runs, max_tokens):
     preds = {} # packed by length, and put back in the order of the runs
     for pack in plan_packs(dict(enumerate(lengths)), max_tokens):
         latents, prompts, timesteps, img_shapes = zip(*[runs[r] for r in pack])
-        preds.update(zip(pack, run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)))
+        found = run_packed(transformer, latents, prompts, torch.stack(timesteps), img_shapes)
+        preds.update(zip(pack, found, strict=True))
     return [preds[r] for r in range(len(runs))]
 
 @torch.no_grad()
@@ -467,7 +468,8 @@ def generate_samples(transformer, vae, scheduler_config, samples, max_tokens, de
     # different steps
     for pack in plan_packs(dict(enumerate(lengths)), max_tokens)[share]:
         jobs = [load_job(samples[i], device, encoders) for i in pack]
-        for i, job, latents in zip(pack, jobs, denoise(transformer, scheduler_config, jobs, max_tokens, bar)):
+        drawn = denoise(transformer, scheduler_config, jobs, max_tokens, bar)
+        for i, job, latents in zip(pack, jobs, drawn, strict=True):
             if vae is not None:
                 yield i, decode(vae, latents, job.img_shapes)
 
@@ -620,7 +622,7 @@ def main(args):
     code = sources.drawing(args)
     geometry = find_geometry(args)
     samples, problems = read_samples(args)
-    inputs = {path for s in samples for path in (s.target, s.mask, *s.controls) if path}
+    inputs = {path for s in samples for path in (*common.pictures_of(s), *s.others.values())}
     folder = cache.find_model(args.model, cache.ENCODERS)
     transformer_folder, transformer_file = find_transformer(args)
     parts = dict(transformer=Path(transformer_file or transformer_folder / "transformer"),

@@ -11,12 +11,13 @@ every mixture of sizes, picture counts and prompt lengths gives the numbers of t
 
     stock        equal sizes, no new argument     diffusers' own code, bit for bit
     packed       txt_seq_lens=[T_0, ...]          (1, sum I, C) rows: all samples in one row, no pads and no mask
-    padded       img_shapes differ                (B, I, C) rows: extras/padded.py drops the pads and makes them packed
+    padded       img_shapes differ                (B, I, C) rows, whose pads are dropped: what is left runs packed
     precomputed  image_rotary_emb=(img, txt)      as padded, with positions and mask made by the caller
 
 So beside stock's there is one way to compute: packed_forward. Its parts stand before it, from positions to blocks.
-This module is pure: it knows no files, flags or ranks. Shape suffixes: B samples, I image tokens (target first, then
-controls), T text tokens, S = T + I, C channels, H heads, D head dim, R = D/2 complex rotations.
+This module is pure: it knows no files, flags or ranks, and imports nothing of ours, so you can copy it into another
+project. Shape suffixes: B samples, I image tokens (target first, then controls), T text tokens, S = T + I, C channels,
+H heads, D head dim, R = D/2 complex rotations, N tokens of either kind.
 """
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
@@ -337,10 +338,15 @@ def block_forward(self, hidden_states, encoder_hidden_states, encoder_hidden_sta
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
+def blocks_of(transformer):
+    """The transformer's blocks, in the order in which they run, as the ModuleList that holds them. Whatever works block
+    by block asks here: packing, recomputing, quantizing, offloading, sharding, compiling, estimates."""
+    return transformer.transformer_blocks
+
 def checkpoint_blocks(model, blocks=None, **options):
     """Gradient checkpointing: the backward pass recomputes the first `blocks` blocks (None: all) -> their number.
     options: torch.utils.checkpoint's."""
-    recomputed = set(model.transformer_blocks[:blocks])
+    recomputed = set(blocks_of(model)[:blocks])
 
     def run(block, *args):
         if block in recomputed:
@@ -372,8 +378,9 @@ def packed_forward(model, img, txt, freqs, layout, timestep, additional_t_cond, 
         if additional_t_cond is not None:
             additional_t_cond = additional_t_cond.expand(B).repeat(2)
     temb = model.time_text_embed(timestep, img, additional_t_cond)
-    for block in model.transformer_blocks:
-        layout = replace(layout, last=block is model.transformer_blocks[-1])
+    blocks = blocks_of(model)
+    for block in blocks:
+        layout = replace(layout, last=block is blocks[-1])
         args = img, txt, None, temb, freqs, attention_kwargs, layout
         if torch.is_grad_enabled() and model.gradient_checkpointing:
             txt, img = model._gradient_checkpointing_func(block, *args)
@@ -383,28 +390,92 @@ def packed_forward(model, img, txt, freqs, layout, timestep, additional_t_cond, 
     scale, shift = model.norm_out.linear(model.norm_out.silu(temb).to(img.dtype)).chunk(2, dim=-1)
     return model.proj_out(multiply_add(layout.img, model.norm_out.norm(img), 1 + scale, shift))
 
+def places_of(valid_BN, device):
+    """-> (tokens,) the places of valid tokens among the B * N of all rows."""
+    return send(torch.from_numpy(np.flatnonzero(valid_BN)), device)
+
+def drop_pads(x_BNC, places):
+    """-> (1, tokens, C), which knows nothing of what stood in the pads, NaN too."""
+    return x_BNC.flatten(0, 1).index_select(0, places)[None]
+
+def padded_forward(model, img, txt, txt_mask, txt_lens, timestep, img_shapes, attention_mask, image_rotary_emb,
+                   additional_t_cond, attention_kwargs):
+    """model_forward's answer (B, I, C_out) to padded and precomputed calls: the pads are dropped, what is left runs
+    packed, and the answers go back to their places. Arguments as there."""
+    (batch, img_len), txt_len, device = img.shape[:2], txt.shape[1], img.device
+    shapes, img_lens = None, [img_len] * batch
+    if img_shapes is not None or image_rotary_emb is None or model.zero_cond_t:
+        shapes = sample_shapes(img_shapes, batch)
+    # img_shapes tell how long the samples are; but beside a caller's own positions a joint mask does, if there is one
+    if shapes and (image_rotary_emb is None or attention_mask is None):
+        img_lens = image_lens(shapes)
+        if np.ndim(img_shapes[0]) == 1 and max(img_lens) != img_len:
+            raise ValueError(f"img_shapes: got one picture a sample, of at most {max(img_lens)} tokens, want the "
+                             f"{img_len} of hidden_states; list a sample's pictures as [[(1, h, w), (1, h, w)], ...]")
+    if txt_lens is None or txt_mask is not None: # (older diffusers took both; then the mask says the same)
+        txt_lens = [txt_len] * batch
+
+    # on the host, as the lengths of packed rows have to be known there
+    img_valid_BI = lens_mask("img_shapes for hidden_states", img_lens, batch, img_len)
+    txt_valid_BT = lens_mask("txt_seq_lens", txt_lens, batch, txt_len)
+    mask_B11S = joint_mask(txt_mask, attention_mask, batch, txt_len, img_len)
+    if mask_B11S is not None: # the one thing for which the host waits
+        mask_BS = mask_B11S[:, 0, 0].cpu().numpy()
+        txt_valid_BT &= mask_BS[:, :txt_len]
+        img_valid_BI &= mask_BS[:, txt_len:]
+    targets = None
+    if model.zero_cond_t: # of each target the tokens that are left
+        target_lens = [prod(s[0]) for s in shapes]
+        in_target_BI = lens_mask("targets of img_shapes for hidden_states", target_lens, batch, img_len)
+        targets = (img_valid_BI & in_target_BI).sum(1).tolist()
+    layout = make_layout(img_valid_BI.sum(1).tolist(), txt_valid_BT.sum(1).tolist(), targets, img)
+
+    if image_rotary_emb is None: # pads may have any positions
+        img_freqs, txt_freqs = zip(*[sample_freqs(model.pos_embed, s, txt_len, device) for s in shapes])
+        image_rotary_emb = pad_latents_for_multi_res(img_freqs, img_len)[0], torch.stack(txt_freqs)
+    freqs = real_pair(image_rotary_emb, batch, img_len, txt_len, model.config.attention_head_dim // 2)
+    img_freqs, txt_freqs = image_rotary_emb
+    if img_freqs.ndim > txt_freqs.ndim and (img_freqs != img_freqs[:1]).any(): # one text for different pictures
+        raise ValueError(f"image_rotary_emb: got text frequencies ({txt_len}, R) for pictures of different sizes, "
+                         f"want ({batch}, {txt_len}, R), as text begins where a sample's own pictures end")
+
+    img_places, txt_places = places_of(img_valid_BI, device), places_of(txt_valid_BT, device)
+    freqs = drop_pads(freqs[0], txt_places), drop_pads(freqs[1], img_places)
+    out = packed_forward(model, drop_pads(img, img_places), drop_pads(txt, txt_places), freqs, layout, timestep,
+                         additional_t_cond, attention_kwargs=attention_kwargs)
+    padded = out.new_zeros(batch * img_len, out.shape[-1]).index_copy(0, img_places, out[0])
+    return padded.view(batch, img_len, -1)
+
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,
                   additional_t_cond=None, return_dict=True, *, image_rotary_emb=None, txt_seq_lens=None):
-    """QwenImageTransformer2DModel.forward with four modes (see the top of this file). Stock's and packed calls are
-    answered here, all others by extras/padded.py: forward. Packed are
+    """QwenImageTransformer2DModel.forward with four modes (see the top of this file). J: width of the text encoder.
 
-    hidden_states           (1, sum I_b, C): of each sample its target and its controls
-    encoder_hidden_states   (1, sum T_b, J)
-    timestep                (B,) from 0 to 1
-    img_shapes              per sample [(frames, h, w), ...] in tokens, target first; one entry serves all samples
-    attention_kwargs        "scale": of the LoRA
-    image_rotary_emb        (img, txt) complex frequencies, (sum I_b, R) and (sum T_b, R), if not img_shapes' own
-    txt_seq_lens            [T_0, ...]
+    hidden_states               (B, I, C): of each sample its target and its controls, then pads
+                                packed: (1, sum I_b, C)
+    encoder_hidden_states       (B, T, J); packed: (1, sum T_b, J)
+    encoder_hidden_states_mask  (B, T) bool, int or 0/1 float, may have holes; packed: None
+    timestep                    (B,) or (1,), from 0 to 1; packed: (B,); additional_t_cond: likewise, or None
+    img_shapes                  per sample [(frames, h, w), ...] in tokens, target first; one entry serves all samples
+    attention_kwargs            "scale": of the LoRA; "attention_mask": (B, S) or (B, 1, 1, S) over [text, image], for
+                                padded and precomputed calls
+    txt_seq_lens                [T_0, ...] for one row makes the call packed. For B rows, or beside a mask, these are
+                                the lengths that older diffusers wanted; beside a mask they are not read
+    image_rotary_emb            (img, txt) complex frequencies, each (N, R) or (B, N, R), which win over img_shapes;
+                                packed: (sum N_b, R)
+        freqs = [sample_freqs(model.pos_embed, shapes, txt_len, device) for shapes in img_shapes] # T = txt_len
+        img_freqs_BIR, _ = pad_latents_for_multi_res([img for img, _ in freqs])
+        image_rotary_emb = img_freqs_BIR, torch.stack([txt for _, txt in freqs])
 
-    Returns (1, sum I_b, C_out). ValueErrors name what was got and what was wanted.
+    Returns hidden_states' shape, with C_out channels. Rows at pads are exactly 0, and what stands in the pads (NaN too)
+    changes nothing. ValueErrors name what was got and what was wanted.
     """
     img, txt, txt_mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
     (rows, img_len), txt_len = img.shape[:2], txt.shape[1]
     txt_lens = txt_seq_lens.tolist() if torch.is_tensor(txt_seq_lens) else txt_seq_lens
-    kwargs = attention_kwargs or {}
-    joint_masked = kwargs.get("attention_mask") is not None
-    masked = joint_masked or txt_mask is not None
+    kwargs = dict(attention_kwargs or {}) # a copy: the caller's stays as it is
+    attention_mask = kwargs.pop("attention_mask", None)
+    masked = attention_mask is not None or txt_mask is not None
 
     # is it packed? (a single masked row with a text length is not: older diffusers wanted that length)
     packed = txt_lens is not None and rows == 1 and not (masked and len(txt_lens) == 1)
@@ -418,7 +489,7 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
                          f"{rows} and {B} each")
 
     # stock: equal sizes without pads need nothing of this file
-    if not (packed or joint_masked or image_rotary_emb is not None):
+    if not packed and attention_mask is None and image_rotary_emb is None:
         shapes = sample_shapes(img_shapes, rows)
         if not should_use_multi_resolution_mode(shapes) and image_lens(shapes)[0] == img_len:
             # stock is silent where the table of positions ends: sample_freqs raises
@@ -454,9 +525,8 @@ def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidde
         layout = make_layout(img_lens, txt_lens, targets, img)
         output = packed_forward(self, img, txt, freqs, layout, timestep, additional_t_cond, attention_kwargs=kwargs)
     else:
-        from extras import padded # here, as all else works without it
-        output = padded.forward(self, img, txt, txt_mask, timestep, img_shapes, kwargs, additional_t_cond,
-                                image_rotary_emb, txt_lens)
+        output = padded_forward(self, img, txt, txt_mask, txt_lens, timestep, img_shapes, attention_mask,
+                                image_rotary_emb, additional_t_cond, kwargs)
     return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
 def patch_qwen_forward_for_multi_resolution(model):
@@ -466,18 +536,18 @@ def patch_qwen_forward_for_multi_resolution(model):
     if hasattr(model, "multi_resolution"): # patched already, and hooks may have come since
         return model
     # hooks replace forward on the instance, too: patched over, they would no longer run
-    if any("forward" in m.__dict__ for m in [model, *model.transformer_blocks]):
+    if any("forward" in m.__dict__ for m in [model, *blocks_of(model)]):
         raise ValueError("patch: got a model with hooks on its forward, want the patch first, then offload or hooks")
     model.forward = MethodType(model_forward, model) # bound methods, not closures: copy.deepcopy follows them
     model.multi_resolution = True
-    for block in model.transformer_blocks:
+    for block in blocks_of(model):
         block.forward = MethodType(block_forward, block)
     return model
 
 def patch_qwen_model_for_multi_resolution(model):
     """The one call that users need: attention processors and forward. Idempotent. Returns the model."""
     patch_qwen_forward_for_multi_resolution(model)
-    for block in model.transformer_blocks:
+    for block in blocks_of(model):
         if not isinstance(block.attn.processor, QwenDoubleStreamAttnProcessor2_0_MultiRes):
             processor = QwenDoubleStreamAttnProcessor2_0_MultiRes()
             processor.__dict__.update(block.attn.processor.__dict__) # a backend that was chosen before the patch

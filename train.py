@@ -42,7 +42,8 @@ from pydoc import locate
 
 import common
 from common import (LORA_FILE, InputError, checkpoints, first_words, key_value, natural, not_negative, number,
-                    number_of, positive, say, write_file)
+                    positive, say, write_file)
+from extras import run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -128,7 +129,7 @@ if not args.optimizer.split(".")[0] or not find_spec(args.optimizer.split(".")[0
 pretrained_file = common.find_lora(args.pretrained_lora) if args.pretrained_lora else None
 sample_lora_files = [common.find_lora(path) for path in args.sample_lora]
 run_name = common.run_name(args.model, args.data)
-out_dir = common.find_run_folder(args, run_name)
+out_dir = run_folder.find(args, run_name)
 common.look_over(args)
 say(f"{out_dir}: a LoRA for {args.model}, trained on {' '.join(args.data)}; the libraries take some seconds")
 
@@ -143,9 +144,9 @@ import predict
 from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_args, lora_files, plan, probe,
                     resume, schedule_free, surroundings, tracker, unchanged)
 from extras.log import Log
-from rope_patch import checkpoint_blocks, plan_packs, run_packed
+from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
-common.find_devices(args)
+common.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
@@ -156,8 +157,8 @@ if peft_args: # peft takes some of which a LoRA file cannot hold what they train
 sample_loras = list(map(common.file_hash, sample_lora_files))
 for path in sample_lora_files: # now, as a model may be downloaded next
     predict.read_lora(path)
+pretrained_hash = pretrained_file and common.file_hash(pretrained_file)
 if pretrained_file: # (tensors, metadata): a finished run's at the scale at which it was trained, like a checkpoint's
-    pretrained_hash = common.file_hash(pretrained_file)
     pretrained = lora_files.unfold(pretrained_file, *predict.read_lora(pretrained_file))
     unchanged.refuse_replaced([pretrained_file], [pretrained_hash], common.file_hash)
 
@@ -178,7 +179,8 @@ if pretrained_file: # (tensors, metadata): a finished run's at the scale at whic
 #   position          the number of a sample in the endless stream: step n uses n * batch_size and so on
 #   --preserve        some samples get another prompt, and the LoRA learns to answer it as the base does
 #
-# Besides the flags these functions read what THE RUN makes before the first step: epoch (the samples of one pass
+# One rule for all functions here: what THE RUN makes once they read as a global, like the flags; what differs from call
+# to call is handed over (a model, too, as extras/fit.py measures others). These read epoch (the samples of one pass
 # through the data), scheduler_config, encoders (usually None, because the cache has their output), and copying (a
 # stream of the GPU, or None).
 
@@ -208,20 +210,22 @@ class Pick:
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
     channels; base: in --dtype. Python ignores the strings; extras/fit.py makes items of zeros by them, to measure
-    memory."""
+    memory. A field with a default is one that few samples have: there it stays at that, and costs nothing."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
-    velocity: "float32 I C" # what the model should predict: noise - x0. With `preserve` None, until ask_base fills it
+    velocity: "float32 I C" # what the model should predict: noise - x0; with `preserve` the answer of ask_base
     s: "float32" # noise level
     controls: "base K C" # latents of the controls, without noise, one after the other
     prompt: "base T J" # embeddings
-    weight: "float32 I" # of each target token in the loss. None in an idle pass, whose loss is 0
+    weight: "float32 I" # of each target token in the loss; zeros in an idle pass
     img_shapes: list # as Pick.img_shapes
+    mask: "float32 I" = None # the edited share of each target token, from 0 to 1; None without a mask
+    preserve: bool = False # as Pick.preserve
 
 # Everything random is a function of (seed, position), so resuming needs one number, and every process knows what the
 # others do. A generator that is used up step by step would have to be saved, for each process.
 
-def seed_of(*what, seed=args.seed):
+def seed_of(*what, seed=args.seed): # validations give another one, which is the same in all runs
     # We hash, because with seed + position a run with seed 1 would get the noise of a run with seed 0, one sample
     # later. torch's CPU generator uses 32 bits of a seed, so of a million samples about 100 pairs share their noise.
     return int(hashlib.sha256(repr((seed, *what)).encode()).hexdigest()[:8], 16)
@@ -280,17 +284,17 @@ def load_item(picked):
     x0 = latents["pixel_latent"].to("cpu", torch.float32)
     noise = torch.randn(x0.shape, generator=picked.noise_generator)
     weight = torch.ones(len(x0))
-    if "edit_mask" in latents and not picked.preserve: # with another prompt there is no edit for the mask to mark
-        mask = latents["edit_mask"] # (I,) from 0 to 1: the edited share of a token
+    mask = None if picked.preserve else latents.get("edit_mask") # another prompt asks for no edit to be marked
+    if mask is not None:
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
     prompt = cache.load_text(picked.sample, (picked.prompt, picked.with_controls), encoders)
     if prompt.shape[1] != transformer.config.joint_attention_dim: # a foreign cache may hold anything
         raise InputError(f"{picked.sample.name}: its prompt_embed has {prompt.shape[1]} columns, as of another model; "
                          "run cache.py with this one")
-    velocity = None if picked.preserve else noise - x0
-    return Item(x0, noise, velocity, picked.s, controls.to("cpu", dtype), prompt.to("cpu", dtype), weight,
-                picked.img_shapes)
+    return Item(x0=x0, noise=noise, velocity=noise - x0, s=picked.s, controls=controls.to("cpu", dtype),
+                prompt=prompt.to("cpu", dtype), weight=weight, img_shapes=picked.img_shapes, mask=mask,
+                preserve=picked.preserve)
 
 def to_device(item):
     """Copies an Item to the device, on a stream of its own: on the one that computes, the copy would wait for all that
@@ -311,13 +315,13 @@ def predict_velocity(model, items):
     prompts = [i.prompt for i in items]
     timesteps = torch.stack([i.s for i in items])
     preds = run_packed(model, latents, prompts, timesteps, [i.img_shapes for i in items])
-    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds)] # what it predicts for controls is dropped
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds, strict=True)] # without what is behind: controls
 
 def ask_base(model, items):
-    """--preserve: an item without a velocity gets what the model predicts for it without its LoRA -> items."""
-    asked = [i for i in items if i.velocity is None]
-    # With --fsdp every process must run the same number of passes, so one that has nothing to ask asks for its last
-    # item, and does not use the answer.
+    """--preserve: the velocity of such an item becomes what the model predicts for it without its LoRA -> items."""
+    asked = [i for i in items if i.preserve]
+    # With --fsdp every process must run the same number of passes: if one asks, all must. So one that has nothing to
+    # ask asks for an item of another kind, and does not use the answer.
     if args.fsdp and args.preserve:
         asked = asked or items[-1:]
     if not asked:
@@ -326,20 +330,18 @@ def ask_base(model, items):
     with torch.no_grad():
         answers = iter(predict_velocity(model, asked))
     model.enable_adapters()
-    return [replace(i, velocity=next(answers)) if i.velocity is None else i for i in items]
+    return [replace(i, velocity=next(answers)) if i.preserve else i for i in items]
 
 def flow_loss(model, items):
     """Flow matching (arxiv.org/abs/2210.02747): the model predicts the velocity of the straight path from data to noise
     -> the loss of each item: the weighted mean over its own target tokens, so that a large picture counts as much as a
     small one. Another loss goes here; training, validation and the measurement of memory all call this."""
     losses = []
-    for i, pred in zip(items, predict_velocity(model, items)):
+    for i, pred in zip(items, predict_velocity(model, items), strict=True):
         # in fp32: bf16 keeps three digits, and to square, add and compare such numbers would lose them
         error = (pred - i.velocity).square().mean(-1) # (I,)
-        if i.weight is None:
-            losses.append(0 * error.sum())
-        else:
-            losses.append((error * i.weight).sum() / i.weight.sum())
+        total = i.weight.sum().clamp(min=torch.finfo(torch.float32).tiny) # 0 in an idle pass, whose loss is 0, too
+        losses.append((error * i.weight).sum() / total)
     return losses
 
 def learning_rate(n):
@@ -350,13 +352,11 @@ def learning_rate(n):
     shape = dict(constant=1.0, linear=1 - done, cosine=0.5 + 0.5 * math.cos(math.pi * done))
     return args.lr * shape[args.lr_scheduler]
 
-# ==== HELPERS, by subject =============================================================================================
-# They read args, and what THE RUN makes before it calls them. If you have one GPU, skip what they say about ranks,
-# processes and --fsdp.
+# ==== HELPERS, by subject (if you have one GPU, skip what they say about ranks, processes and --fsdp) =================
 
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
-def save_checkpoint(step, transformer, lora, optimizer, meta):
+def save_checkpoint(step):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
     rename folders. The newest --keep, with this one, and the best stay."""
     path = out_dir / f"checkpoint-{step:06d}"
@@ -364,20 +364,15 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
         resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
     disk.sync_folder(out_dir)
-    # whatever is left of others, as of one whose deletion failed, goes too; but where the log cannot be read, nothing
     with failures.tried("old checkpoints"):
-        kept = [*checkpoints(out_dir)[-args.keep:], path]
-        best_steps = best.steps_to_keep(out_dir)
-        for old in common.numbered(out_dir, "checkpoint"):
-            if old not in kept and number_of(old) not in best_steps:
-                disk.remove_old(old)
+        best.remove_others(out_dir, [*checkpoints(out_dir)[-args.keep:], path])
 
 # ---- model: frozen base, LoRA in fp32, optimizer ---------------------------------------------------------------------
 
-def make_model(folder, file, weights):
+def make_model(weights):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: what learns). Without
     weights they are shapes alone."""
-    load = partial(predict.load_transformer, folder, args.dtype, weights, file)
+    load = partial(predict.load_transformer, transformer_folder, args.dtype, weights, transformer_file)
     transformer = load()
     if pretrained_file:
         lora_config = predict.config_of(*pretrained)
@@ -419,7 +414,7 @@ def make_optimizer(parameters):
 def deal_packs(lengths):
     """Samples of these lengths, in tokens -> for each process its packs: lists of places in `lengths`, at most
     --max_tokens in each, one forward pass each. All processes compute the same. With --fsdp every process must run the
-    same number of passes: one with fewer gets empty packs (load_pack)."""
+    same number of passes: one with fewer gets empty packs, which load_pack fills."""
     # a token of an n-token sample costs 24 dim^2 FLOPs in a block's linears, and 4 n dim in its attention: here, both
     # divided by 4 dim
     cost = [n * (6 * transformer.inner_dim + n) for n in lengths]
@@ -442,45 +437,49 @@ def plan_step(n):
     return picks, deal_packs([p.tokens for p in picks])[rank]
 
 def load_pack(picks, pack):
-    """-> the Items of a pack. An empty one is an idle pass: the shortest sample, with a loss of 0."""
+    """-> (pack, its Items). An empty one becomes an idle pass: the shortest sample, weighed with zeros."""
     if pack:
-        return [load_item(picks[place]) for place in pack]
-    item = load_item(min(picks, key=lambda p: p.tokens))
-    return [replace(item, weight=None)]
+        return pack, [load_item(picks[place]) for place in pack]
+    shortest = min(range(len(picks)), key=lambda place: picks[place].tokens)
+    item = load_item(picks[shortest])
+    return [shortest], [replace(item, weight=torch.zeros_like(item.weight))]
 
 def load_step(n):
-    """-> (the Picks of step n, (pack, its Items) for each forward pass of this process)."""
+    """-> (the Picks of step n, load_pack of each forward pass of this process)."""
     picks, packs = plan_step(n)
-    return picks, [(pack, load_pack(picks, pack)) for pack in packs]
+    return picks, [load_pack(picks, pack) for pack in packs]
 
 # ---- a step: sums over the processes, its line, its errors -----------------------------------------------------------
 
-def sum_over_processes(parameters, numbers):
-    """Adds up the gradients of these parameters, in place, and a tensor of other numbers, in one all-reduce -> the sums
-    of the numbers, as a list. Why not DDP: it requires the same number of backward passes from every process."""
-    for p in parameters: # a process without a pack has no gradients
+def sum_over_processes(losses, signals):
+    """Adds up the LoRA's gradients, in place, a tensor of losses, and a number, in one all-reduce -> (losses, signals)
+    as numbers. Why not DDP: it requires the same number of backward passes from every process."""
+    for p in lora.values(): # a process without a pack has no gradients
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     # as one tensor, because one large message costs less than hundreds of small ones
-    grads = [p.grad for p in parameters]
-    flat = torch.cat([parameters_to_vector(grads), numbers])
+    grads = [p.grad for p in lora.values()]
+    flat = torch.cat([parameters_to_vector(grads), losses, torch.full_like(losses[:1], signals)])
     if world_size > 1:
         dist.all_reduce(flat)
     vector_to_parameters(flat, grads) # each gradient is a view of its part of `flat` now
-    return flat[-len(numbers):].tolist()
+    *losses, signals = flat[-len(losses) - 1:].tolist()
+    return losses, signals
 
 def clock():
     if args.device.startswith("cuda"):
         torch.cuda.synchronize() # kernels run later than they are called
     return time.perf_counter()
 
-def step_line(record, left):
-    """A step as a person reads it. record: what the log has of it; left: seconds until the end."""
+def step_lines(record, left):
+    """A step as a person reads it -> lines. record: what the log has of it; left: seconds until the end."""
     line = ("step {step}/{last}  loss {loss:.4f}  lr {lr:.1e}  grad {grad_norm:.2g}  {seconds:.3g} s  "
             "{speed:.3g}k tok/s  {memory:.3g} GiB").format(
                 **record, last=args.max_steps, speed=record["tokens"] / record["seconds"] / 1000)
     if record["step"] > 1: # the first step also warms up
         line += f"  {timedelta(seconds=round(left)) if left < 86400 else f'{left / 3600:.0f} h'} left"
-    return line
+    if record["loss"] <= 10:
+        return [line]
+    return [line, "exploded: a model that predicts nothing has a loss of 2; start a new run with a lower --lr"]
 
 def step_error(where, what, step, picks, remedy):
     """-> the InputError of a step that cannot, or must not, be taken with these samples."""
@@ -506,10 +505,11 @@ def validation_loss():
     total = torch.zeros((), device=args.device)
     packs = deal_packs([p.tokens for p in picks])[rank]
     for pack in common.progress("validation loss", packs, unit="pass"):
-        total.add_(sum(flow_loss(transformer, list(map(to_device, load_pack(picks, pack))))))
+        _, items = load_pack(picks, pack)
+        total.add_(sum(flow_loss(transformer, list(map(to_device, items)))))
     return total, len(picks)
 
-def validate(step, track):
+def validate(step):
     """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports. What fails here is
     a warning, as nothing in it trains."""
     say(f"step {step}: validation on {len(val_samples)} samples")
@@ -535,8 +535,7 @@ def validate(step, track):
             log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
             say(best.describe(out_dir))
         with failures.tried("--tracker"):
-            if track:
-                track(step, dict(val_loss=val_loss), sheets)
+            track(step, dict(val_loss=val_loss), sheets)
 
 # ==== THE RUN =========================================================================================================
 
@@ -549,25 +548,14 @@ if args.batch_size < world_size:
 # The run folder. Two runs in one folder would spoil each other, so rank 0 locks it, as long as `lock` lives. --plan
 # writes nothing.
 if rank == 0 and not args.plan:
-    out_dir, lock = common.lock_folder(args, out_dir, run_name)
-out_dir = common.gather_objects(out_dir)[0]
+    out_dir, lock = run_folder.lock(args, out_dir, run_name)
+out_dir = common.gather_objects(out_dir)[0] # (which may be the next number now)
 
 # The checkpoint to continue from. We look for it only after taking the lock, as a run that is just ending may still
 # write one, and before anything slow begins, so that a forbidden change or a finished run is reported within seconds.
 checkpoint, step = None, 0
-config = resume.compared(args) # what --resume compares, more below
-config["pretrained_hash"] = pretrained_file and pretrained_hash
 if args.resume:
-    checkpoint = resume.find_checkpoint(out_dir, args)
-if checkpoint:
-    resume.refuse_changes(out_dir, checkpoint.info["config"], config | resume.sizes(args), parser, args.data)
-    step = checkpoint.info["step"]
-if step >= args.max_steps and (out_dir / "DONE").exists():
-    say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate only)")
-    sys.exit(0)
-if step > args.max_steps:
-    raise InputError(f"--max_steps {args.max_steps}: {out_dir} is at step {step} already; give {step} to finish it "
-                     "there, or more")
+    checkpoint, step = resume.begin(out_dir, args, pretrained_hash, parser)
 
 # --plan works without a network, too: of a published model it knows the configs.
 if args.plan:
@@ -577,22 +565,19 @@ if args.plan:
 # memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
 model_folder, pipe = cache.find_pipeline(args, weights=not args.plan)
-# On a model without weights: LoRAs or flags that do not fit it, and a disk without room for checkpoints, end the run
-# now, not after the encoding. (--plan encodes nothing.)
-if not args.plan:
-    _, lora = make_model(transformer_folder, transformer_file, weights=False)
-    common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep))
 models = dict(model=Path(transformer_file or transformer_folder / "transformer"), scheduler=model_folder / "scheduler",
               vae=model_folder / "vae")
 hash_part = partial(cache.hash_part, cache_dir=args.cache_dir)
-hashes = {}
-# 58 GB take a minute: the first process reads them, and the others find its answers (on other machines they read, too)
-if not args.plan:
+if not args.plan: # which encodes nothing
+    # Tried on shapes: LoRAs and flags that do not fit the model, or a disk without room, end the run before that.
+    _, lora = make_model(weights=False)
+    common.on_first_process(partial(disk.check_room, out_dir, sum(p.numel() for p in lora.values()), args.keep))
+    # 58 GB take a minute: the first process reads them, the others find its answers (on other machines they read, too)
     common.on_first_process(lambda: list(map(hash_part, models.values())))
     hashes = {part: hash_part(place) for part, place in models.items()}
-samples, val_samples, geometry = cache.make_cache(pipe, model_folder, args, encode=args.use_cache and not args.plan)
-# --repeats: one pass through the data has some samples several times
-epoch = [sample for sample in samples for _ in range(sample.repeats)]
+samples, val_samples, geometry, areas = cache.make_cache(pipe, model_folder, args,
+                                                         encode=args.use_cache and not args.plan)
+epoch = [sample for sample in samples for _ in range(sample.repeats)] # one pass through the data
 
 # With --no-use_cache nothing is encoded yet: VAE and text encoder stay loaded, and encode each sample when it is used.
 encoders = None if args.use_cache or args.plan else pipe
@@ -603,7 +588,7 @@ if encoders:
 # Model: the frozen base in --dtype, and on it a LoRA in fp32, whose weights are all that learns. The scheduler's config
 # says how the noise levels shift with a picture's size.
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
-transformer, lora = make_model(transformer_folder, transformer_file, weights=not args.plan)
+transformer, lora = make_model(weights=not args.plan)
 pretrained = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
@@ -615,7 +600,7 @@ predict.place_transformer(transformer, args.device, args.quantize, args.offload,
 transformer.train()
 if args.compile:
     import extras.compile # which looks for a compiler
-    extras.compile.compile_blocks(transformer.transformer_blocks)
+    extras.compile.compile_blocks(blocks_of(transformer))
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
@@ -628,7 +613,7 @@ if args.gradient_checkpointing is None: # measures on a GPU; None on a CPU
 if recomputed is None:
     recomputed = recompute(args.gradient_checkpointing)
 if recomputed:
-    say(f"to save memory the backward pass computes {recomputed} of {len(transformer.transformer_blocks)} blocks again "
+    say(f"to save memory the backward pass computes {recomputed} of {len(blocks_of(transformer))} blocks again "
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
 # A schedule-free optimizer trains one set of weights, and an average of them is what you use: within this `with`.
@@ -642,13 +627,11 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 
 # Every checkpoint and LoRA file says this about the run. predict.py generates at these sizes (at the first target area,
 # if there are several), and --resume compares the config.
-areas = geometry["target_pixels"]
-geometry = geometry | dict(target_pixels=areas[0])
-config |= dict(geometry=geometry, data_hash=cache.data_hash(epoch), model_hash=hashes["model"],
-               scheduler_hash=hashes["scheduler"])
+config = resume.compared(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
+                         model_hash=hashes["model"], scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
 around = versions | surroundings.described()
-base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, config["model_hash"])
+base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 bases.compare([*sample_lora_files, pretrained_file], base)
 
@@ -662,8 +645,7 @@ if checkpoint:
     resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
-# Validations also draw pictures.
-drawer = None
+drawer = None # of the validations' pictures
 if val_samples:
     drawer = draw.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
                          args)
@@ -672,19 +654,13 @@ if val_samples:
 unchanged.refuse_replaced(models.values(), hashes.values(), hash_part)
 
 # Rank 0 writes the log, whose first line says how the run was begun, and with --tracker to tensorboard or wandb, too.
-track = None
 if rank == 0:
-    kept = []
-    if args.resume:
-        say(f"{out_dir}: continues after step {step}")
-        kept = resume.clean_folder(out_dir, step)
-        say(*surroundings.changed("".join(kept[:1]), around))
+    kept = resume.take_up(out_dir, step, around) if args.resume else []
     begin = json.dumps(dict(command=sys.argv, flags=vars(args), **around, started=time.time()), default=str)
     write_file(out_dir / "log.jsonl", "".join(f"{line}\n" for line in kept or [begin]).encode())
     log = Log(out_dir / "log.jsonl")
-    if args.tracker != "none":
-        with failures.refused(f"--tracker {args.tracker}"):
-            track = tracker.open_tracker(args.tracker, out_dir, step, config)
+    with failures.refused(f"--tracker {args.tracker}"):
+        track = tracker.open_tracker(args.tracker, out_dir, step, config)
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
@@ -700,14 +676,13 @@ loaded_steps = common.run_ahead(load_step, range(step, args.max_steps), most=0 i
 bar = common.progress("training", total=args.max_steps, initial=step, unit="step")
 first_step = step
 begun = time.monotonic()
-save = partial(save_checkpoint, transformer=transformer, lora=lora, optimizer=optimizer, meta=meta)
 marks, late = [], 0 # late: the step whose checkpoint the disk has refused, until one is written
 try:
     while step < args.max_steps and not stop:
         # A validation comes before the next step, so that a run that was killed in one repeats it when it is resumed.
         if validation_due(step):
             with averaged_weights(optimizer):
-                validate(step, track)
+                validate(step)
         t0 = clock()
 
         # A file may be damaged, or have changed, on one process: then all leave.
@@ -715,20 +690,19 @@ try:
 
         # Forward and backward, pack by pack. The step's loss is the mean of its samples' losses, and the gradient of a
         # mean is the mean of the gradients, so every pack adds its part to p.grad, whichever process computes it.
-        numbers = torch.zeros(len(picks) + 1, device=args.device) # losses; how many signals were seen
+        sample_losses = torch.zeros(len(picks), device=args.device)
         failed = []
         with failures.kept(failed):
             for pack, items in passes:
-                # Only --lora_dropout is random here. Each pack has a seed of its own (an idle pack has no first
-                # sample), so a resumed run drops the same inputs; other packs or processes drop others.
-                torch.manual_seed(seed_of("dropout", step, rank, *pack[:1]))
+                # Only --lora_dropout is random here. Each pack has a seed of its own, so a resumed run drops the same
+                # inputs; other packs or processes drop others.
+                torch.manual_seed(seed_of("dropout", step, rank, pack[0]))
                 items = ask_base(transformer, list(map(to_device, items)))
                 losses = flow_loss(transformer, items)
                 (sum(losses) / len(picks)).backward()
-                for place, loss in zip(pack, losses):
-                    numbers[place] = loss.detach()
-        if any(isinstance(e, torch.OutOfMemoryError) for e in failed):
-            # (in place: what the exception holds is free then)
+                for place, loss in zip(pack, losses, strict=True):
+                    sample_losses[place].add_(loss.detach()) # (which an idle pass leaves as it is)
+        if any(isinstance(e, torch.OutOfMemoryError) for e in failed): # (in place: what it holds is free then)
             failed[:] = [step_error(f"--max_tokens {args.max_tokens}", f"out of memory with --gradient_checkpointing "
                                     f"{recomputed}", step, [picks[place] for place in pack], "lower the first (for one "
                                     "sample --target_pixels), or raise the second, then --resume")]
@@ -736,8 +710,7 @@ try:
             raise failed[0]
 
         # One all-reduce carries all that the processes share. If one has failed, all leave.
-        numbers[-1].fill_(math.inf if failed else len(signals_seen)) # (an assignment would wait for the GPU)
-        *sample_losses, stop = sum_over_processes(lora.values(), numbers)
+        sample_losses, stop = sum_over_processes(sample_losses, math.inf if failed else len(signals_seen))
         if stop == math.inf:
             raise failed[0] if failed else SystemExit(1)
         loss = sum(sample_losses) / len(sample_losses)
@@ -779,27 +752,23 @@ try:
                 record["losses"] = [round(x, 5) for x in sample_losses]
                 log.write(record, sync=save_now)
                 with failures.tried("--tracker"):
-                    if track:
-                        track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
+                    track(step, dict(loss=loss, lr=lr, grad_norm=grad_norm))
                 with failures.tried("the progress bar"):
                     bar.set_postfix_str(f"loss {loss:.4f}, {seconds:.3g} s a step")
                     bar.update()
                 # a terminal, where the bar tells how far it is, gets a line in ten steps, a file each step
                 if bar.disable or save_now or step % 10 == 0 or step == first_step + 1 or loss > 10:
                     left = (time.monotonic() - begun) / (step - first_step) * (args.max_steps - step)
-                    say(step_line(record, left))
-                    if loss > 10:
-                        say("exploded: a model that predicts nothing has a loss of 2; start a new run with a lower "
-                            "--lr")
+                    say(*step_lines(record, left))
                 if step == first_step + 1:
                     say("the curves, in a browser: "
                         + common.command(["python", "tools/page.py", out_dir, "--watch", "--data", *args.data]))
         if save_now: # what is saved is what all processes have. (Behind the log: if one has died, the first one saves)
             agree.compare(out_dir, step, lora.values())
-            late = common.on_first_process(partial(failures.save_or_warn, save, out_dir, step, late, args.save_every,
-                                                   at_end))
+            late = common.on_first_process(partial(failures.save_or_warn, save_checkpoint, out_dir, step, late,
+                                                   args.save_every, at_end))
 except BaseException as e: # whatever ends the loop, what was learned is saved first
-    failures.save_the_rest(save, out_dir, step, e, marks, optimizer)
+    failures.save_the_rest(save_checkpoint, out_dir, step, e, marks, optimizer)
     raise
 finally:
     if rank == 0:
@@ -818,7 +787,7 @@ else:
         if rank == 0:
             predict.save_lora(out_dir / LORA_FILE, transformer, dict(step=step, **meta), fold=True)
         if val_samples:
-            validate(step, track)
+            validate(step)
     if rank == 0:
         write_file(out_dir / "DONE", f"{step} steps\n".encode())
     say(f"{out_dir / LORA_FILE}: trained for {args.max_steps} steps on {len(samples)} samples")

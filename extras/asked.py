@@ -50,7 +50,7 @@ def refuse_nothing(args):
     if common.world() > 1:
         return
     samples, problems = read_samples(args)
-    look, _ = common.looks([replace(sample, mask=None) for sample in samples], args.cache_dir)
+    look, _ = common.looks([replace(sample, others={}) for sample in samples], args.cache_dir)
     good = 0
     for sample in samples:
         with common.noted(problems):

@@ -11,7 +11,8 @@ import json
 import math
 import os
 
-from common import LONG_TEXT, checkpoints, content_key, number_of, pictures_of, warn_once
+from common import LONG_TEXT, checkpoints, content_key, number_of, numbered, pictures_of, warn_once
+from extras.disk import remove_old
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
@@ -181,6 +182,15 @@ def steps_to_keep(out_dir):
     for measure in MEASURES:
         best += [best_of(earlier, measure) for earlier in sets_of(records, measure)[:-1]]
     return {found[0] for found in best if found}
+
+
+def remove_others(out_dir, kept):
+    """Deletes all checkpoints but these and steps_to_keep, and what is left of those whose deletion has failed; nothing
+    where the log cannot be read."""
+    best = steps_to_keep(out_dir)
+    for old in numbered(out_dir, "checkpoint"):
+        if old not in kept and number_of(old) not in best:
+            remove_old(old)
 
 
 def not_compared(records, measure):

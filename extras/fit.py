@@ -10,7 +10,7 @@ With --fsdp the processes compute such a pass together: if one of them runs out 
 and its own blocks stay gathered. So no such pass goes on; the run ends with a line, and less is tried (EDGE).
 """
 import time
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from itertools import product
 from math import inf, isqrt
 
@@ -69,7 +69,7 @@ def shape_of(tokens):
 
 def blank_items(Item, shapes, model, device=None):
     """Items of zeros. Item: train.py's class, which says dtype and shape of each tensor; shapes: (img_shapes, text
-    tokens) of each item."""
+    tokens) of each item. A field with a default stays at it: few samples have it, and all would pay for it."""
     dtypes = dict(float32=torch.float32, base=model.dtype)
     items = []
     for img_shapes, text in shapes:
@@ -77,7 +77,7 @@ def blank_items(Item, shapes, model, device=None):
         sizes = dict(I=target, K=sum(controls), T=text, C=model.config.in_channels, J=model.config.joint_attention_dim)
         tensors = {}
         for field in fields(Item):
-            if field.name != "img_shapes":
+            if field.name != "img_shapes" and field.default is MISSING:
                 dtype, *letters = field.type.split()
                 shape = [sizes[letter] for letter in letters]
                 tensors[field.name] = torch.zeros(shape, dtype=dtypes[dtype], device=device)
@@ -121,7 +121,7 @@ def learning_bytes(transformer):
 
 def input_bytes(transformer, pack):
     """Bytes of the inputs of all blocks, which a recomputed pass saves."""
-    return len(transformer.transformer_blocks) * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
+    return len(rope_patch.blocks_of(transformer)) * sum(pack) * transformer.inner_dim * transformer.dtype.itemsize
 
 def find_fit(blocks, free, inputs, added, selective, edge=1):
     """-> (how many of the blocks are kept, whether the others keep their attention, bytes that a pass adds then).
@@ -163,7 +163,7 @@ def keep_what_fits(transformer, lengths, tables, Item, flow_loss, recompute, arg
     all blocks are computed again."""
     if not has_own_memory(args.device):
         return None
-    blocks, processes = len(transformer.transformer_blocks), dist.get_world_size() if dist.is_initialized() else 1
+    blocks, processes = len(rope_patch.blocks_of(transformer)), dist.get_world_size() if dist.is_initialized() else 1
     pack = largest_pack(lengths, args, processes)
     items = blank_items(Item, map(shape_of, pack), transformer, args.device)
     too_little = InputError(f"--max_tokens {args.max_tokens}: out of memory in the largest pass that can come, of "

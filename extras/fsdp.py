@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rope_patch import blocks_of
+
 
 def shard(transformer, device, offloaded_blocks, quantize_block):
     """Brings the transformer, with its LoRAs, to the device, block by block: quantize_block(block), then its shards.
@@ -20,7 +22,7 @@ def shard(transformer, device, offloaded_blocks, quantize_block):
     has too little memory."""
     # the warning fears for outputs that are changed in place, and none is
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    device, blocks = torch.device(device), transformer.transformer_blocks
+    device, blocks = torch.device(device), blocks_of(transformer)
     if device.type == "cuda": # where FSDP2 works; set_device wants a number
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -35,8 +37,8 @@ def shard(transformer, device, offloaded_blocks, quantize_block):
             p.data = p.data.to(device)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=loras, offload_policy=(
             CPUOffloadPolicy(pin_memory=device.type == "cuda") if i in offloaded_blocks else OffloadPolicy()))
-    for name, child in transformer.named_children():
-        if name != "transformer_blocks":
+    for child in transformer.children():
+        if {*blocks}.isdisjoint(child.modules()):
             child.to(device)
     # the root ties the blocks together: they share streams, and know who comes next
     fully_shard(transformer, mesh=mesh, ignored_params={

@@ -169,18 +169,18 @@ def no_dataset(root):
         return f"{root}: is a pipe or a device; save its lines as a file, in the folder where their paths begin"
     what = "is a picture" if common.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
     for folder in (root, *root.parents):
-        if folder.name in sum(common.FOLDERS.values(), ()) and is_dataset(folder.parent):
+        if any(folder.name in role.folders for role in common.ROLES.values()) and is_dataset(folder.parent):
             return f"{root}: {what}; give {common.command([folder.parent])}"
     names = [path.name for path in strays.listed(root, "*")]
     holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
     # nearly a folder of a dataset, such as Targets or controls
-    renames = [f"rename {name} to {near}" for name in names if (near := name.lower().rstrip("s")) in common.FOLDERS]
+    renames = [f"rename {name} to {near}" for name in names if (near := name.lower().rstrip("s")) in common.ROLES]
     return f"{root}: {what}{holds}; {renames[0] if renames else common.LAYOUT}"
 
 
 def is_dataset(folder):
     """Whether it has a folder of targets with a picture in it."""
-    for target in filter(Path.is_dir, [folder / name for name in common.FOLDERS["target"]]):
+    for target in filter(Path.is_dir, [folder / name for name in common.ROLES["target"].folders]):
         if any(kind == "picture" for _, kind in common.find_files(target)):
             return True
     return False

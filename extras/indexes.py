@@ -36,11 +36,14 @@ def write_index(path, samples, geometry, fingerprints, roots=()):
     """Writes JSON that read_index reads, a line for each sample; an index that is right already is left alone, and that
     of other datasets (roots), or other sizes, is not replaced in silence. Files are named relative to the index's
     folder, so that the folder may be copied elsewhere."""
-    # vars of a Sample are its fields
+    # vars of a Sample are its fields; each of its others is one, too
     rows = []
     for s in samples:
-        texts = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
-        rows.append(vars(s) | dict(texts=texts))
+        row = {}
+        for name, value in vars(s).items():
+            row |= {role: value.get(role) for role in common.other_roles()} if name == "others" else {name: value}
+        row["texts"] = [[*key, text] for key, text in s.texts.items()] # JSON has no keys of two parts
+        rows.append(row)
     roots = [str(Path(root).resolve()) for root in roots]
     index = dict(version=VERSION, models=fingerprints, roots=roots, geometry=geometry, samples=rows)
     text = json.dumps(index, default=lambda file: file.relative_to(path.parent).as_posix())
@@ -70,7 +73,10 @@ def read_index(path):
         if index["version"] != VERSION or not index["samples"]:
             raise ValueError(f"version {index['version']!r:.20}, {len(index['samples'])} samples")
         check_fields(index, dict(geometry=(is_geometry,), models=(is_text_dict,)))
-        samples = [Sample(**row) for row in index["samples"]]
+        samples = []
+        for row in index["samples"]:
+            others = {role: file for role in common.other_roles() if (file := row.pop(role, None)) is not None}
+            samples.append(Sample(**row, others=others))
         for n, sample in enumerate(samples, 1):
             check_sample(n, sample)
         if (uses := sum(sample.repeats for sample in samples)) > 10**7: # train.py lists them
@@ -182,7 +188,7 @@ def is_geometry(value):
 
 # the rules of Sample's fields: (rule, its further arguments ...)
 RULES = dict(
-    name=(is_name,), root=(is_name,), target=(is_path_or_none,), mask=(is_path_or_none,), contents=(is_contents,),
+    name=(is_name,), root=(is_name,), target=(is_path_or_none,), others=(is_text_dict,), contents=(is_contents,),
     controls=(is_list, is_path, 0, MOST_CONTROLS), prompts=(is_list, is_text, 1), repeats=(is_count, 10_000),
     settings=(is_empty,), sizes=(is_list, is_size), prompt_sizes=(is_list, is_size),
     encodings=(is_list, is_encoding, 1, 100), texts=(is_list, is_encoded_text, 1))
@@ -199,7 +205,7 @@ def check_sample(n, sample):
     try:
         check_fields(vars(sample), RULES)
         pictures = common.pictures_of(sample)
-        if not sample.contents.keys() >= set(pictures):
+        if not sample.contents.keys() >= {*pictures, *sample.others.values()}:
             raise ValueError("contents lack a picture")
         if sample.controls and not sample.target:
             raise ValueError("controls without a target")
@@ -225,23 +231,25 @@ def check_tensors(tensors, sample, encoded):
         prefix = "" if "prompt_embed" in tensors else "empty_"
         return check_rows(tensors, file, {f"{prefix}prompt_embed": encoded["tokens"]})
     target, *controls = [h * w for _, h, w in encoded["img_shapes"]]
-    rows = dict(control_latent=sum(controls))
+    rows, masks = dict(control_latent=sum(controls)), {}
     if sample.target or not sample.controls:
         rows["pixel_latent"] = target
-    check_rows(tensors, file, rows, 64)
-    mask = tensors.get("edit_mask")
-    if mask is not None and (mask.shape != (target,) or not mask.is_floating_point()):
-        raise InputError(f"{file}: edit_mask is {list(mask.shape)}, and its pictures want [{target}]; delete this "
-                         "file, and run cache.py again")
+    for name in common.other_roles():
+        role = common.ROLES[name]
+        if name in sample.others or role.tensor in tensors: # (--mask auto makes one without a file)
+            (masks if role.is_mask else rows)[role.tensor] = target
+    check_rows(tensors, file, rows, [64])
+    check_rows(tensors, file, masks, [])
 
 
-def check_rows(tensors, file, rows, width=None):
-    """InputError unless these tensors of a file have so many rows: {name: rows}; width: and so many columns."""
+def check_rows(tensors, file, rows, columns=None):
+    """InputError unless these tensors of a file have so many rows: {name: rows}. columns: [how many they have], which
+    may be any number; [] for a number in each row."""
     for name, count in rows.items():
         found = tensors.get(name)
         shape = [] if found is None else list(found.shape)
-        columns = shape[1:] if width is None else [width]
-        if len(shape) != 2 or shape != [count, *columns] or not found.is_floating_point():
+        rest = (shape[1:2] or [0]) if columns is None else columns
+        if shape != [count, *rest] or not found.is_floating_point():
             raise InputError(f"{file}: {name} is {shape or 'missing'}, and {count} rows of floats are wanted; delete "
                              "this file, and run cache.py again")
 
@@ -277,7 +285,8 @@ def edited_pictures(samples, cache_dir):
     look, _ = common.looks(here, cache_dir)
     others = []
     for sample in here:
-        for picture in common.pictures_of(sample):
+        rest = [path for role, path in sample.others.items() if not common.ROLES[role].is_mask]
+        for picture in common.pictures_of(sample) + rest:
             with contextlib.suppress(InputError): # the file is another one, and no picture
                 if look(picture)[1] == sample.contents[picture]:
                     continue

@@ -20,7 +20,7 @@ import unicodedata
 from functools import partial
 
 from common import (LONG_TEXT, MOST_CONTROLS, SAMPLE_FLAGS, InputError, command, first_words, is_inside, make_sample,
-                    noise_level, noted, png_name, read_object, read_text, refuse_outside, seed_number)
+                    noise_level, noted, other_roles, png_name, read_object, read_text, refuse_outside, seed_number)
 from extras import strays
 
 
@@ -78,11 +78,14 @@ def read_row(manifest, n, line, is_job):
         remedy = "correct this line"
         name = "image" if is_job and ("image" in row or "control" not in row) else "control"
         controls = as_list(row.pop(name))
-        prompts, target, mask = as_list(row.pop("prompt")), row.pop("target", None), row.pop("mask", None)
+        prompts, target = as_list(row.pop("prompt")), row.pop("target", None)
+        others = {role: row.pop(role, None) for role in other_roles()}
         if not target and not is_job:
             raise KeyError("target")
     except KeyError as e:
-        want = "image and prompt" if is_job else "target, control ([] for none), prompt and maybe mask"
+        want = "image and prompt"
+        if not is_job:
+            want = f"target, control ([] for none), prompt and maybe {', '.join(other_roles())}"
         raise InputError(f"{where}: no field {e}; want {want}")
     except Exception as e: # a line of JSON can be anything
         # a link that you name may be a stranger's, to a key, which is not quoted
@@ -105,14 +108,14 @@ def read_row(manifest, n, line, is_job):
     refuse_many(where, controls)
     find = partial(find_picture, manifest, where, is_job and manifest.name != "metadata.jsonl")
     controls = list(map(find, controls))
-    target, mask = target and find(target), mask and find(mask)
+    target, others = target and find(target), {role: find(file) for role, file in others.items() if file}
     if target:
         name = unicodedata.normalize("NFC", os.path.splitext(strays.seen_from(manifest.parent, target))[0])
     else:
         name = "-".join([f"{n:03}", *[path.stem for path in controls[:1]]])
     if is_job:
         settings["line"] = n
-    return make_sample(where, manifest, name, target, controls, prompts, mask, settings)
+    return make_sample(where, manifest, name, target, controls, prompts, others, settings)
 
 
 def find_picture(manifest, where, anywhere, name):

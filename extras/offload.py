@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from common import InputError
+from rope_patch import blocks_of
 
 
 def too_little(blocks, need, found):
@@ -45,7 +46,7 @@ def place(transformer, device, offloaded_blocks, quantize_block):
     """Brings the transformer, with its LoRAs, to the device, one block after the other, and calls quantize_block(block)
     first. offloaded_blocks: the numbers of those whose frozen weights go to pinned host memory, as one tensor each ->
     transformer. InputError if the host has too little memory."""
-    device, blocks = torch.device(device), transformer.transformer_blocks
+    device, blocks = torch.device(device), blocks_of(transformer)
     hosts, buffers = [], []
     for i, block in enumerate(blocks):
         quantize_block(block)

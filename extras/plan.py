@@ -101,7 +101,7 @@ def step_bytes(model, Item, flow_loss, pack, recomputed, quantize="none", **opti
             stack.enter_context(patch.dict(vars(low_bit), multiplied))
             # they are on their device, and Module.to fails on a fake tensor that is the first of its shape
             stack.enter_context(patch.object(torch.nn.Linear, "to", lambda linear, device: linear))
-            low_bit.quantize_linears(model.transformer_blocks, "fp8" if quantize == "fp8" else "int8", "cpu")
+            low_bit.quantize_linears(rope_patch.blocks_of(model), "fp8" if quantize == "fp8" else "int8", "cpu")
         rope_patch.checkpoint_blocks(model.train(), recomputed, **options)
         with LiveBytes(model) as live:
             items = fit.blank_items(Item, pack, model)
@@ -121,7 +121,8 @@ def model_bytes(model, quantize="none"):
 
 def transformer_bytes(transformer, quantize, offload, parts):
     """-> (bytes on the device, bytes of pinned host memory); parts: processes under --fsdp."""
-    block, number = transformer.transformer_blocks[0], len(transformer.transformer_blocks)
+    blocks = rope_patch.blocks_of(transformer)
+    block, number = blocks[0], len(blocks)
     each, away = model_bytes(block, quantize), min(offload, number)
     rest = model_bytes(transformer) - number * model_bytes(block)
     # the block that computes and the next one; with --fsdp also the buffer in which the next one arrives
@@ -155,7 +156,7 @@ def step_seconds(transformer, lengths, card, recomputed, selective, copied, pass
     and the unpacking of few bits are not counted. lengths: tokens of its samples; recomputed: share of the blocks;
     selective: their attention is not; copied: bytes of --offload in all its passes."""
     _, peak, matmul, forward, backward, memory, host = RATES[card]
-    d, blocks, again = transformer.inner_dim, len(transformer.transformer_blocks), 0 if selective else recomputed
+    d, blocks, again = transformer.inner_dim, len(rope_patch.blocks_of(transformer)), 0 if selective else recomputed
     seconds = useful = 0
     for n in lengths:
         products = 24 * d**2 * n * (2 + recomputed) / matmul # the frozen weights have no gradients
@@ -171,7 +172,7 @@ def step_seconds(transformer, lengths, card, recomputed, selective, copied, pass
 def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_loss):
     """args: train.py's flags; transformer, with its LoRA, on the meta device; folder: the model's; epoch: its samples;
     plan_step(n) -> step n's Picks and this process's packs of them; then train.py's own."""
-    processes, blocks = int(os.environ.get("WORLD_SIZE", 1)), len(transformer.transformer_blocks)
+    processes, blocks = int(os.environ.get("WORLD_SIZE", 1)), len(rope_patch.blocks_of(transformer))
     lengths, passes, padded = [], 0, 0
     steps = min(args.max_steps, 50) # these are enough for an average
     for step in range(steps):
@@ -200,11 +201,14 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
 
     shapes = list(map(fit.shape_of, largest))
 
+    small = deepcopy(transformer)
+    del rope_patch.blocks_of(small)[5:]
+
     @cache
     def step_of_few(number, kept, selective, quantize):
         """Bytes that the largest pack adds in a model of the first blocks alone."""
-        whole, transformer.transformer_blocks = transformer.transformer_blocks, transformer.transformer_blocks[:number]
-        few, transformer.transformer_blocks = deepcopy(transformer), whole
+        few = deepcopy(small)
+        del rope_patch.blocks_of(few)[number:]
         return step_bytes(few, Item, flow_loss, shapes, number - kept, quantize, **fit.options_of(selective))
 
     def added(kept, selective=False, quantize=args.quantize):

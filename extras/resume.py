@@ -25,7 +25,7 @@ import torch
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, first_words,
                     is_index, number_of, numbered, read_header, read_tensors, say, write_tensors)
-from extras import best, lora_files, schedule_free
+from extras import best, lora_files, schedule_free, surroundings
 from extras.disk import delete, remove_old
 from extras.strays import listed
 
@@ -118,12 +118,31 @@ def find_checkpoint(out_dir, args):
                      "another, without --resume")
 
 
-def compared(args):
-    """-> what a checkpoint says of its run's flags, for refuse_changes: {flag: value}."""
+def begin(out_dir, args, pretrained_hash, parser):
+    """-> find_checkpoint's, and its step. InputError if the flags of this command cannot continue it, as far as they
+    tell before the data is known. Ends the script with a line if the run is done."""
+    checkpoint, step = find_checkpoint(out_dir, args), 0
+    if checkpoint:
+        config = compared(args, pretrained_hash=pretrained_hash, **sizes(args))
+        refuse_changes(out_dir, checkpoint.info["config"], config, parser, args.data)
+        step = checkpoint.info["step"]
+    if step >= args.max_steps and (out_dir / "DONE").exists():
+        say(f"{out_dir}: already done after {step} steps; a larger --max_steps continues it (constant learning rate "
+            "only)")
+        sys.exit(0)
+    if step > args.max_steps:
+        raise InputError(f"--max_steps {args.max_steps}: {out_dir} is at step {step} already; give {step} to finish it "
+                         "there, or more")
+    return checkpoint, step
+
+
+def compared(args, **contents):
+    """-> what a checkpoint says of its run, for refuse_changes: {flag: value}, and contents: what stands for the flags
+    of BY_CONTENT, as far as it is known."""
     config = {name: value for name, value in vars(args).items() if name not in BY_CONTENT + MAY_CHANGE}
     if args.lr_scheduler == "constant": # only the other schedules depend on max_steps
         del config["max_steps"]
-    return config
+    return config | contents
 
 
 def refuse_changes(out_dir, old, config, parser, data=()):
@@ -199,6 +218,14 @@ def clean_folder(out_dir, step):
     lines = log.read_text("utf-8", "replace").splitlines() if step and log.exists() else []
     first = [line for line in lines[:1] if '"val_loss"' not in line] # which the lines of validations alone have
     return first + [line for line in lines[1:] if is_record(line, step)]
+
+
+def take_up(out_dir, step, around):
+    """Says that the run continues, and what is no longer as it was around it -> clean_folder's lines."""
+    say(f"{out_dir}: continues after step {step}")
+    kept = clean_folder(out_dir, step)
+    say(*surroundings.changed("".join(kept[:1]), around))
+    return kept
 
 
 def put_aside(folder):

@@ -1,22 +1,74 @@
 """
-A run folder may come from a stranger, like a LoRA. train.py writes, renames and deletes in it, so before it reads a
-thing there (--resume, --plan, a folder of --out_dir that is here already) nothing in it may lead to another place.
+The run folder of a training: which one it is, that no other run is at work in it, and what may be in it.
+
+It may come from a stranger, like a LoRA. train.py writes, renames and deletes in it, so before it reads a thing there
+(--resume, --plan, a folder of --out_dir that is here already) nothing in it may lead to another place.
 """
+import contextlib
 import os
 import sys
+import weakref
 from pathlib import Path
 
-from common import LONG_TEXT, InputError, is_inside, numbered
+from common import LONG_TEXT, LORA_FILE, InputError, is_inside, number_of, numbered, refuse_to_replace, say
+from extras import disk
 from extras.strangers import is_utf8
-from extras.strays import is_broken
+from extras.strays import is_broken, listed
 
 FOLDERS = "samples tensorboard wandb".split() # all folders that a run makes, beside its checkpoints
+
+
+def find(args, name):
+    """-> the folder of a training: --out_dir; with --resume the newest of this name; else the next number. Hidden
+    names, which listed() leaves out, may be of a start that was killed before its log."""
+    # a folder without a log does not count: its run never began
+    runs = [run for run in numbered("out", name) if (run / "log.jsonl").exists()]
+    folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
+    if args.resume and runs and not args.out_dir:
+        folder = runs[-1]
+    used = listed(folder, "*")
+    if args.resume and not used:
+        say(f"{folder}: nothing to resume; begins there")
+    if used and not (args.resume or args.plan):
+        raise InputError(f"--out_dir {folder}: is not empty; continue its run with --resume, or give another folder")
+    check(folder, args.tracker)
+    return folder
+
+
+def lock(args, folder, name):
+    """-> (the run folder, its lock, which we hold until this process ends, even if it crashes). If another run without
+    --out_dir has just taken this folder, ours is the next number."""
+    import filelock # here, as it is not needed with --plan
+    made, held = not folder.exists(), filelock.FileLock(folder / ".lock")
+    disk.try_out(folder, append=True)
+    try:
+        has_locks = disk.has_locks(folder)
+        for file in (".lock", "log.jsonl", "DONE", LORA_FILE): # ours are empty, or begin like one of these
+            refuse_to_replace(folder / file, rb'(?s)\A(\Z|\{"command": |\d+ steps|.{,99}"lora_adapter_metadata)')
+        # the system releases a lock when its process dies, so a killed run leaves none behind
+        if has_locks:
+            held.acquire(blocking=False)
+        if made:
+            weakref.finalize(held, remove_unused, folder) # if the run fails before its log begins
+        return folder, held
+    except (filelock.Timeout, PermissionError):
+        if args.out_dir or args.resume:
+            raise InputError(f"--out_dir {folder}: another run is at work in it; wait, or give another folder")
+        return lock(args, folder.with_name(f"{name}-{number_of(folder) + 1:03d}"), name)
+
+
+def remove_unused(folder):
+    """Removes a folder in which a lock is all there is. (Not within lock, or it would hold on to that lock.)"""
+    with contextlib.suppress(OSError): # it is gone already, or Windows holds on to the lock
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(folder / ".lock")
+        os.rmdir(folder) # only if it is empty
 
 
 def check(folder, tracker):
     """InputError names a link that leads out of a run's folder, what is neither file nor folder, a file in the place of
     one of its folders, a log that is too long, or a name that the tracker cannot take. (wandb's own links stay inside.
-    common.lock_folder looks at the files.)"""
+    lock looks at the files.)"""
     words = [folder]
     if tracker == "wandb": # which also sends the command, and where it was given
         words += [os.getcwd(), *sys.argv]

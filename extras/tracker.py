@@ -8,7 +8,10 @@ from common import InputError, first_line, shown
 
 def open_tracker(kind, out_dir, step, config):
     """-> track(step, values, pictures={}), with PIL images. A resumed run, which is at `step`, continues its curves.
-    InputError if wandb wants a login."""
+    InputError if wandb wants a login. kind "none": it does nothing."""
+    if kind == "none":
+        return lambda *_: None
+
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)

@@ -28,6 +28,7 @@ from diffusers import QwenImageTransformer2DModel
 import common
 from common import InputError, first_words
 from extras import configs, foreign
+from rope_patch import blocks_of
 
 TAKEN = dict(BF16="bf16", F16="fp16", F32="fp32", F8_E4M3="fp8 (e4m3)", F8_E5M2="fp8 (e5m2)") # dtypes in a header
 REMEDY = "take its bf16 or fp8 file, and --quantize nf4 or int8 if memory is short"
@@ -180,9 +181,9 @@ def check_fit(path, folder):
     model = configs.empty_model(QwenImageTransformer2DModel, folder / "transformer")
     wanted = {name: list(p.shape) for name, p in model.state_dict().items()}
     blocks = {name.split(".")[1] for name in layout.keys if name.startswith("transformer_blocks.")}
-    if len(blocks) < len(model.transformer_blocks) and not re.search(SHARD, Path(path).name):
+    if len(blocks) < len(blocks_of(model)) and not re.search(SHARD, Path(path).name):
         raise error_of(path, f"lacks blocks: it has {len(blocks)}, and --model's {config} asks for "
-                       f"{len(model.transformer_blocks)}", "give the --model it was made from, or download it again")
+                       f"{len(blocks_of(model))}", "give the --model it was made from, or download it again")
     if missing := sorted(wanted.keys() - layout.keys):
         remedy = "download it again, or give the --model it was made from"
         if re.search(SHARD, Path(path).name):
@@ -273,8 +274,8 @@ def attach(transformer, path):
                 else:
                     p.data = weight.to(p.dtype) # a mapping still, if that is the file's dtype
 
-    for name, child in transformer.named_children():
-        if name != "transformer_blocks":
+    for child in transformer.children():
+        if {*blocks_of(transformer)}.isdisjoint(child.modules()):
             fill(child)
     transformer.fill_from_file = fill
     transformer.eval() # as from_pretrained leaves it

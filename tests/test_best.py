@@ -231,4 +231,5 @@ def test_a_long_run_s_line_has_at_most_100_columns(tmp_path, small):
     train["args"].max_steps = 20000
     record = dict(step=12345, loss=1.23456, lr=1.25e-4, grad_norm=0.0123456, seconds=123.456, tokens=4_000_000,
                   memory=131.25)
-    assert len(train["step_line"](record, 345678)) <= 100
+    line, = train["step_lines"](record, 345678)
+    assert len(line) <= 100

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 import cache
 import common
 import predict
-from extras import disk, probe, resume
+from extras import disk, probe, resume, run_folder
 from tests.harness import (add_item, assert_bitwise, assert_checkpoints_whole, assert_same_run, damage_tensors,
                            is_one_line, killed_runs, lora_of, paint_picture, refused, run_script, save, steps_of,
                            validations_of)
@@ -274,7 +274,7 @@ def test_an_open_file_need_not_be_deleted(tmp_path, capsys, number):
     """A run has its lock and its room where only closed files can be deleted."""
     common.warn_once.cache_clear()
     with bad_disk(tmp_path, dict(unlink_open=number)):
-        folder, lock = common.lock_folder(SimpleNamespace(out_dir="x", resume=False), tmp_path / "run", "a")
+        folder, lock = run_folder.lock(SimpleNamespace(out_dir="x", resume=False), tmp_path / "run", "a")
         assert lock.is_locked and disk.room_for(folder, [100, 100]) == float("inf")
     lock.release()
     assert os.listdir(folder) in ([".lock"], []) and not capsys.readouterr().err
@@ -319,9 +319,9 @@ def test_a_run_whose_lock_cannot_be_read_is_at_work(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", locked)
     args, folder = SimpleNamespace(out_dir="out/a-001", resume=False), common.Path("out/a-001")
     with refused(folder, "another run is at work"):
-        common.lock_folder(args, folder, "a")
+        run_folder.lock(args, folder, "a")
     args.out_dir = None
-    taken, lock = common.lock_folder(args, folder, "a")
+    taken, lock = run_folder.lock(args, folder, "a")
     assert taken.name == "a-002"
     lock.release()
 

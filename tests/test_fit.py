@@ -261,15 +261,18 @@ def test_the_process_that_needs_most_decides(card, monkeypatch):
         both.append(fitted(model, 86 * 2**20, compile=True)[0])
     assert both[0] == alone > both[1]
 
-def test_a_new_field_of_an_item_gets_its_zeros(card):
-    """Of the shape that its annotation says: a field that fit did not know would fail on a card alone. And the
-    annotations are right: train.py's own items have these shapes."""
+def test_a_new_field_of_an_item_gets_its_zeros_and_one_with_a_default_costs_nothing(card):
+    """Of the shape that its annotation says: a field that fit did not know would fail on a card alone. One with a
+    default is left at it, or all would pay for a tensor of few. And the annotations are right: train.py's own items
+    have these shapes."""
     names = recipe()
-    longer = dataclasses.make_dataclass("Longer", [("reference", "base K J"), ("level", "float32")],
-                                        bases=(names["Item"],))
+    longer = dataclasses.make_dataclass("Longer", [("reference", "base K J"), ("level", "float32"),
+                                                   ("few", "float32 I C", None)],
+                                        bases=(names["Item"],), kw_only=True)
     model, shapes = names["transformer"], [([(1, 4, 6), (1, 2, 3), (1, 1, 5)], 9)]
     [blank], [old] = fit.blank_items(longer, shapes, model), fit.blank_items(names["Item"], shapes, model)
     assert blank.reference.shape == (11, model.config.joint_attention_dim) and blank.level.shape == ()
+    assert blank.few is blank.mask is None
     picked = names["pick"](0)
     item = names["load_item"](picked)
     [blank] = fit.blank_items(names["Item"], [(item.img_shapes, len(item.prompt))], model)
@@ -277,7 +280,8 @@ def test_a_new_field_of_an_item_gets_its_zeros(card):
         if torch.is_tensor(value):
             want = getattr(blank, name)
             assert (value.shape, value.dtype) == (want.shape, want.dtype) and not want.any(), name
-    assert {name for name, value in vars(old).items() if torch.is_tensor(value)} == set(vars(item)) - {"img_shapes"}
+    assert {name for name, value in vars(old).items() if torch.is_tensor(value)} == {
+        f.name for f in dataclasses.fields(names["Item"]) if f.default is dataclasses.MISSING} - {"img_shapes"}
     names["flow_loss"](model, [old])
 
 # ---- what --plan expects of a card -----------------------------------------------------------------------------------

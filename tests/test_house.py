@@ -4,6 +4,7 @@ tools/ and tests/ can be deleted; imports point down only, and none at a test mo
 POSIX-only.
 """
 import ast
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import common
+import rope_patch
 from extras import hints
 from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save
 
@@ -50,12 +52,26 @@ def test_imports_point_down_only():
         first, anywhere = imports_of(HERE / name)
         assert not anywhere & {top_name for top_name in top if CORE.index(top[top_name]) > place}, name
         assert not first & {"tools", "tests", "test_consistency", "conftest"}, name
+    assert "extras" not in imports_of(HERE / "rope_patch.py")[1] # people copy this file alone
     for path in (HERE / "extras").glob("*.py"):
         below = {"common", "rope_patch"} # what stands below everyone who loads it: these are train.py's alone
         below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "published") else set()
         assert not imports_of(path)[1] & {*top, "tools", "tests"} - below, path
     for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
         assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text("utf-8"))), path
+
+def test_one_function_says_what_the_blocks_are():
+    """A family with other blocks changes rope_patch.blocks_of, and none is left out by what quantizes, offloads, ..."""
+    places = []
+    for path in [p for pattern in ("*.py", "extras/*.py", "tools/*.py") for p in HERE.glob(pattern)]:
+        nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
+        texts = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values} # errors name it
+        for node in nodes: # x.transformer_blocks, or the name alone, as for getattr
+            name = getattr(node, "attr", None) or getattr(node, "value", None)
+            if isinstance(name, str) and name.endswith("transformer_blocks") and node not in texts:
+                places.append((path.name, node.lineno))
+    lines, first = inspect.getsourcelines(rope_patch.blocks_of)
+    assert places == [("rope_patch.py", first + len(lines) - 1)]
 
 def test_a_script_imports_extras_before_any_module_of_ours():
     """Or a folder cache/ beside it could be taken for cache.py. What comes before is there already."""
@@ -272,8 +288,8 @@ def test_links_lead_somewhere(name):
         assert not heading or heading in slugs, heading
 
 def test_no_line_is_longer_than_120_columns_and_all_is_ascii():
-    files = [p for pattern in ("*.py", "extras/*.py", "tools/*.py", "tests/*.py", "*.md", "requirements.txt", ".ci/run")
-             for p in HERE.glob(pattern)]
+    files = [p for pattern in ("*.py", "extras/*.py", "tools/*.py", "tests/*.py", "changes/*.py", "*.md",
+                               "requirements.txt", ".ci/run") for p in HERE.glob(pattern)]
     assert len(files) > 20
     for path in files:
         for n, line in enumerate(path.read_bytes().splitlines(), 1):

@@ -306,8 +306,8 @@ def sees_one_sample_less():
     make = cache.make_cache
 
     def make_cache(*args, **kwargs):
-        samples, val_samples, geometry = make(*args, **kwargs)
-        return samples[1:], val_samples, geometry
+        samples, val_samples, *sizes = make(*args, **kwargs)
+        return samples[1:], val_samples, *sizes
     cache.make_cache = make_cache
 
 def sees_another_model():
@@ -320,8 +320,8 @@ def sees_one_validation_sample_less():
     make = cache.make_cache
 
     def make_cache(*args, **kwargs):
-        samples, val_samples, geometry = make(*args, **kwargs)
-        return samples, val_samples[1:], geometry
+        samples, val_samples, *sizes = make(*args, **kwargs)
+        return samples, val_samples[1:], *sizes
     cache.make_cache = make_cache
 
 @pytest.mark.parametrize("view, named", [(sees_one_sample_less, "data_hash"), (sees_another_model, "model_hash"),

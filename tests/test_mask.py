@@ -336,8 +336,8 @@ def test_a_turned_target_is_warped_onto_its_control_and_what_they_share_is_kept(
 def test_what_is_left_of_a_long_pair_must_be_a_shape_that_can_be_trained(photos):
     """600x60, of which the two share 591x55."""
     target, control = photos[2].crop((0, 9, 600, 69)), photos[2].crop((9, 14, 609, 74))
-    assert doctor.align_pair(target, control, None) == "shares too little"
-    assert doctor.align_pair(target.crop((0, 0, 500, 60)), control.crop((0, 0, 500, 60)), None)[0].width == 491
+    assert doctor.align_pair(target, control) == "shares too little"
+    assert doctor.align_pair(target.crop((0, 0, 500, 60)), control.crop((0, 0, 500, 60)))[0].width == 491
 
 @pytest.mark.parametrize("turn", [-0.05, 0.05])
 def test_what_is_kept_lies_in_the_target_and_in_the_control(turn):

@@ -273,7 +273,7 @@ def test_another_profile_is_another_encoding_and_an_old_one_is_not_believed(tmp_
             patch.setattr(photos, "mark_of", lambda image: "")
             old = samples_of(plus, tmp_path / "d")[0]["cat"].encodings[0]["file"]
         assert (old == keys[-1]) == (len(keys) < 3)
-        target_image = cache.read_pictures(plus, sample, "vae", sample.encodings[0])[1]
+        target_image = cache.read_pictures(plus, sample, "vae", sample.encodings[0])["target"][0]
         assert (target_image.tobytes() == image.tobytes()) == (len(keys) < 3)
     assert len(set(keys)) == 4 and len(set(map(str, texts))) == 1
 

@@ -51,7 +51,7 @@ def test_such_a_sample_learns_the_velocity_of_stock_without_the_lora(tmp_path, f
     stock = cache.load_part(QwenImageTransformer2DModel, TINY / "transformer", "float32")
     model = ns["transformer"].eval()
     items = [ns["load_item"](ns["pick"](p)) for p in range(12)]
-    asked = [i.velocity is None for i in items]
+    asked = [i.preserve for i in items]
     items = ns["ask_base"](model, items)
     losses = ns["flow_loss"](model, items)
     assert all(p.requires_grad for p in ns["lora"].values())

@@ -6,6 +6,9 @@ import inspect
 import itertools
 import random
 import re
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +30,7 @@ from tests.harness import (BATCHES, C, DEVICE, E, EQUAL, FULL, HOLES, MIXED, MIX
                            assert_bitwise, assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model,
                            image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, packed_call, pad,
                            padded_call, patched_copy, patched_model, precomputed_call, rel, run, show, stock_answer,
-                           text_mask_of, with_gradients)
+                           take_apart, text_mask_of, with_gradients)
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_mixed_mode = pytest.mark.parametrize("mode", MIXED_MODES)
@@ -37,6 +40,41 @@ TWO_CALLS = [{}, dict(encoder_hidden_states_mask=torch.tensor([HOLES, HOLES[::-1
 def with_kwargs(model, mode, samples, **more):
     """What changes in a call when its attention_kwargs hold more."""
     return dict(attention_kwargs=MODES[mode](model, samples).get("attention_kwargs", {}) | more)
+
+# ---- the file alone -------------------------------------------------------------------------------------------------
+
+ALONE = '''
+import sys, torch
+from diffusers import QwenImageTransformer2DModel
+sys.path.insert(0, "") # this folder, which -I leaves out
+from rope_patch import patch_qwen_model_for_multi_resolution
+model, (alone, mixed) = QwenImageTransformer2DModel.from_pretrained("model"), torch.load("calls.pt", map_location="cpu")
+with torch.no_grad():
+    want = [model(**call).sample for call in alone]
+    patch_qwen_model_for_multi_resolution(model)
+    torch.save((want, {mode: model(**call).sample for mode, call in mixed.items()}), "answers.pt")
+'''
+
+@pytest.mark.parametrize("variant", ["v1", "2511"] if FULL else ["2511"])
+def test_the_file_copied_alone_serves_all_four_modes(tmp_path, variant):
+    """In a folder with nothing else of ours every mode gives what stock gives one by one, and text positions of the
+    first sample for all would be wrong by 0.1."""
+    shutil.copy(rope_patch.__file__, tmp_path)
+    model = hot_model(variant, torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    calls = {mode: MODES[mode](model, batch_for(mode)) for mode in MODES}
+    img_freqs_BIR, txt_freqs_BTR = calls["precomputed"]["image_rotary_emb"]
+    shared = txt_freqs_BTR[:1].expand_as(txt_freqs_BTR)
+    calls["wrong"] = calls["precomputed"] | dict(image_rotary_emb=(img_freqs_BIR, shared))
+    torch.save(([MODES["stock"](model, [sample]) for sample in EQUAL + MIXED], calls), tmp_path / "calls.pt")
+    process = subprocess.run([sys.executable, "-I", "-c", ALONE], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert process.returncode == 0, process.stderr
+    alone, answers = torch.load(tmp_path / "answers.pt")
+    for mode, out in answers.items():
+        samples, want = (EQUAL, alone[:2]) if mode == "stock" else (MIXED, alone[2:])
+        errors = [rel(got, one[0]) for got, one in zip(take_apart(out, mode, samples), want, strict=True)]
+        show(mode, max(errors), 1e-5)
+        assert max(errors) > 0.1 if mode == "wrong" else max(errors) <= 1e-5, mode
 
 # ---- its parts: shapes, packs, rotation, processor -------------------------------------------------------------------
 
@@ -173,6 +211,7 @@ SYNONYMS = {
     "a tensor, rows of 0": ("padded", MIXED, dict(img_shapes=torch.tensor([[(1, 6, 10), (0, 0, 0)], SHAPES[1]]))),
     "text lengths of older diffusers": ("padded", MIXED, text_mask(None) | dict(txt_seq_lens=[7, 12])),
     "a tensor of text lengths": ("packed", MIXED, dict(txt_seq_lens=torch.tensor([7, 12]))),
+    "text lengths beside a mask with holes": ("padded", BATCHES["holes in the text"], dict(txt_seq_lens=[5, 12, 0])),
     "an integer text mask": ("padded", MIXED, text_mask(TEXT.long())),
     "a float text mask": ("padded", MIXED, text_mask(TEXT.bfloat16())),
     "a joint mask beside shapes": ("padded", MIXED, joint_mask(JOINT)),

@@ -21,7 +21,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import indexes, padded
+from extras import indexes
 from tests.harness import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one, copy_model,
                            encoder_flags, hot_model, image_lens, is_one_line, joint_mask_of, make_batch, make_cache,
                            padded_call, paint_picture, patched_model, rel, run, run_script, samples_of, stock_call,
@@ -63,7 +63,7 @@ def test_a_flat_list_of_one_sample_s_pictures_is_refused(batch, kind):
 
 def precomputing_lines():
     """The three lines in the docstring of forward()."""
-    lines = inspect.getdoc(padded.forward).splitlines()
+    lines = inspect.getdoc(rope_patch.model_forward).splitlines()
     first = next(n for n, line in enumerate(lines) if "freqs = [" in line)
     return textwrap.dedent("\n".join(lines[first:first + 3]))
 

@@ -1,6 +1,7 @@
 """
 Start or go on: one command, with --resume and --out_dir, for a job that is killed and started again until it is done.
 """
+import importlib
 import os
 import shlex
 import subprocess
@@ -19,7 +20,7 @@ def contents(folder):
 def killed_in(module, name, number, what, after):
     """For a child process: it dies before, or after, the `number`th call of this function for `what`: the name of a
     file, a keyword, or None."""
-    module = sys.modules[module]
+    module = importlib.import_module(module)
     real, seen = getattr(module, name), []
 
     def killed(*args, **options):
@@ -33,8 +34,8 @@ def killed_in(module, name, number, what, after):
     setattr(module, name, killed)
 
 MOMENTS = [ # of the life of a run
-    ("common", "lock_folder", 1, None, False), # nothing is there yet
-    ("common", "lock_folder", 1, None, True), # a folder with a lock
+    ("extras.run_folder", "lock", 1, None, False), # nothing is there yet
+    ("extras.run_folder", "lock", 1, None, True), # a folder with a lock
     ("cache", "make_cache", 1, None, False),
     ("common", "write_file", 1, "log.jsonl", False), ("common", "write_file", 1, "log.jsonl", True),
     ("common", "memory_of", 2, None, False), # between the log and the first checkpoint

@@ -23,7 +23,7 @@ import torch
 
 import common
 import predict
-from extras import foreign, lora_files, resume
+from extras import foreign, lora_files, resume, run_folder
 from tests.fuzz import fuzz, nested
 from tests.harness import (TINY, assert_bitwise, layers_of, is_one_line, log_of, lora_file, lora_of, lora_tensors,
                            refused, renamed, run_script, within)
@@ -78,7 +78,7 @@ def put_link(path, target):
 
 def find_folder(folder, **flags):
     args = SimpleNamespace(**dict(out_dir=str(folder), resume=True, plan=False, tracker="none") | flags)
-    return common.find_run_folder(args, "tiny-data")
+    return run_folder.find(args, "tiny-data")
 
 @pytest.mark.parametrize("name", LINKS)
 def test_a_link_out_of_a_run_folder_is_named_and_nothing_outside_is_touched(tmp_path, made, mine, name):

@@ -169,7 +169,7 @@ def test_learning_rate_is_a_function_of_the_step(tmp_path, schedule, want):
 
 def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
     """A mask that is all white or all black changes nothing; a half one weighs 2 : 1; each sample has its own mean,
-    however large it is. An idle pass has a loss of 0; weights of 0 are no such pass, and must not look like one."""
+    however large it is. An idle pass is an item with weights of 0: its loss is 0, and so is its gradient."""
     ns = globals_of_train(tmp_path / "a")
     items = [ns["load_item"](ns["pick"](p)) for p in (0, 1)]
     for item in items: # the prediction will be 0, the velocity 1 and 3: squares 1 and 9
@@ -178,8 +178,13 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
         item.noise[len(item.x0) // 2:] = 3
         item.velocity = item.noise - item.x0
 
-    monkeypatch.setitem(ns["flow_loss"].__globals__, "run_packed", lambda model, latents, *_: [
-        torch.zeros_like(x) for x in latents])
+    preds = []
+
+    def run_packed(model, latents, *_):
+        preds[:] = [torch.zeros_like(x, requires_grad=True) for x in latents]
+        return preds[:wanted]
+    wanted = None # all
+    monkeypatch.setitem(ns["flow_loss"].__globals__, "run_packed", run_packed)
 
     def losses(weights):
         for item, weight in zip(items, weights):
@@ -190,9 +195,25 @@ def test_edit_mask_weighs_and_is_normalised(tmp_path, monkeypatch):
     assert lens[0] != lens[1]
     assert losses(ones) == losses([2 * w for w in ones]) == pytest.approx([5, 5])
     assert losses([ones[0], halves[1]]) == pytest.approx([5, (1 + 2 * 9) / 3])
-    assert losses([None, halves[1]]) == pytest.approx([0, (1 + 2 * 9) / 3])
     assert losses([1e-20 * ones[0], halves[1]]) == pytest.approx([5, (1 + 2 * 9) / 3])
-    assert math.isnan(losses([0 * ones[0], halves[1]])[0])
+    assert losses([0 * ones[0], halves[1]]) == pytest.approx([0, (1 + 2 * 9) / 3])
+    sum(ns["flow_loss"](None, items)).backward()
+    assert not preds[0].grad.any() and preds[1].grad.any()
+    wanted = 1
+    with pytest.raises(ValueError): # a prediction too few
+        losses(ones)
+
+def test_an_idle_pass_is_the_shortest_sample_weighed_with_zeros(tmp_path):
+    """--fsdp: a process that has nothing to compute adds 0 to the loss of a sample that another one computes."""
+    ns = globals_of_train(tmp_path / "a")
+    picks, packs = ns["plan_step"](0)
+    (place,), (item,) = ns["load_pack"](picks, [])
+    assert picks[place].tokens == min(p.tokens for p in picks) and not item.weight.any()
+    assert ns["load_pack"](picks, packs[0])[0] == packs[0]
+    losses = ns["flow_loss"](ns["transformer"], [item])
+    assert losses[0] == 0
+    losses[0].backward()
+    assert not any(p.grad.any() for p in ns["lora"].values())
 
 @pytest.mark.parametrize("weight, colour", [("background", "black"), ("foreground", "white")])
 def test_a_mask_that_leaves_nothing_to_learn_is_named_before_the_first_step(tmp_path, weight, colour):

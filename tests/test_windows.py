@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import common
-from extras import strangers
+from extras import run_folder, strangers
 from tests.harness import (EXACT, HERE, NATIVE, add_item, assert_same_run, kill, log_of, refused, run_script, steps_of,
                            until)
 from tests.places.windows import NO_MODULES, NO_OS, SIGNALS, install, is_ours, windows # noqa: F401 (a fixture)
@@ -121,11 +121,11 @@ def test_a_second_start_is_told_that_a_run_is_at_work(tmp_path, monkeypatch, win
     """Its .lock cannot even be read there. With --out_dir one line says so; without, the run gets the next number."""
     monkeypatch.chdir(tmp_path)
     args = SimpleNamespace(out_dir="out/run-001", resume=False)
-    folder, lock = common.lock_folder(args, Path("out/run-001"), "run")
+    folder, lock = run_folder.lock(args, Path("out/run-001"), "run")
     with refused("--out_dir", "another run is at work in it"):
-        common.lock_folder(args, Path("out/run-001"), "run")
+        run_folder.lock(args, Path("out/run-001"), "run")
     args.out_dir = None
-    again, other = common.lock_folder(args, Path("out/run-001"), "run")
+    again, other = run_folder.lock(args, Path("out/run-001"), "run")
     assert again.name == "run-002"
     lock.release()
     other.release()

@@ -55,7 +55,7 @@ import numpy as np
 import psutil
 import torch
 
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
+from rope_patch import blocks_of, checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools.bench_common import (MODELS, flops, loss_of, make_model, make_samples, matmul_rate, open_device, peak_gib,
                                 run_on, seconds, share, with_lora, with_pads)
 
@@ -118,7 +118,7 @@ def make_ours():
         checkpoint_blocks(ours, args.checkpointing)
     if args.compile:
         import extras.compile # which looks for a compiler
-        extras.compile.compile_blocks(ours.transformer_blocks)
+        extras.compile.compile_blocks(blocks_of(ours))
     return ours
 
 def make_models():

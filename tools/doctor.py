@@ -195,7 +195,7 @@ def examine_sample(sample, pipe, args):
     uses = [("", (w, h), to) for to in targets] + [("control ", *use) for use in zip(control_sizes, controls)]
     findings |= enlargement(uses)
     if sample.mask:
-        common.check_mask(sample.mask, common.image_size(sample.mask), (w, h))
+        common.check_shape(sample.mask, common.image_size(sample.mask), (w, h))
         with room_for([sample.mask]):
             mask = read_mask(sample.mask)
         if mask_is_empty(mask):
@@ -335,12 +335,13 @@ def copy_to(folder, sample, taken):
             raise InputError(f"--align: {file}: another sample also needs the name {place}; rename its target")
     files = write_sample(sample, folder, shutil.copyfile)
     taken.update(files)
-    return replace(sample, target=files[f"target/{sample.name}"], mask=files.get(f"mask/{sample.name}"),
+    return replace(sample, target=files[f"target/{sample.name}"],
+                   others={role: files[f"{role}/{sample.name}"] for role in sample.others},
                    controls=[path for place, path in files.items() if place.startswith("control/")])
 
-def align_pair(target, control, mask):
-    """Warps the target, and its mask if it has one, onto the control, and crops all to what the two show in common
-    -> (target, control, mask), or a text that says why this is not possible. It resamples the target, but only crops
+def align_pair(target, control, *others):
+    """Warps the target, and the others that lie over it, onto the control, and crops all to what the two show in common
+    -> (target, control, *others), or a text that says why this is not possible. It resamples the target, but only crops
     the control."""
     motion = fit_motion(target, control, find_motion(target, control, copy_size(target.size)))
     degrees = abs(math.degrees(math.atan2(motion[3], 1 + motion[2])))
@@ -360,7 +361,7 @@ def align_pair(target, control, mask):
 
     def warp(image):
         return image.resize(target.size).transform((width, height), Image.AFFINE, affine, Image.BICUBIC)
-    return warp(target), control.crop((left, top, right, bottom)), mask and warp(mask)
+    return warp(target), control.crop((left, top, right, bottom)), *map(warp, others)
 
 def shared_box(motion, size, control_size):
     """-> (left, top, right, bottom) of the region of the control that the target shows too, in pixels of the control.
@@ -376,17 +377,16 @@ def shared_box(motion, size, control_size):
 def repair(sample, folder):
     """-> the sample with aligned pictures, PNGs in `folder`; or a text that says why it cannot be repaired."""
     from predict import save_png
-    mask = read_mask(sample.mask) if sample.mask else None
-    aligned = align_pair(read_image(sample.target), read_image(sample.controls[0]), mask)
+    others = [(read_mask if common.ROLES[role].is_mask else read_image)(path) for role, path in sample.others.items()]
+    aligned = align_pair(read_image(sample.target), read_image(sample.controls[0]), *others)
     if isinstance(aligned, str):
         return aligned
     if "moved" in examine_pair(*aligned[:2]) or remaining_motion(*aligned[:2]) > REMAINS:
         return "still moves"
-    for role, image in zip(("target", "control", "mask"), aligned):
-        if image:
-            save_png(image, folder / f"{role}.png")
+    for role, image in zip(("target", "control", *sample.others), aligned):
+        save_png(image, folder / f"{role}.png")
     return replace(sample, target=folder / "target.png", controls=[folder / "control.png", *sample.controls[1:]],
-                   mask=sample.mask and folder / "mask.png")
+                   others={role: folder / f"{role}.png" for role in sample.others})
 
 def write_aligned(out, samples, moved, sheets):
     """Writes the folder `out`, which appears only when it is complete: all samples, those with an index in `moved`

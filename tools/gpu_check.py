@@ -75,7 +75,7 @@ from accelerate import init_empty_weights
 import predict
 from extras import fit, plan
 from extras.compile import compile_blocks
-from rope_patch import checkpoint_blocks, patch_qwen_model_for_multi_resolution
+from rope_patch import blocks_of, checkpoint_blocks, patch_qwen_model_for_multi_resolution
 from tools import gpu_numbers
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
                                 peak_gib, read_sample, recompute, run_on, start, started, timed, used_gib, with_lora)
@@ -164,7 +164,7 @@ def speed(mode="packed", recomputed="all", compiled=False, quantize="none", offl
     model = build(quantize, offload)
     recompute(model, recomputed)
     if compiled:
-        compile_blocks(model.transformer_blocks)
+        compile_blocks(blocks_of(model))
     held = used_gib(args.device) - before
     plain = recomputed == "all" and quantize == "none" and not offload
     for place, pack in enumerate(packs if plain else packs[:1]):

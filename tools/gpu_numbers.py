@@ -89,7 +89,7 @@ def few_bits(setup, compiled=False):
         if quantize in PRODUCTS and (compiled or multiplies(model, setup.dtype, setup.device)):
             what, limit = f"{what}, multiplied as such", PRODUCTS[quantize]
         if compiled:
-            compile_blocks(model.transformer_blocks)
+            compile_blocks(rope_patch.blocks_of(model))
             what += ", compiled"
         yield f"{what}, from fp32", step(setup, model), want, limit
         torch._dynamo.reset() # its graphs would keep the model

@@ -219,7 +219,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
             path, captions = read_captions(own, own_controls, suffix, prompts, trigger, wordings, allowed)
             read.add(path) # it may have a suffix of its own
             samples.append(common.make_sample(path, target, name, own["target"][0], own_controls, captions,
-                                              *own.get("mask", [])))
+                                              {"mask": path for path in own.get("mask", [])}))
     if source: # found by its names; pictures elsewhere in it belong to nothing
         with contextlib.suppress(InputError): # a folder of other things may be unreadable
             for (_, kind), paths in common.find_files(source).items():
@@ -423,7 +423,8 @@ def read_row(number, where, row, place, columns, alone):
     if alone and control + mask:
         raise InputError(f"{where}: a control or mask, which --alone excludes; leave --alone out")
     name = f"{number:06}-{target[0].stem}"
-    return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], *mask), unread
+    others = {"mask": path for path in mask}
+    return common.make_sample(where, "rows", name, target[0], control, cells["prompt"], others), unread
 
 def find_file(table, anywhere, folder, where, cell):
     """A cell of a table -> the picture's file. A path is relative to the table's folder, where the file must lie; with
@@ -483,7 +484,7 @@ def read_tables(tables, anywhere, folder, columns, alone):
 
 def tell_beside(samples, folder):
     """Prints how many files lie in the folders of a table's pictures, and are named in no row. folder: find_file's."""
-    named = [path for sample in samples for path in [*common.pictures_of(sample), sample.mask] if path]
+    named = [path for sample in samples for path in [*common.pictures_of(sample), *sample.others.values()]]
     used = set(map(os.path.realpath, named))
     # the place of a link is its own, as it may lead to the hub's blobs
     places = {os.path.realpath(Path(path).parent): Path(path).parent for path in named}
@@ -766,9 +767,9 @@ def fit_masks(samples, folder, invert=False, alpha=False):
         shown = f"mask of {sample.name}" if Path(file).is_relative_to(folder.parent) else file
         try:
             mask = future.result()
+            sample.others = {"mask": mask} if mask else {}
             if mask is None:
                 empty.append(shown)
-            sample.mask = mask
         except InputError as e:
             bad.append(id(sample))
             problems.append(str(e).replace(file, shown))
@@ -781,9 +782,10 @@ def fit_masks(samples, folder, invert=False, alpha=False):
 
 def places_of(sample):
     """-> {place in our layout, without suffix: picture's file} of a sample, with the controls in order."""
-    files = {f"target/{sample.name}": sample.target, f"mask/{sample.name}": sample.mask} | {
-        f"control/{sample.name}" + f"_{n}" * (n > 0): file for n, file in enumerate(sample.controls)}
-    return {place: file for place, file in files.items() if file}
+    files = {f"{role}/{sample.name}": file for role, file in [("target", sample.target), *sample.others.items()]}
+    for n, file in enumerate(sample.controls):
+        files[f"control/{sample.name}" + f"_{n}" * (n > 0)] = file
+    return files
 
 def link_or_copy(file, path):
     try:
@@ -792,7 +794,7 @@ def link_or_copy(file, path):
         shutil.copyfile(file, path)
 
 def write_sample(sample, folder, put=link_or_copy):
-    """Writes FOLDER/target, control and mask -> {place: file there}. put(file, path) copies a picture, or links it."""
+    """Writes FOLDER/target, control, ... -> {place: file there}. put(file, path) copies a picture, or links it."""
     files = {}
     for place, file in places_of(sample).items():
         suffix = Path(file).suffix.lower()

@@ -133,10 +133,11 @@ common.start_processes(args) # torchrun starts several of this script; else ther
 rank, world_size = common.rank(), common.world()
 dtype = getattr(torch, args.dtype) # of the frozen model; LoRA, gradients and optimizer are fp32
 
-# Data. What the cache lacks is encoded now. The encoders are gone before the transformer comes. geometry: the sizes.
+# Data. What the cache lacks is encoded now. The encoders are gone before the transformer comes. geometry: the
+# pictures' sizes in pixels, which the LoRA's file tells predict.py.
 model_folder, pipe = cache.find_pipeline(args)
 transformer_folder, transformer_file = predict.find_transformer(args)
-samples, _, geometry = cache.make_cache(pipe, model_folder, args)
+samples, _, geometry, _ = cache.make_cache(pipe, model_folder, args)
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 
@@ -207,8 +208,7 @@ with common.signals_noted() as signals:
             with open(log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
-            sizes = geometry | dict(target_pixels=geometry["target_pixels"][0]) # at which predict.py will generate
-            predict.save_lora(args.out_dir / LORA_FILE, transformer, dict(step=step, geometry=sizes))
+            predict.save_lora(args.out_dir / LORA_FILE, transformer, dict(step=step, geometry=geometry))
             pickled = io.BytesIO()
             torch.save(optimizer.state_dict(), pickled)
             tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))
