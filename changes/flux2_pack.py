@@ -1,7 +1,7 @@
 """
 What:   run_packed for FLUX.2: samples of any sizes in one pass of diffusers' Flux2Transformer2DModel, no block touched.
-For:    FLUX.2: copy this beside rope_patch.py, whose run_packed it replaces. Further steps: GUIDE, "A new model family".
-Costs:  a mask of S x S, whose masked part is computed, too, so keep packs small. FLUX.2's single blocks are blocks, too.
+For:    FLUX.2: copy this beside rope_patch.py, and call it for its run_packed. What else: GUIDE, "A new model family".
+Costs:  a mask of S x S, whose masked part is computed, too: keep packs small. blocks_of needs the single blocks, too.
 Paper:  none; hooks on what differs from sample to sample (modulations, norm_out), FLUX.2's own ids for each token.
 Fails:  nothing; tests/test_flux2_pack.py compares it with stock, one sample at a time.
 """
