@@ -43,6 +43,7 @@ from pydoc import locate
 import common
 from common import (LORA_FILE, InputError, checkpoints, first_words, key_value, natural, not_negative, number,
                     number_of, positive, say, write_file)
+from extras import lora_args
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -57,7 +58,8 @@ flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")
-flag("--lora_args", [], "KEY=VALUE: others of peft.LoraConfig, such as use_rslora=true", nargs="+", type=key_value)
+flag("--lora_args", [], "KEY=VALUE of peft.LoraConfig: use_rslora=true, rank_pattern={\"proj_out\":64}, "
+     "alpha_pattern=..., init_lora_weights=...", nargs="+", type=key_value)
 flag("--pretrained_lora", None, "start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag = parser.group("step")
 flag("--max_steps", 2000, "optimizer steps", type=positive)
@@ -106,11 +108,7 @@ peft_args = dict(args.lora_args)
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
-if {"r", "lora_alpha"} & peft_args.keys():
-    parser.error("argument --lora_args: r and lora_alpha have flags of their own; give --lora_rank, --lora_alpha")
-if peft_args.get("use_dora"):
-    parser.error("argument --lora_args: use_dora is not trained here, as ComfyUI ignores a DoRA's magnitudes and a "
-                 "quantized base has none; leave it out, and raise --lora_rank")
+lora_args.refuse(peft_args)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
@@ -140,7 +138,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_args, lora_files, plan, probe,
+from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_files, plan, probe,
                     resume, schedule_free, surroundings, tracker, unchanged)
 from extras.log import Log
 from rope_patch import checkpoint_blocks, plan_packs, run_packed
@@ -150,8 +148,6 @@ dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gra
 optimizer_class = locate(args.optimizer) # imports a class by its dotted name
 if not callable(optimizer_class):
     common.flag_error(f"--optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
-if peft_args: # peft takes some of which a LoRA file cannot hold what they train
-    lora_args.try_out(peft_args, predict.add_lora)
 # LoRAs and models are hashed before they are read, and compared when they are in memory.
 sample_loras = list(map(common.file_hash, sample_lora_files))
 for path in sample_lora_files: # now, as a model may be downloaded next
@@ -377,8 +373,7 @@ def save_checkpoint(step, transformer, lora, optimizer, meta):
 def make_model(folder, file, weights):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: what learns). Without
     weights they are shapes alone."""
-    load = partial(predict.load_transformer, folder, args.dtype, weights, file)
-    transformer = load()
+    transformer = predict.load_transformer(folder, args.dtype, weights, file)
     if pretrained_file:
         lora_config = predict.config_of(*pretrained)
     else:
@@ -386,16 +381,14 @@ def make_model(folder, file, weights):
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | peft_args
-    if not weights: # which some other initialisations read
-        lora_config["init_lora_weights"] = "gaussian"
     warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
         lora = predict.add_lora(transformer, **lora_config)
     except Exception as e: # whatever peft raises
-        raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
-    if peft_args: # all weights are compared with those of a transformer that is loaded once more
-        lora_args.refuse_added(transformer, load, peft_args)
+        raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); give other "
+                         "--lora_args, or another --lora_rank")
+    lora_args.refuse_idle(peft_args, lora)
     if pretrained_file and weights:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, sample_lora_files)
@@ -619,8 +612,7 @@ if args.compile:
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
-dropout = transformer.peft_config["default"].lora_dropout > 0
-recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
+recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=args.lora_dropout > 0)
 recomputed = None
 if args.gradient_checkpointing is None: # measures on a GPU; None on a CPU
     recomputed = fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item,
