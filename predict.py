@@ -117,7 +117,6 @@ if __name__ == "__main__": # before the imports below: a slip is answered in a s
     args = read_flags()
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
@@ -233,13 +232,13 @@ def read_lora(path):
     file = find_lora(path)
     data, header = lora_files.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
     notes = header.get("__metadata__") or {}
-    meta, ours = lora_files.diffusers_meta(notes), [key for key, text in notes.items() if common.SIGNED.match(text)]
+    ours = [key for key, text in notes.items() if common.SIGNED.match(text)]
     if ours: # this project wrote the file, so it can be checked to the bit
         state, meta = common.read_tensors(file, ours[0], data=data, note=common.warn_once)
-    if not lora_files.is_plain(file, header, meta):
+    else:
+        state, meta = lora_files.load_tensors(file, data), lora_files.diffusers_meta(notes)
+    if not lora_files.is_plain(file, notes, state, meta):
         state, meta = lora_files.read(file, data, header)
-    elif not ours:
-        state = safetensors.torch.load(data)
     finite.refuse(file, state, "its training diverged; take another file")
     lora_files.check_notes(file, state, meta)
     return state, meta

@@ -34,6 +34,7 @@ PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|
 # the name of a tensor in diffusers' form: (layer, A or B)
 PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
                    r"norm_out\.|img_in|txt_in|proj_out)[\w.]{0,99})\.lora_([AB])\.weight")
+PLAIN_DTYPES = torch.float32, torch.float16, torch.bfloat16
 # how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa
 PARTS = re.compile(r"(.+?)\.(?:lora_(?:linear_layer\.)?|lora\.)(?P<half>A|B|down|up)"
                    r"(?:\.(?!weight$|bias$)\w+)?(?:\.weight)?"
@@ -452,6 +453,16 @@ def read_file(file):
         return f.read(), header
 
 
+def load_tensors(file, data):
+    """-> {name: tensor}, sorted, as a file has any order."""
+    try:
+        return dict(sorted(safetensors.torch.load(data).items()))
+    except safetensors.SafetensorError as e:
+        refuse_file(file, first_words(e))
+    except Exception as e: # a dtype that torch lacks
+        raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
+
+
 def diffusers_meta(notes):
     """-> diffusers' entry of a header's notes {key: text}; None for one that find_configs will refuse."""
     try:
@@ -460,24 +471,23 @@ def diffusers_meta(notes):
         return None
 
 
-def is_plain(file, header, meta):
-    """Whether a file is as train.py and diffusers write it, by its header and by what diffusers_meta returns: of each
-    layer, under diffusers' names, the two matrices of the rank that meta tells; and one alpha for all."""
-    notes = " ".join(header.get("__metadata__") or {})
+def is_plain(file, notes, state, meta):
+    """Whether a file is as train.py and diffusers write it: of each layer, under diffusers' names, the two matrices of
+    the rank that its metadata tells; and one alpha for all. notes: its header's; meta: what diffusers_meta returns."""
     # patterns are regexes, which could search for years, and an alpha may stand in another place
-    if meta is None or any(map(meta.get, PATTERN_KEYS)) or "alpha" in notes or file.name == PEFT_FILE:
+    if meta is None or any(map(meta.get, PATTERN_KEYS)) or "alpha" in " ".join(notes) or file.name == PEFT_FILE:
         return False
     alpha, root = meta.get("transformer.lora_alpha", 1), meta.get("transformer.use_rslora", False)
     if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= MOST_ALPHA: # NaN, too
         return False
     ranks = {}
-    for key in header.keys() - {"__metadata__"}:
-        named, shape = PLAIN.fullmatch(key), header[key]["shape"]
-        if not named or len(shape) != 2 or header[key]["dtype"] not in ("F32", "F16", "BF16"):
+    for key, matrix in state.items():
+        named = PLAIN.fullmatch(key)
+        if not named or matrix.ndim != 2 or matrix.dtype not in PLAIN_DTYPES:
             return False
-        ranks.setdefault(named[1], []).append(shape["AB".index(named[2])])
-    for of_a, *of_b in ranks.values():
-        if of_b != [of_a] or not 0 < of_a == meta.get("transformer.r", of_a) <= MOST_RANK:
+        ranks.setdefault(named[1], []).append(matrix.shape["AB".index(named[2])])
+    for rank, *others in ranks.values():
+        if others != [rank] or not 0 < rank == meta.get("transformer.r", rank) <= MOST_RANK:
             return False
     return bool(ranks)
 
@@ -502,12 +512,7 @@ def decomposed(file, data, rank):
 
 
 def convert(file, data, header, rank):
-    try:
-        tensors = dict(sorted(safetensors.torch.load(data).items())) # which have any order
-    except safetensors.SafetensorError as e:
-        refuse_file(file, first_words(e))
-    except Exception as e: # a dtype that torch lacks
-        raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
+    tensors = load_tensors(file, data)
     layers = sort_tensors(file, tensors)
     configs, train = find_configs(file, header.get("__metadata__") or {}, tensors)
     state, alphas, off = {}, {}, {}
@@ -564,7 +569,7 @@ def to_matrix(layer, name, tensor):
         tensor = tensor[..., 0, 0]
     if tensor.ndim != 2 or not tensor.is_floating_point() or not tensor.numel():
         raise ValueError(f"{layer}: {name} is {list(tensor.shape)} of {tensor.dtype}, no matrix")
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16): # fp8, fp64
+    if tensor.dtype not in PLAIN_DTYPES: # fp8, fp64
         tensor = tensor.float()
     if not tensor.isfinite().all():
         raise ValueError(f"NaN or Inf in {layer} ({name}): its training diverged")
