@@ -352,13 +352,17 @@ def learning_rate(n):
 
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
-def save_checkpoint(step, transformer, lora, optimizer, meta):
+def write_checkpoint(path, step, transformer, lora, optimizer, meta):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
-    rename folders. The newest --keep, with this one, and the best stay."""
-    path = out_dir / f"checkpoint-{step:06d}"
+    rename folders. extras/probe.py tries this before the first step."""
     with averaged_weights(optimizer):
         resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
+
+def save_checkpoint(step, transformer, lora, optimizer, meta):
+    """Adds a checkpoint to the run folder. The newest --keep, with this one, and the best stay."""
+    path = out_dir / f"checkpoint-{step:06d}"
+    write_checkpoint(path, step, transformer, lora, optimizer, meta)
     disk.sync_folder(out_dir)
     # whatever is left of others, as of one whose deletion failed, goes too; but where the log cannot be read, nothing
     with failures.tried("old checkpoints"):
@@ -627,8 +631,6 @@ optimizer = make_optimizer(lora.values())
 averaged_weights = contextlib.nullcontext
 if hasattr(optimizer, "eval"):
     averaged_weights = schedule_free.averaged_weights
-# or an optimizer that cannot be saved would show only at the first checkpoint
-probe.check(args, lora, make_optimizer, averaged_weights, out_dir)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 
@@ -646,6 +648,11 @@ bases.compare([*sample_lora_files, pretrained_file], base)
 
 # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
 common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
+
+# What a run does first at its end, or at a checkpoint, is tried now: what cannot be saved or read back ends it here.
+probe.check(args, out_dir, transformer, lora, optimizer, make_optimizer, averaged_weights,
+            partial(write_checkpoint, meta=meta), meta,
+            partial(predict.load_transformer, transformer_folder, args.dtype, weights=False), parser.get_default)
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
 # learning rate follow from --seed and the step.

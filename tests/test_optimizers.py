@@ -247,7 +247,7 @@ def trial(optimizer, **more):
             patch.setitem(ns["make_optimizer"].__globals__, name, value)
         before = {name: p.detach().clone() for name, p in lora.items()}
         averaged = schedule_free.averaged_weights if hasattr(locate(optimizer), "eval") else contextlib.nullcontext
-        probe.check(args, lora, ns["make_optimizer"], averaged)
+        probe.check_optimizer(args, lora, ns["make_optimizer"], averaged)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
 @pytest.mark.parametrize("optimizer", KEPT)
