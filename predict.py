@@ -276,16 +276,19 @@ def check_fit(transformer, state, path):
         raise InputError(f"{path}: {len(wrong)} of {len(state)} tensors do not fit the model, for instance {wrong[0]}; "
                          "it was made for another one")
 
-def load_loras(transformer, paths, scales=None):
-    """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
+def load_lora(transformer, name, state, meta, path):
+    """Adds what read_lora returns to the transformer, as an adapter of this name."""
     # several LoRAs are wanted here, and a model without weights only tells whether they fit
     warnings.filterwarnings("ignore", "Already found a `peft_config`|for .* copying from a non-meta parameter")
+    check_fit(transformer, state, path)
+    config = with_prefix("transformer", config_of(state, meta))
+    QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
+
+def load_loras(transformer, paths, scales=None):
+    """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
     names = [f"lora{i}" for i in range(len(paths))]
     for name, path in zip(names, paths):
-        state, meta = read_lora(path)
-        check_fit(transformer, state, path)
-        config = with_prefix("transformer", config_of(state, meta))
-        QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
+        load_lora(transformer, name, *read_lora(path), path)
     if names:
         transformer.set_adapters(names, scales)
     transformer.eval() # what is new is in training mode

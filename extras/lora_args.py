@@ -12,8 +12,8 @@ import common
 PATTERNS = "rank_pattern alpha_pattern".split() # {"LAYER": NUMBER, ...}, a layer by the end of its name
 # olora, pissa, corda and loftq change W, and eva and lora_ga want calls that nobody makes here
 VALUES = dict(use_rslora=["true", "false"], init_lora_weights=["true", "false", '"gaussian"', '"orthogonal"'])
-FULL = 'train a layer in full as --lora_targets attention proj_out --lora_args rank_pattern={"proj_out":64}, with the '\
-    "smaller of its sides as its rank"
+FULL = ("a layer is trained in full by --lora_targets attention proj_out --lora_args rank_pattern={\"proj_out\":64}, "
+        "the smaller of its sides; give that")
 INSTEAD = dict(r="give --lora_rank", lora_alpha="give --lora_alpha, for single layers alpha_pattern",
                lora_dropout="give --lora_dropout", use_dora="ComfyUI ignores its magnitudes; raise --lora_rank",
                loftq_config="give --quantize", modules_to_save=FULL, trainable_token_indices=FULL,
@@ -31,7 +31,8 @@ def refuse(given):
             remedy = INSTEAD.get(field, f"leave it out; there are {', '.join([*PATTERNS, *VALUES])}")
             common.flag_error(f"--lora_args {field}: a LoRA's file cannot hold it, or it does nothing here; {remedy}")
         elif json.dumps(value) not in VALUES[field]:
-            common.flag_error(f"--lora_args {field}={value}: give {' or '.join(VALUES[field])}")
+            common.flag_error(f"--lora_args {field}={value}: cannot be kept, or means nothing; give "
+                              f"{' or '.join(VALUES[field])}")
 
 
 def refuse_pattern(field, value):

@@ -6,8 +6,8 @@ LoRA, is saved and read back into a second one, which must then be equal in ever
 The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
 
 A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model. For
-that the model has one of those blocks whose LoRAs are alike, so this takes a second, too, and random numbers in their
-matrices, as zeros would hide a wrong scale.
+that the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but the first
+have matrices of one column or row, so that this takes a second, too.
 """
 import contextlib
 import math
@@ -55,9 +55,9 @@ def check_files(args, out_dir, write, load_empty, default):
     folder = out_dir / f".tmp-{secrets.token_hex(8)}"
     try:
         with trial():
-            trained, scales, blocks = write(folder)
+            trained, scales, firsts = write(folder)
         try:
-            found = find_wrong(folder, args.optimizer, trained, scales, short(load_empty(), blocks))
+            found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
             hints.next_commands(args, folder, default)
         except InputError as e: # which names a file that will not be there
             found = first_words(e)
@@ -72,53 +72,48 @@ def check_files(args, out_dir, write, load_empty, default):
 
 def write_files(transformer, lora, make_optimizer, averaged_weights, write_checkpoint, meta, folder):
     """Writes checkpoint-000001 and the finished LoRA -> {name in a file: tensor} of what is trained, {layer: scale},
-    the numbers of the blocks that this was done with."""
-    with one_of_each_kind(transformer, lora) as few:
-        optimizer = make_optimizer(few.values())
-        write_checkpoint(folder / "checkpoint-000001", 1, transformer, few, optimizer)
+    the numbers of the blocks whose matrices are whole."""
+    with random_numbers(transformer, lora) as firsts:
+        optimizer = make_optimizer(lora.values())
+        write_checkpoint(folder / "checkpoint-000001", 1, transformer, lora, optimizer)
+        trained = lora | {name: p for name, p in transformer.named_parameters() if p.requires_grad}
         with averaged_weights(optimizer):
             predict.save_lora(folder / LORA_FILE, transformer, dict(step=1, **meta), fold=True)
-            trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad} | few
             trained = {f"transformer.{name.replace('.default.', '.')}": p.detach().to("cpu", copy=True)
                        for name, p in trained.items()}
-        scales = {name: module.scaling["default"] for name, module in transformer.named_modules()
-                  if isinstance(module, LoraLayer) and "default" in module.scaling}
-        return trained, scales, list(transformer.transformer_blocks.keys())
+    scales = {name: module.scaling["default"] for name, module in transformer.named_modules()
+              if isinstance(module, LoraLayer) and "default" in module.scaling}
+    return trained, scales, firsts
 
 
 @contextlib.contextmanager
-def one_of_each_kind(transformer, lora):
-    """Within `with` the transformer has one of those blocks whose LoRAs have the same layers, ranks and scales, and
-    random numbers in them -> those of `lora` that it has. Afterwards all is as it was, to the bit."""
-    blocks, kinds = transformer.transformer_blocks, {}
-    for n, block in enumerate(blocks):
+def random_numbers(transformer, lora):
+    """Within `with` the LoRA has other numbers, and of the blocks whose LoRAs have the same layers, ranks and scales only
+    the first one whole matrices -> the numbers of these. Afterwards all is as it was, to the bit."""
+    kinds, narrow, weights = {}, set(), {p: p.data for p in lora.values()}
+    for n, block in enumerate(transformer.transformer_blocks):
         shapes = [(name, p.shape) for name, p in block.named_parameters() if p.requires_grad]
         scales = [module.scaling for module in block.modules() if isinstance(module, LoraLayer)]
-        kinds.setdefault(str((shapes, scales)), str(n))
-    left_out = {*blocks.parameters()} - {*short(transformer, kinds.values()).parameters()}
-    few = {name: p for name, p in lora.items() if p not in left_out}
-    weights = {p: p.data for p in few.values()}
+        if kinds.setdefault(str((shapes, scales)), n) != n:
+            narrow.update(block.parameters())
     try:
-        for p in weights:
-            p.data = torch.empty_like(p).normal_(generator=torch.Generator(p.device).manual_seed(p.numel()))
-        yield few
+        for name, p in lora.items():
+            part = p.data
+            if p in narrow and ".lora_A." in name:
+                part = part[:, :1]
+            elif p in narrow and ".lora_B." in name:
+                part = part[:1]
+            p.data = torch.empty_like(part).normal_(generator=torch.Generator(p.device).manual_seed(len(name)))
+        yield list(kinds.values())
     finally:
-        transformer.transformer_blocks = blocks
         for p, data in weights.items():
             p.data = data
 
 
-def short(transformer, numbers):
-    """The transformer with only these of its blocks, under their names."""
-    blocks = transformer.transformer_blocks
-    transformer.transformer_blocks = torch.nn.ModuleDict({n: blocks[int(n)] for n in numbers})
-    return transformer
-
-
-def find_wrong(folder, optimizer, trained, scales, second):
+def find_wrong(folder, optimizer, trained, scales, firsts, second):
     """-> what of write_files' answer does not come back from its files, in words; None if all does. second: an empty
-    model, which gets both LoRAs."""
-    checkpoint, finished = folder / "checkpoint-000001", predict.read_lora(folder)[0]
+    transformer, which gets both LoRAs, as far as they are whole."""
+    checkpoint, (finished, meta) = folder / "checkpoint-000001", predict.read_lora(folder)
     folded = dict(trained)
     for layer, scale in scales.items():
         folded[f"transformer.{layer}.lora_B.weight"] = scale * trained[f"transformer.{layer}.lora_B.weight"]
@@ -129,11 +124,16 @@ def find_wrong(folder, optimizer, trained, scales, second):
         for name, tensor in wanted.items():
             if not same_bits(read[name], tensor):
                 return f"{what} has other numbers in {name}"
-    predict.load_loras(second, [checkpoint, folder])
-    for layer, scale in scales.items():
-        found = second.get_submodule(layer).scaling # by the names that load_loras gives
-        if not math.isclose(found["lora0"], scale, rel_tol=1e-6) or found["lora1"] != 1:
-            return f"{layer} is trained at a scale of {scale:g}, and loaded at {found['lora0']:g}"
+    blocks = second.transformer_blocks
+    second.transformer_blocks = torch.nn.ModuleDict({str(n): blocks[n] for n in firsts})
+    places = {f"transformer.{name}" for name, _ in second.named_modules()}
+    for adapter, state, meta in (("trained", *predict.read_lora(checkpoint)), ("finished", finished, meta)):
+        whole = {name: tensor for name, tensor in state.items() if name.rsplit(".lora_", 1)[0] in places}
+        predict.load_lora(second, adapter, whole, meta, folder)
+    for layer in scales.keys() & dict(second.named_modules()).keys():
+        found = second.get_submodule(layer).scaling
+        if not math.isclose(found["trained"], scales[layer], rel_tol=1e-6) or found["finished"] != 1:
+            return f"{layer} is trained at a scale of {scales[layer]:g}, and loaded at {found['trained']:g}"
     return None
 
 

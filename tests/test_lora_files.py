@@ -756,8 +756,8 @@ def test_a_lora_that_was_merged_is_part_of_the_frozen_base(tmp_path, two_loras):
     ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "4 of 12"),
     ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--lora_args use_dora=true", 2, "use_dora"),
     ("--pretrained_lora GOOD --lora_args use_rslora=true", 2, "--lora_args"), ("--lora_args =3", 2, "--lora_args"),
-    ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 1, "--lora_args"),
-    ("--lora_args init_lora_weights=nonsense", 1, "--lora_args")])
+    ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 2, "--lora_args"),
+    ("--lora_args init_lora_weights=nonsense", 2, "--lora_args")])
 def test_a_lora_to_start_from_that_does_not_fit_or_flags_is_refused(tmp_path, two_loras, flags, status, named):
     bad = lora_file(tmp_path, renamed("to_q", "qkv")(lora_tensors()))
     result = train_demo(tmp_path / "a", *flags.replace("GOOD", str(two_loras[0])).replace("BAD", str(bad)).split())
