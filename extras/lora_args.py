@@ -1,9 +1,9 @@
 """
---lora_args: those fields of peft.LoraConfig that a LoRA's file can hold and that predict.py, diffusers and ComfyUI apply.
+--lora_args: the fields of peft.LoraConfig that a LoRA's file can hold.
 
-A file has the matrices A and B of some layers, for y = W x + (alpha / rank) B A x, on the base as it was published. So a
-layer's rank and alpha may be chosen, and the first numbers of A and B as long as W stays. All else that peft can do would
-be missing when the file is used, or does nothing in this training.
+A file has the matrices A and B of some layers, for y = W x + (alpha / rank) B A x, on the base as it was published. So
+you may choose a layer's rank and alpha, and how A and B begin, as long as W stays. All else that peft can do would be
+missing when predict.py, diffusers or ComfyUI use the file, or does nothing in this training.
 """
 import json
 

@@ -5,9 +5,9 @@ An optimizer, of any package, may keep what it wants where it wants. Here one ta
 LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
 The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
 
-A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model. For
-that the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but the first
-have matrices of one column or row, so that this takes a second, too.
+A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model.
+Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but
+the first have matrices of one column or row, so that this takes a second, too.
 """
 import contextlib
 import math
@@ -88,8 +88,8 @@ def write_files(transformer, lora, make_optimizer, averaged_weights, write_check
 
 @contextlib.contextmanager
 def random_numbers(transformer, lora):
-    """Within `with` the LoRA has other numbers, and of the blocks whose LoRAs have the same layers, ranks and scales only
-    the first one whole matrices -> the numbers of these. Afterwards all is as it was, to the bit."""
+    """Within `with` the LoRA has random numbers, and of the blocks whose LoRAs have the same layers, ranks and scales
+    only the first one has whole matrices -> the numbers of these. Afterwards all is as it was, to the bit."""
     kinds, narrow, weights = {}, set(), {p: p.data for p in lora.values()}
     for n, block in enumerate(transformer.transformer_blocks):
         shapes = [(name, p.shape) for name, p in block.named_parameters() if p.requires_grad]

@@ -14,7 +14,7 @@ from peft import LoraConfig
 import cache
 import predict
 from extras import lora_args
-from tests.harness import (EXACT, NATIVE, TINY, assert_same_run, is_one_line, lora_of, rel, run_script)
+from tests.harness import EXACT, NATIVE, TINY, assert_same_run, is_one_line, lora_of, rel, run_script
 
 def flags_of(given):
     return ["--lora_args", *[f"{key}={json.dumps(value)}" for key, value in given.items()]]
@@ -109,7 +109,8 @@ def test_layers_of_single_blocks_are_named_as_targets(small, tmp_path):
     """What layers_to_transform is for, in every version of peft."""
     name = "transformer_blocks.1.attn.to_q"
     result = run_script("train.py", *small.flags, "--max_steps", 1, "--lora_targets", name, "--out_dir", tmp_path)
-    assert result.status == 0 and lora_of(tmp_path).keys() == {f"transformer.{name}.lora_{half}.weight" for half in "AB"}
+    assert result.status == 0, result.err
+    assert lora_of(tmp_path).keys() == {f"transformer.{name}.lora_{half}.weight" for half in "AB"}
 
 def test_full_layers_are_trained_resumed_and_drawn_as_full_ranks(small, tmp_path):
     """norm_out.linear and proj_out at the smaller of their sides: their LoRA can become any change of the weight."""

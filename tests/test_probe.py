@@ -1,6 +1,6 @@
 """
-What a run does first at its end is tried before its first step (extras/probe.py): edits that break it, as a person could
-make them, end the run there with one line. The optimizer's part has its tests in test_optimizers.py.
+What a run does first at its end is tried before its first step (extras/probe.py): edits that break it, as a person
+could make them, end the run there with one line. The optimizer's part has its tests in test_optimizers.py.
 
 $ python -m pytest -q tests/test_probe.py    # half a minute
 """
@@ -28,43 +28,49 @@ def refused_run(small, out_dir, script="train.py", *flags):
     assert "step 1" not in result.out and [path.name for path in out_dir.iterdir() if path.name != ".lock"] == []
     return result.errors[0]
 
-CONFIG = "    config = transformer.peft_config"
+# edits of predict.save_lora, by what they add before or put instead of a part of its text
+CONFIG, NO_DROPOUT = "    config = transformer.peft_config", "lora_dropout=0.0)"
+ONE_LESS = f"    state = {{key: state[key] for key in state if '1.attn.to_q' not in key}}\n{CONFIG}"
+HALVES = f"    state = {{key: state[key].half() for key in state}}\n{CONFIG}"
+ONE_MORE = f"    state['norm_out.linear.weight'] = transformer.norm_out.linear.weight\n{CONFIG}"
+# and of others
 FULL_LAYER = ("add_lora", "    return {", "    transformer.norm_out.linear.weight.requires_grad_()\n    return {")
-ALPHA = ["--lora_alpha", 3]
-EDITS = { # edits of predict.py: (function, its text, another one); flags; words of the line
-    "a layer is not saved": ([("save_lora", CONFIG, "    state = {key: state[key] for key in state if '1.attn.to_q' not "
-                               f"in key}}\n{CONFIG}")], [], "lacks transformer.transformer_blocks.1.attn.to_q.lora_A"),
-    "fold forgets the scale": ([("save_lora", "state[key] * scale", "state[key]")], ALPHA, "the finished LoRA has other"),
+COPIES = ("find_layers", "return dict(", "return dict(modules_to_save=['norm_out'], ")
+ALPHA, RSLORA = ["--lora_alpha", 3], ["--lora_args", "use_rslora=true"]
+ONE_ALPHA = ["--lora_args", 'alpha_pattern={"1.attn.to_v":7}']
+EDITS = { # (the function, its text, another one), ...; flags; words of the line
+    "a layer is not saved": ([("save_lora", CONFIG, ONE_LESS)], [], "lacks transformer.transformer_blocks.1.attn.to_q"),
+    "fold forgets the scale": ([("save_lora", "state[key] * scale", "state[key]")], ALPHA, "the finished LoRA has"),
     "fold is always on": ([("save_lora", "if fold:", "if True:")], ALPHA, "a checkpoint has other numbers"),
     "fold changes the model": ([("save_lora", "state[key] = state[key] * scale", "state[key].mul_(scale)")], ALPHA,
                                "other numbers"),
-    "alpha stays after fold": ([("save_lora", "lora_alpha=config[\"r\"], ", "")], ALPHA, "is trained at a scale of 1.5"),
-    "rslora is not noted": ([("save_lora", "lora_dropout=0.0)", "lora_dropout=0.0, use_rslora=False)")],
-                            ["--lora_args", "use_rslora=true"], "is trained at a scale of 1.4"),
-    "one alpha is not noted": ([("save_lora", "lora_dropout=0.0)", "lora_dropout=0.0, alpha_pattern={})")],
-                               ["--lora_args", 'alpha_pattern={"1.attn.to_v":7}'], "1.attn.to_v is trained at a scale"),
-    "half precision": ([("save_lora", CONFIG, f"    state = {{key: state[key].half() for key in state}}\n{CONFIG}")], [],
-                       "other numbers"),
+    "alpha stays after fold": ([("save_lora", "lora_alpha=config[\"r\"], ", "")], ALPHA, "trained at a scale of 1.5"),
+    "rslora is not noted": ([("save_lora", NO_DROPOUT, f"use_rslora=False, {NO_DROPOUT}")], RSLORA,
+                            "trained at a scale of 1.4"),
+    "one alpha is not noted": ([("save_lora", NO_DROPOUT, f"alpha_pattern={{}}, {NO_DROPOUT}")], ONE_ALPHA,
+                               "1.attn.to_v is trained at a scale of 3.5"),
+    "half precision": ([("save_lora", CONFIG, HALVES)], [], "other numbers"),
     "a full layer is not saved": ([FULL_LAYER], [], "lacks transformer.norm_out.linear.weight"),
-    "a full layer cannot be read": ([FULL_LAYER, ("save_lora", CONFIG, "    state['norm_out.linear.weight'] = transformer"
-                                     f".norm_out.linear.weight\n{CONFIG}")], [], "`weight` is not an nn.Module"),
-    "another layer is targeted": ([("find_layers", "return dict(", "return dict(modules_to_save=['norm_out'], ")], [],
-                                  "`bias` is not an nn.Module")}
+    "a full layer cannot be read": ([FULL_LAYER, ("save_lora", CONFIG, ONE_MORE)], [], "`weight` is not an nn.Module"),
+    "a layer is trained as a copy": ([COPIES], [], "`bias` is not an nn.Module")}
 
 @pytest.mark.parametrize("what", EDITS)
-def test_a_file_that_would_not_hold_what_is_trained_ends_the_run_before_its_first_step(small, tmp_path, monkeypatch, what):
+def test_a_file_that_would_not_hold_what_is_trained_ends_the_run_before_its_first_step(
+        small, tmp_path, monkeypatch, what):
+    """Whichever function of predict.py a person has changed."""
     edits, flags, words = EDITS[what]
     for name, old, new in edits:
         edit(monkeypatch, predict, name, old, new)
     assert words in refused_run(small, tmp_path, "train.py", *flags)
 
-TRAIN_EDITS = { # edits of train.py
-    "an unsaved tensor in the optimizer": ("make_optimizer(lora.values())", "make_optimizer([*lora.values(), "
-                                           "torch.nn.Parameter(torch.ones(3))])", "no checkpoint would keep"),
-    "an unsaved tensor in the LoRA": ("make_optimizer(lora.values())", "make_optimizer((lora := dict(lora, mine="
-                                      "torch.nn.Parameter(torch.ones(3)))).values())", "lacks transformer.mine"),
-    "a checkpoint of another step": ("lora, step=step, config=config", "lora, step=step + 1, config=config", "together"),
-    "a note that is no JSON": ("areas=areas, config", "areas=areas, mine=torch.ones(()), config", "iteration over a 0-d tensor")}
+MADE = "\noptimizer = make_optimizer(lora.values())"
+TENSOR = "torch.nn.Parameter(torch.ones(3))"
+TRAIN_EDITS = { # edits of train.py: its text, another one, words of the line
+    "a tensor for the optimizer alone": (MADE, MADE.replace("lora.values()", f"[*lora.values(), {TENSOR}]"),
+                                         "no checkpoint would keep"),
+    "a tensor beside the LoRA": (MADE, f"\nlora['mine'] = {TENSOR}{MADE}", "lacks transformer.mine"),
+    "a checkpoint of another step": ("lora, step=step, config", "lora, step=step + 1, config", "together"),
+    "a note that is no JSON": ("areas=areas, config", "areas=areas, mine=torch.ones(()), config", "a 0-d tensor")}
 
 @pytest.mark.parametrize("what", TRAIN_EDITS)
 def test_an_edit_of_train_that_a_checkpoint_cannot_keep_ends_the_run_likewise(small, tmp_path, monkeypatch, what):
@@ -88,8 +94,8 @@ def test_only_the_first_process_tries_the_files_and_a_plan_tries_nothing(small, 
     monkeypatch.setenv("RANK", "1")
     lora = {"a": torch.nn.Parameter(torch.ones(1))}
     monkeypatch.setattr(probe, "check_optimizer", lambda *_: None) # which each process does for itself
-    probe.check(result.globals["args"], tmp_path, None, lora, torch.optim.SGD(lora.values()), None, None, None, {}, None,
-                None)
+    nothing = [None] * 6
+    probe.check(result.globals["args"], tmp_path, None, lora, torch.optim.SGD(lora.values()), *nothing)
     assert len(tried) == 1
 
 def test_the_trial_has_whole_matrices_in_one_block_of_each_kind_and_gives_all_back_to_the_bit():
