@@ -55,7 +55,7 @@ def test_imports_point_down_only():
     assert "extras" not in imports_of(HERE / "rope_patch.py")[1] # people copy this file alone
     for path in (HERE / "extras").glob("*.py"):
         below = {"common", "rope_patch"} # what stands below everyone who loads it: these are train.py's alone
-        below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "published") else set()
+        below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "probe", "published") else set()
         assert not imports_of(path)[1] & {*top, "tools", "tests"} - below, path
     for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
         assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text("utf-8"))), path
