@@ -9,7 +9,9 @@ import contextlib
 import functools
 import json
 import random
+import tempfile
 import types
+from pathlib import Path
 from pydoc import locate
 
 import numpy as np
@@ -247,7 +249,8 @@ def trial(optimizer, **more):
             patch.setitem(ns["make_optimizer"].__globals__, name, value)
         before = {name: p.detach().clone() for name, p in lora.items()}
         averaged = schedule_free.averaged_weights if hasattr(locate(optimizer), "eval") else contextlib.nullcontext
-        probe.check_optimizer(args, lora, ns["make_optimizer"], averaged)
+        with tempfile.TemporaryDirectory() as folder:
+            probe.check_optimizer(args, lora, ns["make_optimizer"], averaged, Path(folder))
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
 @pytest.mark.parametrize("optimizer", KEPT)
