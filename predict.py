@@ -205,7 +205,7 @@ def find_layers(transformer, names):
     for end in targets:
         if not any(f".{name}".endswith(f".{end}") for name in linears):
             raise InputError(f"--lora_targets {end}: no linear layer of that name; there are "
-                             f"{' '.join(presets['all-linear'])}, img_in, txt_in, proj_out")
+                             f"{' '.join(presets['all-linear'])}, img_in, txt_in, norm_out.linear, proj_out")
     # the text stream of the last block is never read: a LoRA there would get no gradient
     last = len(blocks_of(transformer)) - 1
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"

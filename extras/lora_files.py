@@ -27,6 +27,7 @@ import common
 from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
                     read_text, tell, warn_once)
 from extras import foreign
+from extras.lora_args import PATTERNS
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
@@ -51,8 +52,6 @@ OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used
 FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
-PATTERN_FIELDS = "rank_pattern alpha_pattern".split()
-PATTERN_KEYS = [f"transformer.{field}" for field in PATTERN_FIELDS]
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 # A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
 # No layer of it has more inputs or outputs than MOST_WIDTH, which a Kronecker product of two small matrices could have.
@@ -261,7 +260,7 @@ def note_ranks(file, configs, state):
 def checked(where, config, layers):
     """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong, or
     that it would take long to look up so many layers in the patterns."""
-    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERN_FIELDS}
+    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERNS}
     letters = sum(len(regex.pattern) for regex, _ in sum(patterns.values(), []))
     if letters * layers > MOST_MATCHED:
         raise ValueError(f"the patterns of {where} have too many names: {letters:,} letters for {layers:,} layers")
@@ -475,7 +474,9 @@ def is_plain(file, notes, state, meta):
     """Whether a file is as train.py and diffusers write it: of each layer, under diffusers' names, the two matrices of
     the rank that its metadata tells; and one alpha for all. notes: its header's; meta: what diffusers_meta returns."""
     # patterns are regexes, which could search for years, and an alpha may stand in another place
-    if meta is None or any(map(meta.get, PATTERN_KEYS)) or "alpha" in " ".join(notes) or file.name == PEFT_FILE:
+    if meta is None or "alpha" in " ".join(notes) or file.name == PEFT_FILE:
+        return False
+    if any(meta.get(f"transformer.{field}") for field in PATTERNS):
         return False
     alpha, root = meta.get("transformer.lora_alpha", 1), meta.get("transformer.use_rslora", False)
     if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= MOST_ALPHA: # NaN, too

@@ -14,10 +14,8 @@ import math
 import random
 import secrets
 import shutil
-import tempfile
 import types
 from functools import partial
-from pathlib import Path
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -38,22 +36,25 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
     """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
     used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
     hints.next_commands. All others are train.py's. Nothing is changed."""
-    check_optimizer(args, lora, make_optimizer, out_dir)
     here = {*lora.values()}
     strange = [p for group in optimizer.param_groups for p in group["params"] if p not in here]
     if strange:
         raise InputError(f"{out_dir}: the optimizer trains {len(strange)} tensors that no checkpoint would keep, for "
                          f"instance one of {list(strange[0].shape)}; mend make_model or make_optimizer in train.py")
     write = partial(write_files, transformer, lora, make_optimizer, write_checkpoint, meta)
-    on_first_process(partial(check_files, args, out_dir, write, load_empty, default))
+    folder = out_dir / f".tmp-{secrets.token_hex(8)}"
+    try:
+        check_optimizer(args, lora, make_optimizer, folder)
+        on_first_process(partial(check_files, args, out_dir, folder, write, load_empty, default))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
-def check_files(args, out_dir, write, load_empty, default):
-    """InputError names what is lost in the files of this run. write(folder): write_files."""
-    folder = out_dir / f".tmp-{secrets.token_hex(8)}"
+def check_files(args, out_dir, folder, write, load_empty, default):
+    """InputError names what is lost in the files of this run, which are written into `folder`. write: write_files."""
     try:
         with trial():
             trained, scales, firsts = write(folder)
@@ -64,8 +65,6 @@ def check_files(args, out_dir, write, load_empty, default):
             found = first_words(e)
     except Exception as e: # of code that a person has changed, which can fail in any way
         found = f"{type(e).__name__}: {first_words(e)}"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
                          "write_checkpoint, predict.py's save_lora and read_lora, or extras/hints.py")
@@ -143,21 +142,17 @@ def find_wrong(folder, optimizer, trained, scales, firsts, second):
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(args, lora, make_optimizer, out_dir=None):
-    """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written. All but `args` is
-    train.py's; lora: {name: parameter}; out_dir: where its trial is written, by default the system's TMPDIR."""
+def check_optimizer(args, lora, make_optimizer, folder):
+    """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written, into `folder`."""
     # torch's own need no trial with their defaults: the tests have tried them, with --ema too
     if args.optimizer.startswith("torch.optim.") and not args.optimizer_args:
         return
-    folder = Path(out_dir or tempfile.gettempdir(), f".tmp-{secrets.token_hex(8)}")
     try:
         with trial():
             lost, moved = find_lost(some_of(lora), make_optimizer, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if lost is not None:
         raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
                          "anew; take another, such as torch.optim.AdamW")
