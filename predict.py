@@ -28,10 +28,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # PYTHONSAFEPATH leaves it out
 import extras # before all others: no folder that stands here, such as cache/, is taken for one of them
 import argparse
-import io
-import json
 import math
-import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,8 +39,8 @@ from statistics import mode
 from time import monotonic
 
 import common
-from common import (LORA_FILE, MOST_ALPHA, MOST_RANK, PEFT_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora,
-                    is_one_file, noise_level, number, pixels, png_name, positive, seed_number, tell)
+from common import (LORA_FILE, SAMPLE_FLAGS, InputError, file_hash, find_lora, is_one_file, noise_level, number, pixels,
+                    png_name, positive, seed_number, tell)
 from extras import disk, finished, hints, names, sheet, sources, unchanged
 from extras.asked import about, png_of, read_samples, refuse_nothing
 from extras.keep_from_prune import keep_from_prune
@@ -119,7 +116,6 @@ if __name__ == "__main__": # before the imports below: a slip is answered in a s
     args = read_flags()
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline, QwenImageTransformer2DModel
@@ -136,10 +132,6 @@ import extras.quantize
 import extras.transformer
 from extras import bases, cast, configs, finite, lora_files
 from rope_patch import blocks_of, patch_qwen_model_for_multi_resolution, plan_packs, run_packed
-
-# the name of a LoRA's tensor in diffusers' form: (layer, A or B)
-PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
-                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]{0,99})\.lora_([AB])\.weight")
 
 # ==== the library =====================================================================================================
 
@@ -213,7 +205,7 @@ def find_layers(transformer, names):
     for end in targets:
         if not any(f".{name}".endswith(f".{end}") for name in linears):
             raise InputError(f"--lora_targets {end}: no linear layer of that name; there are "
-                             f"{' '.join(presets['all-linear'])}, img_in, txt_in, proj_out")
+                             f"{' '.join(presets['all-linear'])}, img_in, txt_in, norm_out.linear, proj_out")
     # the text stream of the last block is never read: a LoRA there would get no gradient
     last = len(blocks_of(transformer)) - 1
     dead = rf"transformer_blocks\.{last}\.(attn\.add_q_proj|attn\.to_add_out|txt_mlp\..*)"
@@ -236,23 +228,17 @@ def read_lora(path):
     r); metadata as diffusers has it, of which config_of reads the alpha, with our own train. entries). Plain files,
     as train.py and diffusers write them, are read here. extras/lora_files.py brings those of other programs to this
     form, and says what is wrong with all others. InputError if it is no LoRA, damaged, or holds NaN."""
-    file, plain = find_lora(path), False
-    data = lora_files.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
-    with suppress(Exception): # a foreign file can fail in any way
-        header = common.read_header(io.BytesIO(data)).get("__metadata__", {})
-        ours = [key for key, text in header.items() if common.SIGNED.match(text)]
-        if ours: # this project wrote the file, so it can be checked to the bit
-            state, meta = common.read_tensors(file, ours[0], data=data, note=common.warn_once)
-        else:
-            state, meta = safetensors.torch.load(data), json.loads(header.get("lora_adapter_metadata", "{}"))
-        config_of(state, meta)
-        # patterns are regexes, which could search for years, and an alpha may stand in another place. isfinite does not
-        # know fp8, which is not plain either
-        patterns = meta.get("transformer.rank_pattern") or meta.get("transformer.alpha_pattern")
-        plain = (not patterns and "alpha" not in " ".join(header) and file.name != PEFT_FILE
-                 and all(v.is_floating_point() and v.isfinite().all() for v in state.values()))
-    if not plain:
-        state, meta = lora_files.read(file, data)
+    file = find_lora(path)
+    data, header = lora_files.read_file(file) # once: what is checked is what is used, and nothing of it stays mapped
+    notes = header.get("__metadata__") or {}
+    ours = [key for key, text in notes.items() if common.SIGNED.match(text)]
+    if ours: # this project wrote the file, so it can be checked to the bit
+        state, meta = common.read_tensors(file, ours[0], data=data, note=common.warn_once)
+    else:
+        state, meta = lora_files.load_tensors(file, data), lora_files.diffusers_meta(notes)
+    if not lora_files.is_plain(file, notes, state, meta):
+        state, meta = lora_files.read(file, data, header)
+    finite.refuse(file, state, "its training diverged; take another file")
     lora_files.check_notes(file, state, meta)
     return state, meta
 
@@ -262,33 +248,25 @@ def with_prefix(prefix, named):
 
 def config_of(state, meta):
     """-> LoraConfig's arguments for what read_lora returns: layers and ranks are those of the tensors, alpha is the
-    metadata's, or else the rank. Raises anything unless these are just the two matrices, of the metadata's rank, of
-    each of some layers of Qwen-Image, and alpha is a number."""
+    metadata's, or else the rank."""
     ranks = {}
-    for key, matrix in sorted(state.items()): # safetensors gives them in any order
-        layer, half = PLAIN.fullmatch(key).groups()
-        rank, _ = matrix.shape if half == "A" else matrix.T.shape
-        if not 0 < rank == meta.get("transformer.r", rank) == ranks.setdefault(layer, rank) <= MOST_RANK:
-            raise ValueError(key)
-    if len(state) != 2 * len(ranks):
-        raise ValueError("a half is missing")
+    for layer, (a, _) in lora_files.matrices_of(dict(sorted(state.items()))).items(): # safetensors has any order
+        ranks[layer] = len(a)
     most = mode(ranks.values())
     others = {} # ^: these layers and no others. One pattern for each rank, as peft tries all of them for each layer
     for rank in {*ranks.values()} - {most}:
         others[f"^({'|'.join(layer for layer in ranks if ranks[layer] == rank)})"] = rank
     config = dict(r=most, lora_alpha=most, rank_pattern=others, alpha_pattern=others, target_modules=list(ranks))
     if "transformer.lora_alpha" in meta:
-        alpha, root = meta["transformer.lora_alpha"], meta.get("transformer.use_rslora", False)
-        if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= MOST_ALPHA: # NaN, too
-            raise ValueError("alpha")
-        config.update(lora_alpha=alpha, alpha_pattern=meta.get("transformer.alpha_pattern") or {}, use_rslora=root)
+        config.update(lora_alpha=meta["transformer.lora_alpha"], use_rslora=meta.get("transformer.use_rslora", False),
+                      alpha_pattern=meta.get("transformer.alpha_pattern") or {})
     return config
 
 def check_fit(transformer, state, path):
     """InputError unless each tensor of this state dict fits a layer of the model."""
     modules, wrong = dict(transformer.named_modules()), []
     for key, matrix in state.items():
-        layer, half = PLAIN.fullmatch(key).groups()
+        layer, half = lora_files.PLAIN.fullmatch(key).groups()
         side, width = ("in_features", matrix.shape[1]) if half == "A" else ("out_features", matrix.shape[0])
         has = getattr(modules.get(layer), side, None) # only linear layers know their sides
         if has != width:
@@ -297,16 +275,19 @@ def check_fit(transformer, state, path):
         raise InputError(f"{path}: {len(wrong)} of {len(state)} tensors do not fit the model, for instance {wrong[0]}; "
                          "it was made for another one")
 
-def load_loras(transformer, paths, scales=None):
-    """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
+def load_lora(transformer, name, state, meta, path):
+    """Adds what read_lora returns to the transformer, as an adapter of this name."""
     # several LoRAs are wanted here, and a model without weights only tells whether they fit
     warnings.filterwarnings("ignore", "Already found a `peft_config`|for .* copying from a non-meta parameter")
+    check_fit(transformer, state, path)
+    config = with_prefix("transformer", config_of(state, meta))
+    QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
+
+def load_loras(transformer, paths, scales=None):
+    """Adds these LoRAs to the transformer, all active, each at its scale (default: 1) -> their adapters' names."""
     names = [f"lora{i}" for i in range(len(paths))]
     for name, path in zip(names, paths):
-        state, meta = read_lora(path)
-        check_fit(transformer, state, path)
-        config = with_prefix("transformer", config_of(state, meta))
-        QwenImageEditPlusPipeline.load_lora_into_transformer(state, transformer, adapter_name=name, metadata=config)
+        load_lora(transformer, name, *read_lora(path), path)
     if names:
         transformer.set_adapters(names, scales)
     transformer.eval() # what is new is in training mode

@@ -391,12 +391,15 @@ def packed_forward(model, img, txt, freqs, layout, timestep, additional_t_cond, 
     return model.proj_out(multiply_add(layout.img, model.norm_out.norm(img), 1 + scale, shift))
 
 def places_of(valid_BN, device):
-    """-> (tokens,) the places of valid tokens among the B * N of all rows."""
+    """-> (tokens,) the places of valid tokens among the B * N of all rows; None if there are no pads to drop."""
+    if valid_BN.all():
+        return None
     return send(torch.from_numpy(np.flatnonzero(valid_BN)), device)
 
 def drop_pads(x_BNC, places):
     """-> (1, tokens, C), which knows nothing of what stood in the pads, NaN too."""
-    return x_BNC.flatten(0, 1).index_select(0, places)[None]
+    row = x_BNC.flatten(0, 1)[None]
+    return row if places is None else row.index_select(1, places)
 
 def padded_forward(model, img, txt, txt_mask, txt_lens, timestep, img_shapes, attention_mask, image_rotary_emb,
                    additional_t_cond, attention_kwargs):
@@ -443,8 +446,9 @@ def padded_forward(model, img, txt, txt_mask, txt_lens, timestep, img_shapes, at
     freqs = drop_pads(freqs[0], txt_places), drop_pads(freqs[1], img_places)
     out = packed_forward(model, drop_pads(img, img_places), drop_pads(txt, txt_places), freqs, layout, timestep,
                          additional_t_cond, attention_kwargs=attention_kwargs)
-    padded = out.new_zeros(batch * img_len, out.shape[-1]).index_copy(0, img_places, out[0])
-    return padded.view(batch, img_len, -1)
+    if img_places is not None: # back to their places, with 0 at the pads
+        out = out.new_zeros(1, batch * img_len, out.shape[-1]).index_copy(1, img_places, out)
+    return out.view(batch, img_len, -1)
 
 def model_forward(self, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None,
                   img_shapes=None, guidance=None, attention_kwargs=None, controlnet_block_samples=None,

@@ -41,7 +41,7 @@ from pathlib import Path
 import common
 from common import (LORA_FILE, InputError, checkpoints, first_words, key_value, natural, not_negative, number,
                     positive, say, write_file)
-from extras import optimizers, run_folder
+from extras import lora_args, optimizers, run_folder
 
 # ---- flags: flag(name, default, help). Others come from common.add_model_flags, common.add_data_flags, ... -----------
 
@@ -56,7 +56,8 @@ flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")
-flag("--lora_args", [], "KEY=VALUE: others of peft.LoraConfig, such as use_rslora=true", nargs="+", type=key_value)
+flag("--lora_args", [], "KEY=VALUE of peft.LoraConfig: use_rslora=true, rank_pattern={\"proj_out\":64}, "
+     "alpha_pattern=..., init_lora_weights=...", nargs="+", type=key_value)
 flag("--pretrained_lora", None, "start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag = parser.group("step")
 flag("--max_steps", 2000, "optimizer steps", type=positive)
@@ -107,11 +108,7 @@ peft_args = dict(args.lora_args)
 if args.pretrained_lora and {"--lora_rank", "--lora_alpha", "--lora_targets", "--lora_args"} & set(parser.given()):
     parser.error("argument --pretrained_lora: that LoRA has its own rank, alpha and layers; leave out --lora_rank, "
                  "--lora_alpha, --lora_targets and --lora_args")
-if {"r", "lora_alpha"} & peft_args.keys():
-    parser.error("argument --lora_args: r and lora_alpha have flags of their own; give --lora_rank, --lora_alpha")
-if peft_args.get("use_dora"):
-    parser.error("argument --lora_args: use_dora is not trained here, as ComfyUI ignores a DoRA's magnitudes and a "
-                 "quantized base has none; leave it out, and raise --lora_rank")
+lora_args.refuse(peft_args)
 if args.dtype == "float16":
     parser.error("argument --dtype: float16 needs loss scaling, which train.py does not have; use bfloat16")
 if args.num_inference_steps == 1 and not args.shift:
@@ -140,15 +137,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import cache
 import predict
-from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_args, lora_files, plan, probe,
-                    resume, surroundings, tracker, unchanged)
+from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_files, plan, probe, resume,
+                    surroundings, tracker, unchanged)
 from extras.log import Log
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
 common.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
-if peft_args: # peft takes some of which a LoRA file cannot hold what they train
-    lora_args.try_out(peft_args, predict.add_lora)
 # LoRAs and models are hashed before they are read, and compared when they are in memory.
 sample_loras = list(map(common.file_hash, sample_lora_files))
 for path in sample_lora_files: # now, as a model may be downloaded next
@@ -352,13 +347,17 @@ def learning_rate(n):
 
 # ---- checkpoints: the LoRA, and what extras/resume.py needs to go on -------------------------------------------------
 
-def save_checkpoint(step):
+def write_checkpoint(path, step, optimizer):
     """Writes a checkpoint, its LoRA last: a folder without one is none (common.checkpoints), so that no disk needs to
-    rename folders. The newest --keep, with this one, and the best stay."""
-    path = out_dir / f"checkpoint-{step:06d}"
+    rename folders. extras/probe.py tries this before the first step, with an optimizer of its own."""
     with optimizers.averaged_weights(optimizer):
         resume.save_optimizer(path, optimizer, lora, step=step, config=config)
         predict.save_lora(path / LORA_FILE, transformer, dict(step=step, **meta))
+
+def save_checkpoint(step):
+    """Adds a checkpoint to the run folder. The newest --keep, with this one, and the best stay."""
+    path = out_dir / f"checkpoint-{step:06d}"
+    write_checkpoint(path, step, optimizer)
     disk.sync_folder(out_dir)
     with failures.tried("old checkpoints"):
         best.remove_others(out_dir, [*checkpoints(out_dir)[-args.keep:], path])
@@ -368,8 +367,7 @@ def save_checkpoint(step):
 def make_model(weights):
     """-> (the frozen transformer with a LoRA on it, on the CPU; {name: parameter} of the LoRA: what learns). Without
     weights they are shapes alone."""
-    load = partial(predict.load_transformer, transformer_folder, args.dtype, weights, transformer_file)
-    transformer = load()
+    transformer = predict.load_transformer(transformer_folder, args.dtype, weights, transformer_file)
     if pretrained_file:
         lora_config = predict.config_of(*pretrained)
     else:
@@ -377,16 +375,14 @@ def make_model(weights):
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | peft_args
-    if not weights: # which some other initialisations read
-        lora_config["init_lora_weights"] = "gaussian"
     warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
         lora = predict.add_lora(transformer, **lora_config)
     except Exception as e: # whatever peft raises
-        raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); see peft.LoraConfig")
-    if peft_args: # all weights are compared with those of a transformer that is loaded once more
-        lora_args.refuse_added(transformer, load, peft_args)
+        raise InputError(f"--lora_args, --lora_targets: peft refuses them ({first_words(e)}); give other "
+                         "--lora_args, or another --lora_rank")
+    lora_args.refuse_idle(peft_args, lora)
     if pretrained_file and weights:
         predict.load_weights(transformer, pretrained[0], pretrained_file)
     predict.load_loras(transformer, sample_lora_files)
@@ -590,8 +586,7 @@ if args.compile:
 
 # What a block computes is kept for the backward pass where the memory allows, and recomputed otherwise (gradient
 # checkpointing). Without dropout, the only randomness in a block, its random state need not be kept: a copy less.
-dropout = transformer.peft_config["default"].lora_dropout > 0
-recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=dropout)
+recompute = partial(checkpoint_blocks, transformer, preserve_rng_state=args.lora_dropout > 0)
 recomputed = None
 if args.gradient_checkpointing is None: # measures on a GPU; None on a CPU
     recomputed = fit.keep_what_fits(transformer, fit.lengths_of(samples, Pick), fit.table_bytes(samples), Item,
@@ -602,8 +597,6 @@ if recomputed:
     say(f"to save memory the backward pass computes {recomputed} of {len(blocks_of(transformer))} blocks again "
         "(--gradient_checkpointing)")
 optimizer = make_optimizer(lora.values())
-# or an optimizer that cannot be saved would show only at the first checkpoint
-probe.check(args, lora, make_optimizer, optimizers.averaged_weights, out_dir)
 say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.values()):,} parameters, {args.dtype} "
     f"base on {args.device}" + (f", {world_size} processes" if world_size > 1 else ""))
 
@@ -619,6 +612,10 @@ bases.compare([*sample_lora_files, pretrained_file], base)
 
 # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
 common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
+
+# What a run does first at its end, or at a checkpoint, is tried now: what cannot be saved or read back ends it here.
+probe.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
+            partial(predict.load_transformer, transformer_folder, args.dtype, weights=False), parser.get_default)
 
 # Continue: compare once more, now that data and model are known, then put LoRA and optimizer back. Order, noise and
 # learning rate follow from --seed and the step.

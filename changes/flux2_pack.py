@@ -1,9 +1,9 @@
 """
-What      run_packed for FLUX.2: samples of any sizes in one pass of diffusers' Flux2Transformer2DModel, in one row.
-For whom  whoever trains or samples FLUX.2: copy this file beside rope_patch.py and call it instead of its run_packed.
-Costs     a mask of S x S, whose masked part is computed, too: use packs of a few samples. No block and no weight of the
-          model is touched. The rest of the way is GUIDE's table "A new model family", with FLUX.2's single blocks.
-Source    hooks on what differs from sample to sample: the modulations, and norm_out; positions are FLUX.2's own ids.
+What:   run_packed for FLUX.2: samples of any sizes in one pass of diffusers' Flux2Transformer2DModel, no block touched.
+For:    FLUX.2: copy this beside rope_patch.py, and call it for its run_packed. What else: GUIDE, "A new model family".
+Costs:  a mask of S x S, whose masked part is computed, too: keep packs small. blocks_of needs the single blocks, too.
+Paper:  none; hooks on what differs from sample to sample (modulations, norm_out), FLUX.2's own ids for each token.
+Fails:  nothing; tests/test_flux2_pack.py compares it with stock, one sample at a time.
 """
 import torch
 

@@ -15,6 +15,7 @@ from common import LONG_TEXT, checkpoints, content_key, number_of, numbered, pic
 from extras import disk
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
+KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 
 
 def short_key(what):
@@ -82,7 +83,7 @@ def check_validation(record):
             raise ValueError("no number of controls, or not four PSNRs")
         psnrs += picture["psnr"]
     for means in groups.values():
-        psnrs += [means[kind] for kind in ("input", "base", "lora", "vae")]
+        psnrs += [means[kind] for kind in KINDS]
     if not all(is_number(psnr, 1e6) for psnr in psnrs) or not is_number(record["val_loss"]):
         raise ValueError("no numbers")
     lost = record.get("not_finite", [])
@@ -121,14 +122,21 @@ def lost_steps(records, measure):
     return [record["step"] for record in records if not math.isfinite(record["val_loss"])]
 
 
+def mean_psnr(record, dataset=None):
+    """-> {kind: dB} for the KINDS: the mean PSNRs to the target of a validation's pictures, or of one dataset's; {} if
+    there are none. This is the mean of psnr[group] over the groups, weighted by their numbers of pictures. (A log that
+    does not name the pictures weighs all groups alike.) A group's name is DATASET/FOLDER, a picture's DATASET/FILE."""
+    rows = [(p["file"], p["psnr"]) for p in record.get("pictures", [])]
+    rows = rows or [(name, [means[kind] for kind in KINDS]) for name, means in record.get("psnr", {}).items()]
+    columns = zip(*[psnrs for name, psnrs in rows if dataset in (None, name.split("/")[0])])
+    return {kind: sum(column) / len(column) for kind, column in zip(KINDS, columns)}
+
+
 def values_of(record):
-    """-> {measure: value} of a validation: its loss, and the LoRA's mean PSNR over all pictures, if it has any. (A log
-    that does not name the pictures has means of groups.)"""
-    values = {"validation loss": record["val_loss"]}
-    psnrs = [picture["psnr"][2] for picture in record.get("pictures", [])] # of input, base, LoRA, VAE
-    psnrs = psnrs or [means["lora"] for means in record.get("psnr", {}).values()]
-    if psnrs:
-        values["mean PSNR"] = sum(psnrs) / len(psnrs)
+    """-> {measure: value} of a validation: its loss, and the LoRA's mean PSNR over all pictures, if it has any."""
+    values, means = {"validation loss": record["val_loss"]}, mean_psnr(record)
+    if means:
+        values["mean PSNR"] = means["lora"]
     return values
 
 

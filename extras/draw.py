@@ -42,16 +42,9 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             self.vae = encoders.vae
         else:
             self.vae = cache.load_part(AutoencoderKLQwenImage, model_folder / "vae", args.dtype)
-        self.refuse_outside(out_dir / "samples") # now, not at the first validation
         self.most = disk.longest_name(out_dir)
         # what this process has saved of the pictures that do not change from step to step
         self.saved = set()
-
-    def refuse_outside(self, path):
-        """InputError if a link in the run's folder, or a name in an index, leads a picture out of that folder."""
-        if not common.is_inside(path, self.out_dir):
-            raise InputError(f"{path}: lies outside of the run's folder; remove the link, or the name, that leads "
-                             "there")
 
     def draw(self, step):
         """Draws, compares and saves -> (what the log says about it: psnr, pictures, flags; {dataset: contact sheet}),
@@ -145,7 +138,6 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         for name, image in shown.items():
             path = self.out_dir / "samples" / (f"step_{step:06d}" if name == "lora" else name) / file
             if name != "vae" and path not in self.saved:
-                self.refuse_outside(path)
                 predict.save_png(image, path)
                 self.saved.add(path)
         return place, dict(file=file, prompt=sample.prompts[0], controls=len(sample.controls), psnr=psnrs,
@@ -168,7 +160,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             tell("mean PSNR to the target in dB:")
             tell(f"{'':20} pictures   input    base    LoRA  VAE alone")
         for name, psnrs in groups.items():
-            means[name] = dict(zip(("input", "base", "lora", "vae"), np.mean(psnrs, 0).tolist()))
+            means[name] = dict(zip(best.KINDS, np.mean(psnrs, 0).tolist()))
             numbers = " ".join(f"{mean:7.1f}" for mean in means[name].values())
             tell(f"{common.shown(name):20} {len(psnrs):8} {numbers}")
         # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay

@@ -27,10 +27,15 @@ import common
 from common import (MAX_PIXELS, MOST_ALPHA, MOST_RANK, PEFT_FILE, InputError, first_words, is_inside, read_object,
                     read_text, tell, warn_once)
 from extras import foreign
+from extras.lora_args import PATTERNS
 
 PEFT_CONFIG = "adapter_config.json" # beside PEFT_FILE
 PREFIXES = re.compile(r"(base_model|model|diffusion_model|transformer|unet|pipe|dit|module|_orig_mod)\.|"
                       r"(lycoris|lora_unet|lora_transformer|lora_dit|unet|transformer(?!_blocks))_")
+# the name of a tensor in diffusers' form: (layer, A or B)
+PLAIN = re.compile(r"transformer\.((?:transformer_blocks\.\d+\.(?:attn|(?:img|txt)_(?:mlp|mod))\.|time_text_embed\.|"
+                   r"norm_out\.|img_in|txt_in|proj_out)[\w.]{0,99})\.lora_([AB])\.weight")
+PLAIN_DTYPES = torch.float32, torch.float16, torch.bfloat16
 # how a tensor's name ends: the matrices of a LoRA, with or without an adapter's name; alpha; those of a LoKr or LoHa
 PARTS = re.compile(r"(.+?)\.(?:lora_(?:linear_layer\.)?|lora\.)(?P<half>A|B|down|up)"
                    r"(?:\.(?!weight$|bias$)\w+)?(?:\.weight)?"
@@ -47,7 +52,6 @@ OTHERS = {r"dora_scale|lora_magnitude": "a DoRA, whose magnitudes cannot be used
 FLAT = dict(alpha="lora_alpha network_alpha alpha transformer.lora_alpha".split(),
             rank="lora_rank network_dim rank r transformer.r".split())
 NOTES = dict(alpha=["ss_network_alpha"], rank=["ss_network_dim"])
-PATTERN_FIELDS = "rank_pattern alpha_pattern".split()
 VARIANTS = "use_dora use_qalora alora_invocation_tokens".split()
 # A file costs no more than its size: a LoRA of all of Qwen-Image's layers has 5,000 tensors, with names of 80 letters.
 # No layer of it has more inputs or outputs than MOST_WIDTH, which a Kronecker product of two small matrices could have.
@@ -256,7 +260,7 @@ def note_ranks(file, configs, state):
 def checked(where, config, layers):
     """A config that says alpha, its patterns read, and use_rslora as true or false. ValueError says what is wrong, or
     that it would take long to look up so many layers in the patterns."""
-    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERN_FIELDS}
+    patterns = {name: read_patterns(config.get(name), f"{name} of {where}") for name in PATTERNS}
     letters = sum(len(regex.pattern) for regex, _ in sum(patterns.values(), []))
     if letters * layers > MOST_MATCHED:
         raise ValueError(f"the patterns of {where} have too many names: {letters:,} letters for {layers:,} layers")
@@ -414,21 +418,23 @@ def how_far(off):
     return mean, f"{mean:.2%} off, at worst {worst:.2%} ({layer})"
 
 
-def has_factors(data):
-    """Whether what read_file returns is a LoKr or LoHa."""
-    return bool(re.search("lokr_|hada_", " ".join(common.read_header(io.BytesIO(data)))))
+def has_factors(header):
+    """Whether a file with this header is a LoKr or LoHa."""
+    return bool(re.search("lokr_|hada_", " ".join(header)))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 def read_file(file):
-    """-> the bytes of a LoRA's file. InputError says what it is instead, or that it is larger than a LoRA, by its
-    header, before the rest is read."""
+    """-> (the bytes of a LoRA's file, its header as common.read_header has it). InputError says what it is instead, or
+    that it is larger than a LoRA, by its header, before the rest is read."""
     with open(file, "rb") as f:
         try:
             header = common.read_header(f)
             tensors = {key: tensor for key, tensor in header.items() if key != "__metadata__"}
             end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+            if not all(isinstance(text, str) for text in (header.get("__metadata__") or {}).values()):
+                raise ValueError("its header's notes are no texts")
         except Exception as e: # a foreign file can fail in any way
             refuse_file(file, first_words(e))
         try:
@@ -443,40 +449,75 @@ def read_file(file):
         if size > LARGE: # no LoRA, or one that takes a while
             sort_tensors(file, tensors)
         f.seek(0)
-        return f.read()
+        return f.read(), header
+
+
+def load_tensors(file, data):
+    """-> {name: tensor}, sorted, as a file has any order."""
+    try:
+        return dict(sorted(safetensors.torch.load(data).items()))
+    except safetensors.SafetensorError as e:
+        refuse_file(file, first_words(e))
+    except Exception as e: # a dtype that torch lacks
+        raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
+
+
+def diffusers_meta(notes):
+    """-> diffusers' entry of a header's notes {key: text}; None for one that find_configs will refuse."""
+    try:
+        return read_object(notes.get("lora_adapter_metadata", "{}"))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def is_plain(file, notes, state, meta):
+    """Whether a file is as train.py and diffusers write it: of each layer, under diffusers' names, the two matrices of
+    the rank that its metadata tells; and one alpha for all. notes: its header's; meta: what diffusers_meta returns."""
+    # patterns are regexes, which could search for years, and an alpha may stand in another place
+    if meta is None or "alpha" in " ".join(notes) or file.name == PEFT_FILE:
+        return False
+    if any(meta.get(f"transformer.{field}") for field in PATTERNS):
+        return False
+    alpha, root = meta.get("transformer.lora_alpha", 1), meta.get("transformer.use_rslora", False)
+    if type(alpha) not in (int, float) or type(root) is not bool or not abs(alpha) <= MOST_ALPHA: # NaN, too
+        return False
+    ranks = {}
+    for key, matrix in state.items():
+        named = PLAIN.fullmatch(key)
+        if not named or matrix.ndim != 2 or matrix.dtype not in PLAIN_DTYPES:
+            return False
+        ranks.setdefault(named[1], []).append(matrix.shape["AB".index(named[2])])
+    for rank, *others in ranks.values():
+        if others != [rank] or not 0 < rank == meta.get("transformer.r", rank) <= MOST_RANK:
+            return False
+    return bool(ranks)
 
 
 def refuse_file(file, reason):
     foreign.refuse(file, reason, functools.partial(error_of, file), "give a LoRA in .safetensors")
 
 
-def read(file, data, rank=64):
+def read(file, data, header, rank=64):
     """A LoRA's file -> (state dict {transformer.LAYER.lora_A.weight: (r, inputs), ....lora_B.weight: (outputs, r)},
     metadata: transformer.lora_alpha, transformer.alpha_pattern, and our train. entries). rank: of what is made of a
-    LoKr or LoHa. data: what read_file returns. InputError says what the file is instead."""
-    if not has_factors(data):
-        return convert(file, data, rank)
+    LoKr or LoHa. data, header: what read_file returns. InputError says what the file is instead."""
+    if not has_factors(header):
+        return convert(file, data, header, rank)
     state, meta = decomposed(file, data, rank)
     return dict(state), dict(meta)
 
 
 @functools.lru_cache(2) # it takes a minute, and a command reads a file several times
 def decomposed(file, data, rank):
-    return convert(file, data, rank)
+    return convert(file, data, common.read_header(io.BytesIO(data)), rank)
 
 
-def convert(file, data, rank):
-    try:
-        tensors = dict(sorted(safetensors.torch.load(data).items())) # which have any order
-    except safetensors.SafetensorError as e:
-        refuse_file(file, first_words(e))
-    except Exception as e: # a dtype that torch lacks
-        raise error_of(file, f"its tensors cannot be read ({first_words(e)})")
-    header = common.read_header(io.BytesIO(data)).get("__metadata__") or {}
+def convert(file, data, header, rank):
+    tensors = load_tensors(file, data)
     layers = sort_tensors(file, tensors)
-    configs, train = find_configs(file, header, tensors)
+    configs, train = find_configs(file, header.get("__metadata__") or {}, tensors)
     state, alphas, off = {}, {}, {}
-    factored = has_factors(data)
+    factored = has_factors(header)
     each = common.progress("decomposing", layers.items(), unit=" layers") if factored else layers.items()
     try:
         configs = [(where, checked(where, config, len(layers))) for where, config in configs]
@@ -529,7 +570,7 @@ def to_matrix(layer, name, tensor):
         tensor = tensor[..., 0, 0]
     if tensor.ndim != 2 or not tensor.is_floating_point() or not tensor.numel():
         raise ValueError(f"{layer}: {name} is {list(tensor.shape)} of {tensor.dtype}, no matrix")
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16): # fp8, fp64
+    if tensor.dtype not in PLAIN_DTYPES: # fp8, fp64
         tensor = tensor.float()
     if not tensor.isfinite().all():
         raise ValueError(f"NaN or Inf in {layer} ({name}): its training diverged")

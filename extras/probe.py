@@ -1,41 +1,158 @@
 """
-Does a checkpoint keep all of an optimizer's state? train.py asks before the first step, not at the first checkpoint.
+What a run does first at its end, or at its first checkpoint, is tried before its first step.
 
 An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
 LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
 The copies are of two parameters of each shape, so this takes a second; the gradients are random numbers.
+
+A checkpoint and the finished LoRA are written, read back, compared with what is trained, and put on a second model.
+Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of blocks whose LoRAs are alike all but
+the first have matrices of one column or row, so that this takes a second, too.
 """
+import contextlib
+import math
 import random
 import secrets
 import shutil
-import tempfile
 import types
-from pathlib import Path
+from functools import partial
 
 import torch
+from peft.tuners.lora import LoraLayer
 
-from common import InputError, first_words, read_tensors
-from extras.resume import OPTIMIZER_FILE, copies_of, load_optimizer, save_optimizer, some_of, take_steps, trial
+import predict
+from common import LORA_FILE, InputError, first_words, on_first_process, read_tensors
+from extras import hints
+from extras.optimizers import averaged_weights
+from extras.resume import (OPTIMIZER_FILE, copies_of, load_optimizer, read_checkpoint, save_optimizer, some_of,
+                           take_steps, trial)
+from rope_patch import blocks_of
 
 STEPS = 11, 3 # before and after the checkpoint: some fill a part of their state in the second step, or the tenth
 FUNCTIONS = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def check(args, lora, make_optimizer, averaged_weights, out_dir=None):
-    """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written. All but `args` is
-    train.py's; lora: {name: parameter}; out_dir: where its trial is written, by default the system's TMPDIR."""
+def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta, load_empty, default):
+    """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
+    used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
+    hints.next_commands. All others are train.py's. Nothing is changed."""
+    here = {*lora.values()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in here]
+    if strange:
+        raise InputError(f"{out_dir}: the optimizer trains {len(strange)} tensors that no checkpoint would keep, for "
+                         f"instance one of {list(strange[0].shape)}; mend make_model or make_optimizer in train.py")
+    write = partial(write_files, transformer, lora, make_optimizer, write_checkpoint, meta)
+    folder = out_dir / f".tmp-{secrets.token_hex(8)}"
+    try:
+        check_optimizer(args, lora, make_optimizer, folder)
+        on_first_process(partial(check_files, args, out_dir, folder, write, load_empty, default))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def check_files(args, out_dir, folder, write, load_empty, default):
+    """InputError names what is lost in the files of this run, which are written into `folder`. write: write_files."""
+    try:
+        with trial():
+            trained, scales, firsts = write(folder)
+        try:
+            found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
+            hints.next_commands(args, folder, default)
+        except InputError as e: # which names a file that will not be there
+            found = first_words(e)
+    except Exception as e: # of code that a person has changed, which can fail in any way
+        found = f"{type(e).__name__}: {first_words(e)}"
+    if found:
+        raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
+                         "write_checkpoint, predict.py's save_lora and read_lora, or extras/hints.py")
+
+
+def write_files(transformer, lora, make_optimizer, write_checkpoint, meta, folder):
+    """Writes checkpoint-000001 and the finished LoRA -> {name in a file: tensor} of what is trained, {layer: scale},
+    the numbers of the blocks whose matrices are whole."""
+    with random_numbers(transformer, lora) as firsts:
+        optimizer = make_optimizer(lora.values())
+        write_checkpoint(folder / "checkpoint-000001", 1, optimizer)
+        trained = lora | {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+        with averaged_weights(optimizer):
+            predict.save_lora(folder / LORA_FILE, transformer, dict(step=1, **meta), fold=True)
+            trained = {f"transformer.{name.replace('.default.', '.')}": p.detach().to("cpu", copy=True)
+                       for name, p in trained.items()}
+    scales = {name: module.scaling["default"] for name, module in transformer.named_modules()
+              if isinstance(module, LoraLayer) and "default" in module.scaling}
+    return trained, scales, firsts
+
+
+@contextlib.contextmanager
+def random_numbers(transformer, lora):
+    """Within `with` the LoRA has random numbers, and of the blocks whose LoRAs have the same layers, ranks and scales
+    only the first one has whole matrices -> the numbers of these. Afterwards all is as it was, to the bit."""
+    kinds, narrow, weights = {}, set(), {p: p.data for p in lora.values()}
+    for n, block in enumerate(blocks_of(transformer)):
+        shapes = [(name, p.shape) for name, p in block.named_parameters() if p.requires_grad]
+        scales = [module.scaling for module in block.modules() if isinstance(module, LoraLayer)]
+        if kinds.setdefault(str((shapes, scales)), n) != n:
+            narrow.update(block.parameters())
+    try:
+        for name, p in lora.items():
+            part = p.data
+            if p in narrow and ".lora_A." in name:
+                part = part[:, :1]
+            elif p in narrow and ".lora_B." in name:
+                part = part[:1]
+            p.data = torch.empty_like(part).normal_(generator=torch.Generator(p.device).manual_seed(len(name)))
+        yield list(kinds.values())
+    finally:
+        for p, data in weights.items():
+            p.data = data
+
+
+def find_wrong(folder, optimizer, trained, scales, firsts, second):
+    """-> what of write_files' answer does not come back from its files, in words; None if all does. second: an empty
+    transformer, which gets both LoRAs, as far as they are whole."""
+    checkpoint, (finished, meta) = folder / "checkpoint-000001", predict.read_lora(folder)
+    folded = dict(trained)
+    for layer, scale in scales.items():
+        folded[f"transformer.{layer}.lora_B.weight"] = scale * trained[f"transformer.{layer}.lora_B.weight"]
+    for what, read, wanted in (("a checkpoint", read_checkpoint(checkpoint, optimizer).lora, trained),
+                               ("the finished LoRA", finished, folded)):
+        for name in sorted(read.keys() ^ wanted.keys()):
+            return f"{what} has {name}, which is not trained" if name in read else f"{what} lacks {name}"
+        for name, tensor in wanted.items():
+            if not same_bits(read[name], tensor):
+                return f"{what} has other numbers in {name}"
+    narrow = set()
+    for n, block in enumerate(blocks_of(second)):
+        if n not in firsts:
+            narrow.update(block.modules())
+    places = {f"transformer.{name}" for name, module in second.named_modules() if module not in narrow}
+    for adapter, state, meta in (("trained", *predict.read_lora(checkpoint)), ("finished", finished, meta)):
+        whole = {name: tensor for name, tensor in state.items() if name.rsplit(".lora_", 1)[0] in places}
+        predict.load_lora(second, adapter, whole, meta, folder)
+    for layer in (layer for layer in scales if f"transformer.{layer}" in places):
+        found = second.get_submodule(layer).scaling
+        if not math.isclose(found["trained"], scales[layer], rel_tol=1e-6) or found["finished"] != 1:
+            return f"{layer} is trained at a scale of {scales[layer]:g}, and loaded at {found['trained']:g}"
+    return None
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def check_optimizer(args, lora, make_optimizer, folder):
+    """InputError if an optimizer of --optimizer would not resume to the bit, or cannot be written, into `folder`."""
     # torch's own need no trial with their defaults: the tests have tried them, with --ema too
     if args.optimizer.startswith("torch.optim.") and not args.optimizer_args:
         return
-    folder = Path(out_dir or tempfile.gettempdir(), f".tmp-{secrets.token_hex(8)}")
     try:
         with trial():
-            lost, moved = find_lost(some_of(lora), make_optimizer, averaged_weights, folder)
+            lost, moved = find_lost(some_of(lora), make_optimizer, folder)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if lost is not None:
         raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
                          "anew; take another, such as torch.optim.AdamW")
@@ -44,7 +161,7 @@ def check(args, lora, make_optimizer, averaged_weights, out_dir=None):
                          "--optimizer_args, or another, such as torch.optim.AdamW")
 
 
-def find_lost(few, make_optimizer, averaged_weights, folder):
+def find_lost(few, make_optimizer, folder):
     """-> (what of an optimizer's state does not come back, None if all does; whether it changes the weights). few:
     {name: parameter}; folder: where it may write."""
     first = copies_of(few)

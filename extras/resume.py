@@ -25,7 +25,7 @@ import torch
 import predict
 from common import (LORA_FILE, SAMPLING, InputError, OtherVersion, checkpoints, command, first_words,
                     is_index, number_of, numbered, read_header, read_tensors, say, write_tensors)
-from extras import lora_files, optimizers, surroundings
+from extras import best, lora_files, optimizers, surroundings
 from extras.disk import delete, remove_old
 from extras.strays import listed
 
@@ -242,12 +242,12 @@ def put_aside(folder):
 
 
 def is_record(line, step):
-    """Whether a line of the log is whole, of a step up to this one, and has numbers where extras/best.py reads some."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        record = json.loads(line)
-        psnrs = [picture["psnr"][2] for picture in record.get("pictures") or ()]
-        numbers = {type(value) for value in (record["step"], record.get("val_loss", 0), *psnrs)}
-        return numbers <= {int, float} and record["step"] <= step
+    """Whether a line of the log is whole, and of a step up to this one; a validation's, if extras/best.py reads it."""
+    with contextlib.suppress(Exception): # a foreign log can fail in any way
+        record = best.read_line(line)
+        if "val_loss" in record:
+            best.check_validation(record)
+        return best.is_count(record["step"], step)
     return False
 
 # ---- the optimizer's state -------------------------------------------------------------------------------------------

@@ -166,27 +166,23 @@ def first_of(names, most=NAMED):
     return ", ".join(names[:most] + ["..."] * (len(names) > most))
 
 
-def junk_line(folder, paths):
-    """-> a line that counts what is_junk, and names first the folders with pictures, as one may be a person's; None if
-    there is none."""
-    folders = {path.name for path in paths if any(map(is_named_picture, path.rglob("*")))}
-    names = [f"{name}/" for name in sorted(folders)] + sorted({path.name for path in paths} - folders)
-    if names:
+def lines_beside(folder, unused, junk, why=""):
+    """-> a warning that files are not used, as seen from the folder, pictures first; and a line that counts what
+    is_junk, the folders with pictures first, as one may be a person's. Of each only if there are any. why: what to do,
+    if it is not what is said of any file."""
+    lines = []
+    if unused:
+        names = [seen_from(folder, path) for path in dict.fromkeys([*filter(begins_like_picture, unused), *unused])]
+        files = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
+        why = why or "to use a picture of them, make it a whole .jpg or .png in a folder that is read"
+        lines.append(f"warning: {folder}: {files} not used: {first_of(names)}; {why}")
+    if junk:
+        folders = {path.name for path in junk if any(map(is_named_picture, path.rglob("*")))}
+        names = [f"{name}/" for name in sorted(folders)] + sorted({path.name for path in junk} - folders)
         most = max(NAMED, min(len(folders), MOST_FOLDERS))
-        return (f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(paths))} "
-                f"({first_of(names, most)})")
-
-
-def unused_line(folder, paths, why=""):
-    """-> a warning that these files, named as seen from the folder, are not used; None if there are none. why: what to
-    do, if it is not what is said of any file."""
-    if not paths:
-        return None
-    ordered = dict.fromkeys([*filter(begins_like_picture, paths), *paths]) # pictures first
-    names = [seen_from(folder, path) for path in ordered]
-    files = "1 file is" if len(names) == 1 else f"{len(names):,} files are"
-    why = why or "to use a picture of them, make it a whole .jpg or .png in a folder that is read"
-    return f"warning: {folder}: {files} not used: {first_of(names)}; {why}"
+        lines.append(f"{folder}: passed over, as systems and programs leave such things everywhere: {len(set(junk))} "
+                     f"({first_of(names, most)})")
+    return lines
 
 
 def sort_out(folder, found):
@@ -203,7 +199,6 @@ def sort_out(folder, found):
     read = set(sum(found.values(), []))
     beside = [path for path in listed(folder, "*") if is_named_picture(path) and path not in read]
     kinds["junk"] += [path for path in folder.iterdir() if is_junk(path.name)]
-    for line in (unused_line(folder, beside + kinds["unknown"]), junk_line(folder, kinds["junk"])):
-        if line:
-            common.warn_once(line)
+    for line in lines_beside(folder, beside + kinds["unknown"], kinds["junk"]):
+        common.warn_once(line)
     return [why_not(path) for kind in ERRORS for path in kinds[kind]]

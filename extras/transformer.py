@@ -96,7 +96,7 @@ def read_layout(path):
         raise error_of(path, f"has several transformers, {copies}", "save the one that is meant in a file of its own")
     prefix, = prefixes
     names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
-    refuse_format(path, f, names)
+    marks = refuse_format(path, f, names)
 
     layout = Layout({}, {}, {}, MARK_2511 in {*names, *keys}, "", f)
     dtypes = Counter()
@@ -114,21 +114,17 @@ def read_layout(path):
         if not rows or shape not in ([], [1], [1, 1], [rows], [rows, 1]):
             raise error_of(path, f"{key} is {shape}: neither one scale of a weight nor one for each of its {rows} rows",
                          REMEDY)
-    check_scales(path, f, names, layout)
+    check_scales(path, f, marks, layout)
     layout.form = " and ".join(f"{n} matrices in {dtype}" for dtype, n in dtypes.most_common())
     if layout.scales:
         layout.form += ", with scales"
     return layout
 
 
-def check_scales(path, f, names, layout):
+def check_scales(path, f, marks, layout):
     """InputError if a matrix in fp8 has no scale although ComfyUI's marks, or the scales of others, say that it had
     one: it would be wrong by a large factor. (A file that was only cast to fp8 has no scales at all, and in one with
     scales some matrices stay in bf16.)"""
-    marks = [name for name in names if name == "scaled_fp8" or name.endswith(".comfy_quant")]
-    header = json.loads((f.metadata() or {}).get("_quantization_metadata", "{}"))
-    marks += [f"_quantization_metadata of {layer}" for layer in header.get("layers", {})
-              if f"{layer}.weight" in names.values()]
     if not layout.scales and not marks:
         return
     lost = [name for name, key in layout.keys.items() if name not in layout.scales and name.endswith(".weight")
@@ -140,17 +136,20 @@ def check_scales(path, f, names, layout):
 
 
 def refuse_format(path, f, names):
-    """InputError names the format if it is not taken. f: the open file; names: {in the model: in the file}."""
+    """-> ComfyUI's marks of fp8 with scales: where they stand. InputError names the format if it is not taken. f: the
+    open file; names: {in the model: in the file}."""
     try: # ComfyUI's notes: {"format": "nvfp4"}, in a tensor of each layer, or together in the header
-        notes = []
+        notes = {}
         for name, key in names.items():
             if name.endswith(".comfy_quant"):
                 if math.prod(f.get_slice(key).get_shape()) > MOST_NOTE:
                     raise ValueError(f"{name} is no note")
-                notes.append(json.loads(bytes(f.get_tensor(key).tolist())))
+                notes[name] = json.loads(bytes(f.get_tensor(key).tolist()))
         header = json.loads((f.metadata() or {}).get("_quantization_metadata", "{}"))
-        notes += [note for layer, note in header.get("layers", {}).items() if f"{layer}.weight" in names.values()]
-        formats = {(note["format"], note.get("convrot", False)) for note in notes}
+        for layer, note in header.get("layers", {}).items():
+            if f"{layer}.weight" in names.values():
+                notes[f"_quantization_metadata of {layer}"] = note
+        formats = {(note["format"], note.get("convrot", False)) for note in notes.values()}
     except Exception as e: # a foreign file can fail in any way
         raise error_of(path, f"its notes of ComfyUI cannot be read ({type(e).__name__}: {first_words(e)})", REMEDY)
     for said, rotated in formats:
@@ -165,6 +164,7 @@ def refuse_format(path, f, names):
         if dtype not in TAKEN and is_used(name):
             raise error_of(path, f"in the format {DTYPES.get(dtype, dtype)} ({name} is {dtype}), which is not taken",
                          REMEDY)
+    return [name for name in names if name == "scaled_fp8"] + [*notes]
 
 
 def check_fit(path, folder):

@@ -2,6 +2,7 @@
 changes/: each recipe applies to this tree, trains, does what its head says, and fails just the claims that it names.
 README lists them all, and prints two.
 """
+import functools
 import json
 import math
 import os
@@ -9,6 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +24,42 @@ RECIPES = {file.stem: file.read_text("utf-8") for file in sorted(HERE.glob("chan
 HEAD = "What", "For", "Costs", "Paper", "Fails" # the five lines at the head of each
 README = (HERE / "README.md").read_text("utf-8").split("## How do I change")[1].split("\n## ")[0]
 
+# One process imports the libraries, which takes seconds; each command is a fork of it, with nothing of ours imported.
+FORKS = """
+import json, os, runpy, sys
+import diffusers, peft, transformers.models.qwen2_5_vl.modeling_qwen2_5_vl # and with them torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+for line in sys.stdin:
+    folder, files, sys.argv = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        os.chdir(folder)
+        for number, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), number)
+        if sys.argv[0] == "-m":
+            sys.path[0] = folder
+            sys.argv = sys.argv[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(sys.argv[0])
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+@functools.cache
+def forks():
+    return subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                            encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"})
+
 def run(folder, *command):
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, encoding="utf-8",
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    """`python COMMAND` in this folder -> its returncode, stdout and stderr."""
+    with tempfile.TemporaryDirectory() as said:
+        files = [f"{said}/stdout", f"{said}/stderr"]
+        forks().stdin.write(json.dumps([str(folder), files, list(map(str, command))]) + "\n")
+        forks().stdin.flush()
+        status = int(forks().stdout.readline())
+        return SimpleNamespace(returncode=status, **{Path(file).name: Path(file).read_text("utf-8") for file in files})
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):

@@ -5,6 +5,7 @@ POSIX-only.
 """
 import ast
 import inspect
+import json
 import os
 import re
 import shlex
@@ -54,7 +55,7 @@ def test_imports_point_down_only():
     assert "extras" not in imports_of(HERE / "rope_patch.py")[1] # people copy this file alone
     for path in (HERE / "extras").glob("*.py"):
         below = {"common", "rope_patch"} # what stands below everyone who loads it: these are train.py's alone
-        below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "published") else set()
+        below |= {"cache", "predict"} if path.stem in ("draw", "resume", "plan", "probe", "published") else set()
         assert not imports_of(path)[1] & {*top, "tools", "tests"} - below, path
     for path in [HERE / name for name in CORE] + [*(HERE / "extras").glob("*.py")]:
         assert not re.search(r"\b(tools|tests)\.", re.sub(r'tools/\w+\.py|"[^"]*"', "", path.read_text("utf-8"))), path
@@ -99,7 +100,7 @@ def test_no_file_imports_a_test_module():
         assert not modules & {part for name in names for part in name.split(".")}, path
 
 AS_ON_WINDOWS = """
-import os, runpy, signal, sys
+import json, os, runpy, signal, sys
 sys.path.insert(0, "")
 import filelock, predict # the libraries may use what this system has; then the scripts begin anew, without it
 for name in ("rope_patch", "common", "cache", "predict"):
@@ -107,8 +108,8 @@ for name in ("rope_patch", "common", "cache", "predict"):
 sys.modules.update(fcntl=None, resource=None, pwd=None)
 del os.uname, signal.SIGUSR1
 os.environ["PATH"] = "" # no git
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+for sys.argv in json.loads(sys.argv[1]): # one process, as a start takes ten seconds
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 def test_the_five_files_with_extras_alone_cache_train_and_sample(tmp_path):
@@ -116,10 +117,11 @@ def test_the_five_files_with_extras_alone_cache_train_and_sample(tmp_path):
     folder = copied(tmp_path / "alone")
     for part in ("target", "control"): # four pictures are enough
         shutil.move(folder / "tiny/known" / part / "keep", folder / "keep" / part)
-    for command in (["cache.py"], ["train.py", "--max_steps", 2, "--val_data", "keep", "--batch_size", 2],
-                    ["predict.py", "--num_inference_steps", 2, "--jobs", "keep", "--lora", "out/tiny-data-001"]):
-        result = python(folder, "-c", AS_ON_WINDOWS, *command)
-        assert result.returncode == 0, result.stderr[-2000:]
+    steps = ["--num_inference_steps", "2"]
+    commands = [["cache.py"], ["train.py", "--max_steps", "2", "--val_data", "keep", "--batch_size", "2", *steps],
+                ["predict.py", "--jobs", "keep", "--lora", "out/tiny-data-001", *steps]]
+    result = python(folder, "-c", AS_ON_WINDOWS, json.dumps(commands))
+    assert result.returncode == 0, result.stderr[-2000:]
     assert (folder / "out/tiny-data-001/DONE").exists()
     assert '"psnr"' in (folder / "out/tiny-data-001/log.jsonl").read_text("utf-8")
     assert len(list((folder / "out/predict").glob("*.png"))) == 5 # four, and a sheet of them

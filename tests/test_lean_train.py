@@ -3,9 +3,7 @@ tools/lean_train.py: what train.py computes, on one page. The same bits, also af
 its limits.
 """
 import ast
-import re
 import signal
-import sys
 
 import pytest
 import torch
@@ -144,16 +142,6 @@ def test_it_is_one_page_and_imports_no_extra():
     for node in ast.walk(ast.parse(text)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
         assert not any(name.split(".")[0] in ("extras", "train", "tools") for name in names if name != "extras")
-    assert not re.search("(find|load)_extra", text)
-
-def test_it_needs_no_extras_but_those_that_read_models_and_flags(tmp_path, small, training, unstopped, monkeypatch):
-    """From the dataset and its cache: an index needs extras/indexes.py."""
-    for path in (HERE / "extras").glob("*.py"):
-        if path.stem not in ("__init__", "configs", "defaults", "disk", "published", "strays"):
-            monkeypatch.setitem(sys.modules, f"extras.{path.stem}", None)
-    assert training[0] == "--data"
-    lean(tmp_path, "--data", small.folder / "data", "--cache_dir", small.cache, *training[2:])
-    assert_same(tmp_path, unstopped)
 
 @pytest.mark.parametrize("flags, named", [
     ("--preserve 0.5", "--preserve: lean_train.py lacks it"), ("--val_data x", "--val_data: lean_train.py lacks it"),

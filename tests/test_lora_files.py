@@ -494,6 +494,35 @@ def test_a_resized_run_s_file_goes_on_as_the_same_change(tmp_path, own):
     assert_bitwise(a, a0)
     assert_bitwise(2 * b, b0)
 
+@pytest.mark.parametrize("module, name, is_ours", [
+    (common, "read_tensors", True), (lora_files, "is_plain", True), (lora_files, "is_plain", False),
+    (lora_files, "diffusers_meta", False)])
+def test_a_bug_where_loras_are_read_is_not_taken_for_a_fault_of_the_file(own, tmp_path, monkeypatch, module, name,
+                                                                         is_ours):
+    """It shows with its own words, as whatever is wrong in what a person has changed there."""
+    def planted(*_, **__):
+        raise AttributeError("a bug")
+    monkeypatch.setattr(module, name, planted)
+    with pytest.raises(AttributeError, match="a bug"):
+        predict.read_lora(own if is_ours else lora_file(tmp_path, lora_tensors()))
+
+def test_our_file_with_a_tensor_that_is_none_of_a_lora_is_refused_by_its_name(own):
+    """It is intact, so the line does not speak of damage."""
+    tensors, meta = common.read_tensors(own, "lora_adapter_metadata")
+    tensors["transformer.norm_out.linear.weight"] = torch.ones(4, 4)
+    common.write_tensors(own, tensors, meta, "lora_adapter_metadata")
+    with refused(own, "transformer.norm_out.linear.weight", "of no linear layer"):
+        predict.read_lora(own)
+
+def test_a_header_is_parsed_once_and_once_more_for_the_digest(own, tmp_path, monkeypatch):
+    """It may be long."""
+    real, parsed = common.read_header, []
+    monkeypatch.setattr(common, "read_header", lambda f: parsed.append(f) or real(f))
+    for file, times in ((lora_file(tmp_path, lora_tensors(prefix="diffusion_model.")), 1), (own, 2)):
+        parsed.clear()
+        predict.read_lora(file)
+        assert len(parsed) == times
+
 def test_no_flipped_bit_of_our_lora_is_silent(own, tmp_path):
     """In its header, with --fuzz each of them, and in its tensors: refused, or read as before."""
     sound, rng = own.read_bytes(), random.Random(0)
@@ -756,8 +785,8 @@ def test_a_lora_that_was_merged_is_part_of_the_frozen_base(tmp_path, two_loras):
     ("--pretrained_lora GOOD --lora_alpha 3", 2, "--lora_alpha"), ("--pretrained_lora BAD", 1, "4 of 12"),
     ("--pretrained_lora GOOD --lora_targets to_q", 2, "--lora_targets"), ("--lora_args use_dora=true", 2, "use_dora"),
     ("--pretrained_lora GOOD --lora_args use_rslora=true", 2, "--lora_args"), ("--lora_args =3", 2, "--lora_args"),
-    ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 1, "--lora_args"),
-    ("--lora_args init_lora_weights=nonsense", 1, "--lora_args")])
+    ("--lora_args use_dora", 2, "--lora_args"), ("--lora_args no_such=1", 2, "--lora_args"),
+    ("--lora_args init_lora_weights=nonsense", 2, "--lora_args")])
 def test_a_lora_to_start_from_that_does_not_fit_or_flags_is_refused(tmp_path, two_loras, flags, status, named):
     bad = lora_file(tmp_path, renamed("to_q", "qkv")(lora_tensors()))
     result = train_demo(tmp_path / "a", *flags.replace("GOOD", str(two_loras[0])).replace("BAD", str(bad)).split())

@@ -1,7 +1,7 @@
 """
 What the compiler makes of a transformer block of the real width, for cards that are not there.
 
-$ python -m pytest -q tests/test_machine_code.py -s    # two minutes of one core; -s: the registers of each kernel
+$ python -m pytest -q tests/test_machine_code.py -s    # one minute of one core; -s: the registers of each kernel
 """
 import json
 import os
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.fake_card import guard
-from tests.harness import HERE
+from tests.harness import FULL, HERE
 
 MISSING = guard.why_not() or (None if find_spec("triton") else "no triton, which compiles the kernels")
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}")
@@ -28,8 +28,8 @@ def passes(tmp_path_factory):
     """[forward, backward] of machine_code.describe; in a process of its own, as the guard has to come before torch."""
     library = guard.build(tmp_path_factory.mktemp("guard"))
     env = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    done = subprocess.run([sys.executable, "-m", "tests.fake_card.machine_code", library, *CARDS], cwd=HERE, env=env,
-                          capture_output=True, encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "tests.fake_card.machine_code", library, *CARDS, *["all"] * FULL],
+                          cwd=HERE, env=env, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -44,8 +44,8 @@ def test_a_block_is_one_graph_of_so_many_launches(passes):
 @pytest.mark.parametrize("card", CARDS)
 def test_every_kernel_compiles_without_atomics_or_spilled_registers(card, passes):
     """Atomic sums round differently in each run. Inductor measures several configurations of a kernel and takes the
-    fastest, so that one of them may spill, or ask for too much, but not all. (For an H100 all are compiled, for other
-    cards the first.)"""
+    fastest, so that one of them may spill, or ask for too much, but not all. The first is compiled for each card; with
+    --full all are, for an H100."""
     kernels = {name: found for one in passes for name, found in one["kernels"][card].items()}
     assert kernels
     for name, configurations in kernels.items():

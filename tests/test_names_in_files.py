@@ -220,7 +220,6 @@ ALLOWED = {
     "extras/foreign.py": {"family": {"re.search(pattern)": OWN}},
     "extras/hints.py": {"fold": {"re.sub(f'(?<!\\\\w){re.escape(path.stem)}(?=\\\\.\\\\w)')": "escaped"},
                         "scheduled_twice": {"locate(optimizer)": FLAG}},
-    "extras/lora_args.py": {"try_out": {"getattr(key)": "--lora_args"}, "refuse_added": {"getattr(field)": OWN}},
     "extras/lora_files.py": {"sort_tensors": {"re.search(pattern)": OWN},
                              "read_patterns": {"re.compile(f'(.*\\\\.)?({pattern})$')": "of PATTERN's parts only"}},
     "extras/indexes.py": {"is_file": {"re.fullmatch(folder + '/[0-9a-f]{32}\\\\.safetensors')": OWN}},

@@ -8,7 +8,9 @@ import collections
 import functools
 import json
 import random
+import tempfile
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,7 +246,8 @@ def trial(optimizer, ema=0):
     lora = {f"{n}.{k}": torch.nn.Parameter(0.1 * torch.randn(shape)) for n in range(3) for k, shape in shapes.items()}
     before = {name: p.detach().clone() for name, p in lora.items()}
     args = types.SimpleNamespace(optimizer=f"my {optimizer}", lr=0.01)
-    probe.check(args, lora, maker(optimizer, ema), optimizers.averaged_weights)
+    with tempfile.TemporaryDirectory() as folder:
+        probe.check_optimizer(args, lora, maker(optimizer, ema), Path(folder))
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in lora.items())
 
 def skip_unless_it_can(optimizer, ema):

@@ -281,7 +281,7 @@ def test_the_best_steps_are_named_by_loss_and_by_psnr(tmp_path):
     assert [text for text in read.texts["tr"] if text.startswith(("val", "known", "all"))] == [
         "known9.09.030.040.0", "all pictures9.09.016.540.0"]
     older = dict(psnr={group: dict(input=1, base=1, lora=lora, vae=1) for group, lora in (("a", 3), ("b", 5))})
-    assert page.mean_psnr(older)["lora"] == 4
+    assert best.mean_psnr(older)["lora"] == 4
 
 def test_what_matters_comes_first_and_six_pictures_are_open(tmp_path):
     run = make_run(tmp_path / "run", prompts=[f"edit {n}" for n in range(24)],

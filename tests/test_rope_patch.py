@@ -30,7 +30,7 @@ from tests.harness import (BATCHES, C, DEVICE, E, EQUAL, FULL, HOLES, MIXED, MIX
                            assert_bitwise, assert_equals_stock, assert_one_by_one, batch_for, everything, hot_model,
                            image_lens, image_mask_of, joint_mask_of, make_batch, one_by_one, packed_call, pad,
                            padded_call, patched_copy, patched_model, precomputed_call, rel, run, show, stock_answer,
-                           take_apart, text_mask_of, with_gradients)
+                           stock_call, take_apart, text_mask_of, with_gradients)
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_mixed_mode = pytest.mark.parametrize("mode", MIXED_MODES)
@@ -260,6 +260,16 @@ def test_masked_image_tokens_may_stand_anywhere():
         image_rotary_emb=(move(img_freqs_BIR, 0), txt_freqs_BTR))).sample
     assert (out[~apart_BI] == 0).all()
     assert_one_by_one(out[apart_BI].split(image_lens(samples)), samples)
+
+@torch.no_grad()
+def test_a_masked_image_token_among_equal_sizes_is_a_pad():
+    """Its answer is 0, and what stands there (NaN too) changes nothing, although stock could take this call."""
+    call, mask_BS = stock_call(patched_model(), EQUAL), joint_mask_of(EQUAL, 40)
+    mask_BS[0, 9 + 30] = False # after 9 of text
+    want = patched_model()(**call | joint_mask(mask_BS)).sample
+    call["hidden_states"][0, 30] = float("nan")
+    assert_bitwise(patched_model()(**call | joint_mask(mask_BS)).sample, want)
+    assert (want[0, 30] == 0).all() and want[0, 31].any()
 
 def test_a_target_with_masked_tokens_is_still_told_from_its_controls():
     """Of a target of 6x4 tokens the last 4 are masked: the first 20 tokens that are left are at the sample's timestep,

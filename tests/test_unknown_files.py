@@ -72,7 +72,7 @@ def test_nothing_is_read_through_a_link_or_a_pipe(tmp_path):
     (folder / "link").symlink_to(tmp_path / "mine/secret.png")
     os.mkfifo(folder / "pipe")
     assert {kind for _, kind in common.find_files(folder)} == {"unknown"}
-    assert "begin" not in strays.unused_line(folder, [folder / "link", folder / "pipe"])
+    assert "begin" not in strays.lines_beside(folder, [folder / "link", folder / "pipe"], [])[0]
 
 # ---- --image FOLDER --------------------------------------------------------------------------------------------------
 
@@ -226,8 +226,8 @@ def test_the_line_names_two_files_and_pictures_first(tmp_path):
     for n in range(1200):
         (tmp_path / f"{n:04}.npz").touch()
     put(tmp_path / "z.png_old")
-    line = strays.unused_line(tmp_path, sorted(tmp_path.iterdir()))
+    line, = strays.lines_beside(tmp_path, sorted(tmp_path.iterdir()), [])
     assert line.startswith(f"warning: {tmp_path}: 1,201 files are not used: z.png_old, 0000.npz, ...; to use")
-    line = strays.unused_line(tmp_path, [tmp_path / "0001.npz"])
+    line, = strays.lines_beside(tmp_path, [tmp_path / "0001.npz"], [])
     assert line.startswith(f"warning: {tmp_path}: 1 file is not used: 0001.npz; to use")
-    assert strays.unused_line(tmp_path, []) is None
+    assert strays.lines_beside(tmp_path, [], []) == []

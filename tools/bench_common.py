@@ -23,11 +23,7 @@ from peft import LoraConfig
 import common
 import predict
 import rope_patch
-
-try:
-    from extras import cuda, fit, quantize
-except ImportError as e:
-    raise common.InputError(f"{Path(sys.argv[0]).name}: needs all of extras/ ({e}); copy it beside tools/")
+from extras import cuda, fit, quantize
 
 HERE = Path(__file__).resolve().parents[1]
 MODELS = dict(

@@ -236,9 +236,9 @@ def main():
     loras, factored = [], False # no file is read a second time
     for source in sources:
         if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa
-            data = lora_files.read_file(source)
-            factored |= lora_files.has_factors(data)
-            state, meta = lora_files.read(source, data, args.rank or 64) # which does not look at a digest
+            data, header = lora_files.read_file(source)
+            factored |= lora_files.has_factors(header)
+            state, meta = lora_files.read(source, data, header, args.rank or 64) # which does not look at a digest
             lora_files.check_notes(source, state, meta)
         else:
             state, meta = predict.read_lora(source)

@@ -51,18 +51,14 @@ import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask, tell
 from extras import disk
+from extras.flight import room_for
+from extras.hints import how_many
+from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
+                         remaining_motion, same_shape)
+from extras.sheet import contact_sheet, shown_prompt, thumbnail
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
 from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
-
-try:
-    from extras.flight import room_for
-    from extras.hints import how_many
-    from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
-                             remaining_motion, same_shape)
-    from extras.sheet import contact_sheet, shown_prompt, thumbnail
-except ModuleNotFoundError as e:
-    raise InputError(f"tools/doctor.py: needs {e.name}, which is missing; copy extras/ beside tools/")
 
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference

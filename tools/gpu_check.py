@@ -4,7 +4,7 @@ One command to run when you have a GPU: are the numbers right there, how long do
 $ python tools/gpu_check.py --minutes 7                  # the real 60 blocks, random weights
 $ python tools/gpu_check.py --device cpu                 # a small model: shows only that this script runs
 
-    claims   runs pytest on the device, in fp32 and in bf16
+    claims   runs test_consistency.py on the device, in fp32 and in bf16
     numbers  compares packed, padded, low-bit and compiled steps to fp32, recomputed and offloaded ones to plain ones,
              and train.py --fsdp on two GPUs to one
     fit      what extras/fit.py expects of the largest pass, and how much memory real steps take
@@ -51,8 +51,6 @@ WAYS = {"packed": {}, "padded": dict(mode="padded"), "compiled": dict(compiled=T
         "attention kept": dict(recomputed="all but attention"), "int8": INT8, "fp8": FP8,
         "nf4": dict(quantize="nf4"), "offloaded": dict(offload=60), "int8 compiled": INT8 | dict(compiled=True),
         "fp8 compiled": FP8 | dict(compiled=True), "FA2": dict(flash=2)}
-TESTS = dict(quick=["test_consistency.py"], all=["test_consistency.py", "tests/test_rope_patch.py",
-                                                 "tests/test_cuda.py", "tests/test_extras.py"])
 STAGES = ["claims", "numbers", "fit", "speed", "nccl"]
 
 parser = common.Parser(__doc__)
@@ -61,8 +59,6 @@ flag("--stages", STAGES, "which to run; they keep this order", nargs="+", choice
 flag("--minutes", 10.0, "stop after this time, with the results so far; the stage claims gets two fifths of it",
      type=common.number(float, 0, 1e5))
 flag("--device", "cuda", "cuda, cuda:1, ...; cpu: shows only that this script runs")
-flag("--tests", "quick", "claims: quick runs test_consistency.py; all adds the other tests that depend on the device",
-     choices=TESTS)
 flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Path)
 args = parser.parse_args()
 OURS = rb'\A\{\n "about": \{\n  "command": "python ' # how the file of --out begins
@@ -77,16 +73,12 @@ import transformers
 from accelerate import init_empty_weights
 
 import predict
+from extras import fit, plan
+from extras.compile import compile_blocks
 from rope_patch import blocks_of, checkpoint_blocks, patch_qwen_model_for_multi_resolution
+from tools import gpu_numbers
 from tools.bench_common import (MODELS, end, flops, loss_of, make_model, make_samples, matmul_rate, open_device,
                                 peak_gib, read_sample, recompute, run_on, start, started, timed, used_gib, with_lora)
-
-try:
-    from extras import fit, plan
-    from extras.compile import compile_blocks
-    from tools import gpu_numbers
-except ImportError as e:
-    raise common.InputError(f"tools/gpu_check.py: needs all of extras/ ({e}); copy it beside tools/")
 
 on_card = args.device.startswith("cuda")
 size, dtype = ("full", torch.bfloat16) if on_card else ("small", torch.float32)
@@ -98,7 +90,7 @@ matmul = matmul_rate(dtype, args.device) # FLOP/s of a large product
 
 def claims():
     """Both dtypes at the same time: the tests are small, and keep the host busier than the GPU."""
-    flags = ["-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *TESTS[args.tests], "--device", args.device]
+    flags = "-m pytest test_consistency.py -q --tb=line -p no:cacheprovider --device".split() + [args.device]
     processes = {name: start(*flags, "--dtype", name) for name in ("float32", "bfloat16")}
     for name, process in processes.items():
         try:

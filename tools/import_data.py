@@ -228,15 +228,8 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
                     junk += beside
                 else:
                     unknown += filter(strays.is_named_picture, beside)
-    tell_unused(source or target, [path for path in unknown if path not in read])
-    if line := strays.junk_line(source or target, junk):
-        tell(line)
+    tell(*strays.lines_beside(source or target, [path for path in unknown if path not in read], junk))
     return samples, problems
-
-def tell_unused(folder, paths, why=""):
-    """Prints how many of these files are not used, if it goes well. folder: they are named as seen from it."""
-    if line := strays.unused_line(folder, paths, why):
-        tell(line)
 
 def refuse_links(paths, folders):
     """InputError for a link that leads out of all of these folders."""
@@ -504,9 +497,8 @@ def tell_beside(samples, folder):
                 junk.append(path)
             elif path.is_file() and kind in ("picture", "other", "unknown") and os.path.realpath(path) not in used:
                 unused.append(path)
-        tell_unused(place, [path for path in unused if path.suffix not in ABOUT], "no row names them")
-        if line := strays.junk_line(place, junk):
-            tell(line)
+        unused = [path for path in unused if path.suffix not in ABOUT]
+        tell(*strays.lines_beside(place, unused, junk, "no row names them"))
 
 # ---- configurations of other trainers --------------------------------------------------------------------------------
 

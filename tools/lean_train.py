@@ -28,9 +28,9 @@ from common import LORA_FILE, InputError, first_words, key_value, natural, not_n
 parser = common.Parser(__doc__)
 common.add_model_flags(parser)
 common.add_data_flags(parser)
-flag = common.add_transformer_flags(parser)
-flag("--gradient_checkpointing", None, "blocks recomputed in backward, to save memory (default: all)", type=natural)
+common.add_transformer_flags(parser)
 flag = parser.group("training")
+flag("--gradient_checkpointing", None, "blocks recomputed in backward, to save memory (default: all)", type=natural)
 flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names; or attention, all-linear", nargs="+")
 flag("--max_steps", 2000, "optimizer steps", type=positive)
@@ -48,7 +48,7 @@ flag("--seed", 0, "seed of order, noise, timesteps, dropped captions, initial Lo
 flag("--out_dir", Path("out/lean"), "gets the LoRA (also for ComfyUI), log.jsonl, and what --resume needs", type=Path)
 flag("--save_every", 200, "steps between saves, each of which replaces the one before", type=positive)
 flag("--resume", False, "continue the run in --out_dir; begin if that has none")
-args = common.parse_data_args(parser, "train.py") # with --model tiny, the default, tiny/defaults.json sets others
+args = common.parse_data_args(parser, "train.py") # also here tiny has train.py's tiny/defaults.json
 if lacking := {"--val_data", "--preserve", "--prompt_image_dropout_rate"}.intersection(parser.given()):
     parser.error(f"argument {min(lacking)}: lean_train.py lacks it; leave it out, or take train.py")
 args.val_data = [] # tiny's defaults have some
@@ -58,7 +58,7 @@ there = {path.name for path in args.out_dir.glob("[!.]*")}
 saved = args.resume and "state.safetensors" in there # else --resume begins
 if there and not saved and not (args.resume and there == {"log.jsonl"}): # which a start leaves that was killed early
     parser.error(f"argument --out_dir: {args.out_dir} is not empty; give another, or --resume its state.safetensors")
-common.look_over(args)
+common.look_over(args) # an error in any sample's files ends the script here, before anything slow
 
 import torch # from here on imports take ten seconds; what is above needs one
 import torch.distributed as dist
@@ -69,9 +69,8 @@ from rope_patch import checkpoint_blocks, plan_packs, run_packed
 
 # ---- the recipe: which sample, at which noise, with which loss -------------------------------------------------------
 # A sample (common.Sample) is a target (the picture wanted), its controls (those given) and prompts, all encoded before
-# the first step: pictures as latents, whose tokens are 16x16 pixels, prompts as embeddings. All that is random depends
-# on seed and position in the stream of samples: resuming needs one number, and each process knows what the others do.
-# The functions also read epoch, scheduler_config, transformer, dtype, rank and world_size, which the run makes below.
+# the first step. All that is random depends on seed and position in the stream of samples, so that one number resumes a
+# run. The functions also read epoch, scheduler_config, transformer, dtype, rank, world_size, which the run makes below.
 
 def generator(*what):
     seed = int(hashlib.sha256(repr((args.seed, *what)).encode()).hexdigest()[:8], 16)
@@ -89,11 +88,12 @@ def pick(position):
     return sample, encoding, prompt, tokens
 
 def load(position):
-    """Reads what pick chooses, and adds noise -> what flow_loss takes apart. I: target tokens, K: control tokens."""
+    """Adds noise to what pick chooses -> what flow_loss takes apart. I target and K control tokens of 16x16 pixels."""
     sample, encoding, prompt, _ = pick(position)
     latents, g = cache.load_latents(sample, encoding), generator("noise", position)
     embeds = cache.load_text(sample, (prompt, True)).to(dtype) # (T, J); True: the text encoder has seen the controls
-    # The noise level s is also the model's timestep: 0 is data, 1 is noise. Larger pictures get more, as in inference.
+    # The noise level s is also the model's timestep: 0 is data, 1 is noise. A normal number's sigmoid u is shifted as
+    # in inference, so that larger pictures get more: s / (1 - s) = shift * u / (1 - u). (mu is the shift's logarithm.)
     shift = math.exp(predict.find_mu(math.prod(encoding["img_shapes"][0]), scheduler_config))
     s = shift / (shift + 1 / torch.randn((), generator=g).sigmoid() - 1)
     # Flow matching (arxiv.org/abs/2210.02747): the model learns the velocity of a straight path from data to noise.
@@ -108,7 +108,7 @@ def load(position):
 def load_step(n):
     """-> for each forward pass of this process in step n: (positions of its samples, what load returns of each)."""
     lengths = {position: pick(position)[-1] for position in range(n * args.batch_size, (n + 1) * args.batch_size)}
-    # The processes get samples as players get cards, the longest first. Each puts its own into packs.
+    # The processes get samples as players get cards, the longest first. A pack: positions for one forward pass.
     mine = sorted(lengths, key=lengths.get, reverse=True)[rank::world_size]
     packs = plan_packs({position: lengths[position] for position in mine}, args.max_tokens)
     return [(positions, list(map(load, positions))) for positions in packs]
@@ -133,20 +133,21 @@ common.start_processes(args) # torchrun starts several of this script; else ther
 rank, world_size = common.rank(), common.world()
 dtype = getattr(torch, args.dtype) # of the frozen model; LoRA, gradients and optimizer are fp32
 
-# Data. What the cache lacks is encoded now. The encoders are gone before the transformer comes.
+# Data. What the cache lacks is encoded now. The encoders are gone before the transformer comes. geometry: the
+# pictures' sizes in pixels, which the LoRA's file tells predict.py.
 model_folder, pipe = cache.find_pipeline(args)
 transformer_folder, transformer_file = predict.find_transformer(args)
 samples, _, geometry, _ = cache.make_cache(pipe, model_folder, args)
 epoch = [sample for sample in samples for _ in range(sample.repeats)]
 scheduler_config = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder / "scheduler").config
 
-# Model: the frozen base, and on it a LoRA, which alone learns. Every process makes the same one.
+# Model: the frozen base, and on it a LoRA, {name: parameter}, that learns (its alpha is its rank, as ComfyUI assumes).
 transformer = predict.load_transformer(transformer_folder, args.dtype, file=transformer_file)
 torch.manual_seed(args.seed)
-lora = predict.add_lora(transformer, **predict.find_layers(transformer, args.lora_targets), r=args.lora_rank,
-                        lora_alpha=args.lora_rank, init_lora_weights="gaussian") # {name: parameter}
+names = predict.find_layers(transformer, args.lora_targets) # for peft; it leaves out layers whose output nothing reads
+lora = predict.add_lora(transformer, **names, r=args.lora_rank, lora_alpha=args.lora_rank, init_lora_weights="gaussian")
 predict.place_transformer(transformer, args.device, args.quantize, args.offload)
-checkpoint_blocks(transformer, args.gradient_checkpointing, preserve_rng_state=False) # as nothing in them is random
+checkpoint_blocks(transformer, args.gradient_checkpointing, preserve_rng_state=False) # as there is no dropout
 try:
     optimizer = locate(args.optimizer)(lora.values(), **dict(lr=args.lr, weight_decay=0.01) | dict(args.optimizer_args))
 except Exception as e: # a foreign class can fail in any way
@@ -168,6 +169,7 @@ if saved:
     step, lines = state["step"], common.read_text(log, common.LONG_TEXT).splitlines()
     for name, p in lora.items():
         p.data.copy_(tensors[name])
+    # Its state may have any form, so the file has torch.save's bytes of it, as one tensor. (train.py avoids pickles.)
     optimizer.load_state_dict(torch.load(io.BytesIO(tensors["optimizer"].numpy()), "cpu", weights_only=True))
 if rank == 0: # a line for each step is in the log: those of later steps go, as these steps run again
     common.write_file(log, "".join(f"{line}\n" for line in lines[:step + 1]).encode(), rb'\A\{"command": ')
@@ -177,14 +179,14 @@ with common.signals_noted() as signals:
     for loaded in common.run_ahead(load_step, range(step, args.max_steps)):
         t0 = time.perf_counter()
         # A step's loss is the mean of its samples' losses, so every pack adds its part to p.grad, whoever computes it.
-        numbers = torch.zeros(args.batch_size + 1, device=args.device) # losses, signals seen
+        numbers = torch.zeros(args.batch_size + 1, device=args.device) # a loss for each position, signals seen
+        for p in lora.values(): # zero where a process has no pack
+            p.grad = torch.zeros_like(p)
         for positions, items in loaded.result():
             losses = list(flow_loss(items))
             (sum(losses) / args.batch_size).backward()
             numbers[[position % args.batch_size for position in positions]] = torch.stack(losses).detach()
         numbers[-1] = len(signals)
-        for p in lora.values(): # a process without a pack has no gradients
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if world_size > 1: # sums over the processes
             for shared in (numbers, *[p.grad for p in lora.values()]):
                 dist.all_reduce(shared)
@@ -198,7 +200,6 @@ with common.signals_noted() as signals:
             group["lr"] = lr = learning_rate(step)
         torch.manual_seed(generator("optimizer", step).initial_seed()) # for an optimizer that draws random numbers
         optimizer.step()
-        optimizer.zero_grad()
         step += 1
         # Log and save. First the LoRA: killed before it has the state, too, the run repeats these steps after --resume.
         if rank == 0:
@@ -207,8 +208,7 @@ with common.signals_noted() as signals:
             with open(log, "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")
         if rank == 0 and (stop or step == args.max_steps or step % args.save_every == 0):
-            meta = dict(step=step, geometry=geometry)
-            predict.save_lora(args.out_dir / LORA_FILE, transformer, meta) # its alpha is its rank, as ComfyUI assumes
+            predict.save_lora(args.out_dir / LORA_FILE, transformer, dict(step=step, geometry=geometry))
             pickled = io.BytesIO()
             torch.save(optimizer.state_dict(), pickled)
             tensors = lora | dict(optimizer=torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8))

@@ -58,14 +58,10 @@ import torch
 from PIL import Image, ImageFilter
 
 import cache
+from extras.draw import psnr
+from extras.mask import auto_mask, from_middle
 from extras.names import picture_stem
 from predict import decode
-
-try:
-    from extras.draw import psnr
-    from extras.mask import auto_mask, from_middle
-except ModuleNotFoundError as e:
-    raise InputError(f"tools/measure.py: needs {e.name}, which is missing; copy extras/ beside tools/")
 
 def drift(image, reference, keep):
     """How did an edit disturb what it should keep? -> dict of colour (levels of 255) and, if there are edges to measure

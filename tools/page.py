@@ -38,7 +38,6 @@ from tools.page_common import (PAGE, card, detail, fold, link, node, save_page, 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 30 # a smoothed value is the mean of 1/30 of the run
 CLOSE = "Training loss", "Validation loss", "PSNR" # charts whose axis need not begin at zero
-KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 SHOWN = 6 # cards of pictures that are not folded
 SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
 WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
@@ -51,7 +50,7 @@ HARMLESS = {"--optimizer": r"(torch\.optim|bitsandbytes\.optim|prodigyopt|schedu
 
 def read_log(folder):
     """-> SimpleNamespace(folder, name, done, written, flags, command, versions, steps, validations, dataset). steps and
-    validations are lists of records; before step 1 there are none. A validation's has `mean_psnr`, too. written:
+    validations are lists of records; before step 1 there are none. A validation's has best.MEASURES, too. written:
     when the log was; its last line may be incomplete: the run is writing it, or was killed. dataset: the first one's
     name in the newest --val_data, or None."""
     log = folder / "log.jsonl"
@@ -72,7 +71,7 @@ def read_log(folder):
             if "val_loss" in record:
                 best.check_validation(record)
                 check_numbers(record)
-                record["mean_psnr"] = mean_psnr(record).get("lora")
+                record |= best.values_of(record)
                 # one step may have been validated with several --val_data
                 validations[record["step"], json.dumps([record.get(key) for key in best.MEASURES.values()])] = record
             elif "loss" in record:
@@ -127,15 +126,6 @@ def check_step(record):
         raise ValueError("a sample's name is no text")
     if not all(best.is_number(number, 1e30) for number in [*timesteps, *losses]) or min(timesteps, default=0) < 0:
         raise ValueError("no timestep, or no loss")
-
-def mean_psnr(record, dataset=None):
-    """-> {kind: dB} for the KINDS: the mean PSNRs to the target of a validation's pictures, or of one dataset's; {} if
-    there are none. This is the mean of psnr[group] over the groups, weighted by their numbers of pictures. (A log that
-    does not name the pictures weighs all groups alike.) A group's name is DATASET/FOLDER, a picture's DATASET/FILE."""
-    rows = [(p["file"], p["psnr"]) for p in record.get("pictures", [])]
-    rows += [(name, [means[kind] for kind in KINDS]) for name, means in record.get("psnr", {}).items() if not rows]
-    rows = [psnrs for name, psnrs in rows if dataset in (None, name.split("/")[0])]
-    return dict(zip(KINDS, np.mean(rows, 0).tolist())) if rows else {}
 
 def seconds_left(run):
     """-> the seconds that a run still needs, by the mean of its last 100 steps and, if the log has their seconds, of
@@ -270,7 +260,7 @@ def curves(runs):
         for number, records in enumerate(reversed(best.sets_of(run.validations, "mean PSNR"))):
             earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
             title = f"PSNR to the target (dB), {dataset_of(records[-1])}"
-            means = [mean_psnr(r, dataset_of(records[-1])) | dict(step=r["step"]) for r in records]
+            means = [best.mean_psnr(r, dataset_of(records[-1])) | dict(step=r["step"]) for r in records]
             kinds = [("LoRA", "lora", f"dots {colour}")]
             if earlier or title not in charts: # the other runs have the same
                 kinds += [("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")]
@@ -301,11 +291,10 @@ def how_far(run):
 
 def measures(run):
     """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns. The best
-    step is, of all validations, that of the least `val_loss` or of the greatest mean_psnr; of equal ones the first."""
+    step is that of the least validation loss or of the greatest mean PSNR; of equal ones the first."""
     values = {}
-    for name, key, arg_best, form in (("validation loss", "val_loss", np.argmin, "{:.3g}"),
-                                      ("mean PSNR", "mean_psnr", np.argmax, "{:.1f} dB")):
-        steps, numbers = column(best.comparable(run.validations, name), key)
+    for name, arg_best, form in (("validation loss", np.argmin, "{:.3g}"), ("mean PSNR", np.argmax, "{:.1f} dB")):
+        steps, numbers = column(best.comparable(run.validations, name), name)
         lost, value, remarks = best.lost_steps(run.validations, name), "none", []
         if len(steps):
             n, last = arg_best(numbers), f"at the last validation {form.format(numbers[-1])}"
@@ -320,7 +309,7 @@ def measures(run):
             remarks.append(f"not ranked, as NaN or Inf was computed: step {', '.join(map(short, lost[:3]))}{more}")
         if remarks:
             values[f"Best by {name}"] = value, "; ".join(remarks)
-    if means := run.dataset and mean_psnr(run.validations[-1], run.dataset):
+    if means := run.dataset and best.mean_psnr(run.validations[-1], run.dataset):
         remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**means)
         values[f"PSNR (dB), {run.dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark
     values["Steps"] = f"{run.steps[-1]['step'] if run.steps else 0:,}", how_far(run)
@@ -422,8 +411,8 @@ def groups(runs):
     for run in [run for run in runs if run.validations]:
         means = {name: m for name, m in run.validations[-1].get("psnr", {}).items() if name != run.dataset}
         if means:
-            means["all pictures"] = mean_psnr(run.validations[-1])
-        rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in KINDS]] for name, m in means.items()]
+            means["all pictures"] = best.mean_psnr(run.validations[-1])
+        rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in best.KINDS]] for name, m in means.items()]
     remark = "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures."
     return section("Groups of validation pictures", detail(remark),
                    table(rows, ["", "input", "base", "LoRA", "VAE alone"])) if rows else None

@@ -5,6 +5,7 @@ Dynamo and inductor make Triton kernels of one block of the real width, forward 
 on an H100; then Triton and ptxas, both of Triton's package, compile each kernel for other cards as well. Nothing runs.
 
 $ python -m tests.fake_card.machine_code LIBGUARD 80 90    # compute capabilities; its last line is JSON
+$ python -m tests.fake_card.machine_code LIBGUARD 90 all   # each kernel in all its configurations
 """
 import json
 import os
@@ -178,16 +179,15 @@ def compile_kernel(kernel, most=None):
     return found
 
 
-def describe(code, capabilities):
+def describe(code, most, capabilities):
     """-> dict(launches: of kernels in this pass; calls: {what is not Triton}; kernels: {capability: {name:
-    compile_kernel's}})."""
+    compile_kernel's}}). most: configurations for an H100, or None for all, which takes a minute."""
     body = code[code.index("def call("):]
     calls = re.findall(r"\b(?:extern_kernels|torch\.ops|aten)\.[\w.]+(?=\()", body)
     kernels = {}
     for capability in capabilities:
-        # to compile all of them takes a minute a card
-        most = None if capability == H100 else 1
-        found = {name: compile_kernel(kernel, most) for name, kernel in kernels_of(code, capability).items()}
+        first = most if capability == H100 else 1
+        found = {name: compile_kernel(kernel, first) for name, kernel in kernels_of(code, capability).items()}
         kernels[capability] = found
     return dict(launches=len(calls) + len(re.findall(r"\btriton_\w+\.run\(", body)), calls=sorted({*calls}),
                 kernels=kernels)
@@ -196,4 +196,6 @@ def describe(code, capabilities):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pretend(H100)
-    print(json.dumps([describe(code, map(int, sys.argv[2:])) for code in generate()]))
+    most = None if "all" in sys.argv else 1
+    cards = [int(word) for word in sys.argv[2:] if word != "all"]
+    print(json.dumps([describe(code, most, cards) for code in generate()]))
