@@ -1,6 +1,6 @@
 """
 What comes before a model, for all scripts. `Sample`, below, is what they all pass around. The rest is plumbing, and can
-wait: error lines, extras, flags, processes and devices, files that are written whole and checked, datasets, pictures.
+wait: error lines, flags, processes and devices, files that are written whole and checked, datasets, pictures.
 """
 import argparse
 import contextlib
@@ -359,7 +359,7 @@ def add_sample_flags(flag, names):
         kind, text = SAMPLE_FLAGS[name]
         flag(f"--{name}", SAMPLING.get(name), text, type=kind)
 
-PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # what a flag of this value needs
+PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # which package this value of a flag needs
 
 def parse_args(parser, script):
     """parser.parse_args(), twice, as the folder of --model may set defaults for this script. It needs no
