@@ -306,7 +306,7 @@ def predict_velocity(model, items):
     prompts = [i.prompt for i in items]
     timesteps = torch.stack([i.s for i in items])
     preds = run_packed(model, latents, prompts, timesteps, [i.img_shapes for i in items])
-    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds, strict=True)] # without what is behind: controls
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds, strict=True)] # the controls' rows are dropped
 
 def ask_base(model, items):
     """--preserve: the velocity of such an item becomes what the model predicts for it without its LoRA -> items."""
@@ -503,7 +503,7 @@ def validate(step):
                 dist.all_reduce(total)
             val_loss = total.item() / count
             say(finite.loss_line(step, val_loss))
-            drawn = drawer and drawer.draw(step)
+            drawn = drawer.draw(step)
     except (Exception, SystemExit) as e:
         failures.warn_of_validation(e, step, args.fsdp)
     finally:
@@ -624,8 +624,7 @@ if checkpoint:
     resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
-drawer = None # of the validations' pictures
-if val_samples:
+if val_samples: # a validation also draws pictures
     drawer = draw.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
                          args)
 # All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run
