@@ -287,7 +287,8 @@ def test_an_optimizer_that_dies_half_way_leaves_no_checkpoint_of_a_step(whole, t
     assert_same_run(tmp_path / "run", whole.run)
 
 def failing_disk(patch, calls):
-    """The file of a checkpoint's LoRA cannot be written at these calls (None: all). Not in the trial before the training."""
+    """The file of a checkpoint's LoRA cannot be written at these calls (None: all). Not in the trial before the
+    training."""
     made, real = [], common.write_tensors
 
     def write_tensors(path, *args, **kwargs):
