@@ -74,7 +74,7 @@ class Sample:
 class Role:
     """What a sample has a picture for."""
     folders: tuple # names that its folder in a dataset may have
-    tensor: str # what becomes of it in an encoded file
+    tensor: str # what becomes of it in an encoded file, where train.py's load_item finds it
     is_mask: bool = False # read as a mask, which becomes one number a token; else in RGB, encoded by the VAE
 
 # A role that you add here is found everywhere by its name, which is also its field in metadata.jsonl. A sample has at

@@ -36,7 +36,7 @@ def refuse(given):
 
 
 def refuse_pattern(field, value):
-    """Likewise, for one that could not be read again: the file will have it."""
+    """Likewise, for a pattern that could not be read back from the file."""
     from extras.lora_files import read_patterns # here, as it imports torch
     most = common.MOST_RANK if field == "rank_pattern" else common.MOST_ALPHA
     try:

@@ -1,5 +1,5 @@
 """
-What a run does first at its end, or at its first checkpoint, is tried before its first step.
+What would happen for the first time at a checkpoint, or at the end of a run, is tried before its first step.
 
 An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
 LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
