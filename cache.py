@@ -386,7 +386,7 @@ def plan_sample(pipe, sample, text_keys, geometry, fingerprints, args, *looks):
     # latents: one file for each area of the target, with the controls in it
     control_hashes = [sample.contents[path] for path in sample.controls]
     others = {role: sample.contents[path] for role, path in sample.others.items()}
-    # what is neither is in the key only where it is there, so that the keys of other samples stay
+    # further roles are in the key only of samples that have them, so that the keys of all others stay
     hashes = [*control_hashes, sample.contents.get(sample.target), others.pop("mask", None)]
     auto = {} # goes into the key as well: with the mask the file has other content
     if getattr(args, "mask", None) and sample.target and sample.controls and not sample.mask:

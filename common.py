@@ -1,6 +1,6 @@
 """
 What comes before a model, for all scripts. `Sample`, below, is what they all pass around. The rest is plumbing, and can
-wait: error lines, extras, flags, processes and devices, files that are written whole and checked, datasets, pictures.
+wait: error lines, flags, processes and devices, files that are written whole and checked, datasets, pictures.
 """
 import argparse
 import contextlib
@@ -74,7 +74,7 @@ class Sample:
 class Role:
     """What a sample has a picture for."""
     folders: tuple # names that its folder in a dataset may have
-    tensor: str # what becomes of it in an encoded file
+    tensor: str # what becomes of it in an encoded file, where train.py's load_item finds it
     is_mask: bool = False # read as a mask, which becomes one number a token; else in RGB, encoded by the VAE
 
 # A role that you add here is found everywhere by its name, which is also its field in metadata.jsonl. A sample has at
@@ -359,7 +359,7 @@ def add_sample_flags(flag, names):
         kind, text = SAMPLE_FLAGS[name]
         flag(f"--{name}", SAMPLING.get(name), text, type=kind)
 
-PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # what a flag of this value needs
+PACKAGES = dict(nf4="bitsandbytes", tensorboard="tensorboard", wandb="wandb") # which package this value of a flag needs
 
 def parse_args(parser, script):
     """parser.parse_args(), twice, as the folder of --model may set defaults for this script. It needs no
@@ -846,14 +846,14 @@ def take_sample(data, folders, left, name):
     others = {role: path for role, paths in others.items() for path in paths} # one of each, or none
     return make_sample(caption[0], data, name, target[0], sum(controls, []), lines, others)
 
-def make_sample(where, root, name, target, controls, prompts, others={}, settings=None):
+def make_sample(where, root, name, target, controls, prompts, others=None, settings=None):
     """-> Sample. InputError if a prompt is empty, or holds what the tokenizer would take for its own marks."""
     for prompt in prompts or [""]:
         if not isinstance(prompt, str) or not is_visible(prompt):
             raise InputError(f"{where}: empty prompt, or no text; write the instruction into it")
         check_text(where, prompt)
     return Sample(str(name), root_name(root), list(map(str, controls)), list(dict.fromkeys(map(str.strip, prompts))),
-                  target and str(target), {role: str(path) for role, path in others.items()},
+                  target and str(target), {role: str(path) for role, path in (others or {}).items()},
                   settings=settings or {})
 
 INVISIBLE = "\u115f\u1160\u2800\u3164\uffa0" # fillers and a blank, which count as letters or symbols

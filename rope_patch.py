@@ -422,7 +422,7 @@ def padded_forward(model, img, txt, txt_mask, txt_lens, timestep, img_shapes, at
     img_valid_BI = lens_mask("img_shapes for hidden_states", img_lens, batch, img_len)
     txt_valid_BT = lens_mask("txt_seq_lens", txt_lens, batch, txt_len)
     mask_B11S = joint_mask(txt_mask, attention_mask, batch, txt_len, img_len)
-    if mask_B11S is not None: # the one thing for which the host waits
+    if mask_B11S is not None: # the host waits for it
         mask_BS = mask_B11S[:, 0, 0].cpu().numpy()
         txt_valid_BT &= mask_BS[:, :txt_len]
         img_valid_BI &= mask_BS[:, txt_len:]

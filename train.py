@@ -170,10 +170,10 @@ if pretrained_file: # (tensors, metadata): a finished run's at the scale at whic
 #   position          the number of a sample in the endless stream: step n uses n * batch_size and so on
 #   --preserve        some samples get another prompt, and the LoRA learns to answer it as the base does
 #
-# One rule for all functions here: what THE RUN makes once they read as a global, like the flags; what differs from call
-# to call is handed over (a model, too, as extras/fit.py measures others). These read epoch (the samples of one pass
-# through the data), scheduler_config, encoders (usually None, because the cache has their output), and copying (a
-# stream of the GPU, or None).
+# One rule for all functions here: they read as globals the flags and what THE RUN makes once; what differs from call to
+# call is handed over (a model, too, as --plan measures another one). These read epoch (the samples of one pass through
+# the data), scheduler_config, encoders (usually None, because the cache has their output), and copying (a stream of the
+# GPU, or None).
 
 @dataclass
 class Pick:
@@ -201,7 +201,7 @@ class Pick:
 class Item:
     """The tensors of a Pick. I: target tokens, K: tokens of all controls, T: prompt tokens, C: latent channels, J: text
     channels; base: in --dtype. Python ignores the strings; extras/fit.py makes items of zeros by them, to measure
-    memory. A field with a default is one that few samples have: there it stays at that, and costs nothing."""
+    memory. A field that few samples have gets a default: in those items it stays at that, and takes none."""
     x0: "float32 I C" # the target's latents, i.e. the data
     noise: "float32 I C"
     velocity: "float32 I C" # what the model should predict: noise - x0; with `preserve` the answer of ask_base
@@ -275,7 +275,7 @@ def load_item(picked):
     x0 = latents["pixel_latent"].to("cpu", torch.float32)
     noise = torch.randn(x0.shape, generator=picked.noise_generator)
     weight = torch.ones(len(x0))
-    mask = None if picked.preserve else latents.get("edit_mask") # another prompt asks for no edit to be marked
+    mask = None if picked.preserve else latents.get("edit_mask") # (that prompt does not ask for the edit)
     if mask is not None:
         weight = args.mask_foreground_weight * mask + args.mask_background_weight * (1 - mask)
     controls = latents["control_latent"] if picked.with_controls else latents["control_latent"][:0]
@@ -306,7 +306,7 @@ def predict_velocity(model, items):
     prompts = [i.prompt for i in items]
     timesteps = torch.stack([i.s for i in items])
     preds = run_packed(model, latents, prompts, timesteps, [i.img_shapes for i in items])
-    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds, strict=True)] # without what is behind: controls
+    return [pred[:len(i.x0)].float() for i, pred in zip(items, preds, strict=True)] # the controls' rows are dropped
 
 def ask_base(model, items):
     """--preserve: the velocity of such an item becomes what the model predicts for it without its LoRA -> items."""
@@ -503,7 +503,7 @@ def validate(step):
                 dist.all_reduce(total)
             val_loss = total.item() / count
             say(finite.loss_line(step, val_loss))
-            drawn = drawer and drawer.draw(step)
+            drawn = drawer.draw(step)
     except (Exception, SystemExit) as e:
         failures.warn_of_validation(e, step, args.fsdp)
     finally:
@@ -613,7 +613,8 @@ bases.compare([*sample_lora_files, pretrained_file], base)
 # Each process has read flags, model and checkpoint for itself. From here on all assume that these are the same.
 common.refuse_differences(out_dir, vars(args) | config | dict(step=step, val_data=cache.data_hash(val_samples)))
 
-# What a run does first at its end, or at a checkpoint, is tried now: what cannot be saved or read back ends it here.
+# What would happen for the first time at a checkpoint or at the end is tried now: what cannot be saved, or read back,
+# ends the run here.
 probe.check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_checkpoint, meta,
             partial(predict.load_transformer, transformer_folder, args.dtype, weights=False), parser.get_default)
 
@@ -624,8 +625,7 @@ if checkpoint:
     resume.load_checkpoint(checkpoint, transformer, lora, optimizer, make_optimizer)
     checkpoint = None # frees its tensors
 
-drawer = None # of the validations' pictures
-if val_samples:
+if val_samples: # a validation also draws pictures
     drawer = draw.Drawer(transformer, scheduler_config, val_samples, encoders, model_folder, out_dir, sample_loras,
                          args)
 # All models are in memory now: are they what was hashed? (Asked before the log begins, so that the same command may run

@@ -1,6 +1,6 @@
 """
-What earlier starts have found out about files: a start reads only those that are new or have changed. Without this
-extra every start reads every picture, and every byte of the model, some of it more than once (extras/unchanged.py).
+What earlier starts have found out about files: a start reads only those that are new or have changed. Otherwise
+every start would read every picture, and every byte of the model, some of it more than once (extras/unchanged.py).
 
 CACHE_DIR/pictures.txt, masks.txt and models.txt list, by path, what was found out about a file (its content hash, a
 picture's size), and the file's length, times and number on the disk when it was read. A file that has not passed all

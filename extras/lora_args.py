@@ -12,8 +12,8 @@ import common
 PATTERNS = "rank_pattern alpha_pattern".split() # {"LAYER": NUMBER, ...}, a layer by the end of its name
 # olora, pissa, corda and loftq change W, and eva and lora_ga want calls that nobody makes here
 VALUES = dict(use_rslora=["true", "false"], init_lora_weights=["true", "false", '"gaussian"', '"orthogonal"'])
-FULL = ("a layer is trained in full by --lora_targets attention proj_out --lora_args rank_pattern={\"proj_out\":64}, "
-        "the smaller of its sides; give that")
+FULL = ("a layer is trained in full by --lora_targets attention proj_out --lora_args rank_pattern={\"proj_out\":64} "
+        "alpha_pattern={\"proj_out\":64}, the smaller of its sides; give that")
 INSTEAD = dict(r="give --lora_rank", lora_alpha="give --lora_alpha, for single layers alpha_pattern",
                lora_dropout="give --lora_dropout", use_dora="ComfyUI ignores its magnitudes; raise --lora_rank",
                loftq_config="give --quantize", modules_to_save=FULL, trainable_token_indices=FULL,
@@ -36,7 +36,7 @@ def refuse(given):
 
 
 def refuse_pattern(field, value):
-    """Likewise, for one that could not be read again: the file will have it."""
+    """Likewise, for a pattern that could not be read back from the file."""
     from extras.lora_files import read_patterns # here, as it imports torch
     most = common.MOST_RANK if field == "rank_pattern" else common.MOST_ALPHA
     try:

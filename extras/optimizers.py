@@ -40,7 +40,7 @@ def make(optimizer_class, args, parameters):
         optimizer = optimizer_class(parameters, **settings)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
-    use_trained_weights(optimizer)
+    use_trained_weights(optimizer) # schedule-free classes want train() before their first step
     return optimizer
 
 
@@ -68,7 +68,7 @@ def with_ema(optimizer_class, decay):
                 p.data.copy_(self.state[p].get("ema", p))
 
         def train(self):
-            """use_trained_weights has a copy of what was trained."""
+            """Does nothing: use_trained_weights puts them back, from a copy."""
     WithEma.__name__ = optimizer_class.__name__
     return WithEma
 

@@ -202,7 +202,7 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
     shapes = list(map(fit.shape_of, largest))
 
     small = deepcopy(transformer)
-    del rope_patch.blocks_of(small)[5:]
+    del rope_patch.blocks_of(small)[5:] # `added` asks for five at most
 
     @cache
     def step_of_few(number, kept, selective, quantize):

@@ -1,5 +1,5 @@
 """
-What a run does first at its end, or at its first checkpoint, is tried before its first step.
+What would happen for the first time at a checkpoint, or at the end of a run, is tried before its first step.
 
 An optimizer, of any package, may keep what it wants where it wants. Here one takes a few steps with small copies of the
 LoRA, is saved and read back into a second one, which must then be equal in every part, and go on with the same steps.
@@ -62,7 +62,7 @@ def check_files(args, out_dir, folder, write, load_empty, default):
             found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
             hints.next_commands(args, folder, default)
         except InputError as e: # which names a file that will not be there
-            found = first_words(e)
+            found = first_words(e).removeprefix("error: ")
     except Exception as e: # of code that a person has changed, which can fail in any way
         found = f"{type(e).__name__}: {first_words(e)}"
     if found:
@@ -97,13 +97,13 @@ def random_numbers(transformer, lora):
         if kinds.setdefault(str((shapes, scales)), n) != n:
             narrow.update(block.parameters())
     try:
-        for name, p in lora.items():
+        for n, (name, p) in enumerate(lora.items()):
             part = p.data
             if p in narrow and ".lora_A." in name:
                 part = part[:, :1]
             elif p in narrow and ".lora_B." in name:
                 part = part[:1]
-            p.data = torch.empty_like(part).normal_(generator=torch.Generator(p.device).manual_seed(len(name)))
+            p.data = torch.empty_like(part).normal_(generator=torch.Generator(p.device).manual_seed(n))
         yield list(kinds.values())
     finally:
         for p, data in weights.items():

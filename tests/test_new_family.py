@@ -10,7 +10,7 @@ from tests.harness import HERE
 WORDS = [r"Qwen[A-Z2-]", r"\b2509\b", r"\b2511\b", "zero_cond_t", "additional_t_cond", "is_plus", "prompt_template",
          "image_grid_thw", "transformer_blocks", r"add_[qkv]_proj|to_add_out", r"(img|txt)_(mod|mlp|in)\b", "norm_out",
          "proj_out", r"block\.attn\.", "inner_dim", "in_channels", "joint_attention_dim", r"\b3584\b", "latents_mean",
-         "TABLE = 4096", r"16 \* (w|h|shapes)\b", r"// 16\b", r"side % 16", r"/ 32\) \* 32"]
+         "TABLE = 4096", r"16 \* (w|h|shapes)\b", r"// 16\b", r"side % 16", r"/ 32\) \* 32", r"rows, \[64\]"]
 
 def code():
     """{file: its source without comments and docstrings} of all scripts."""

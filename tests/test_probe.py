@@ -32,6 +32,8 @@ def refused_run(small, out_dir, script="train.py", *flags):
 CONFIG, NO_DROPOUT = "    config = transformer.peft_config", "lora_dropout=0.0)"
 ONE_LESS = f"    state = {{key: state[key] for key in state if '1.attn.to_q' not in key}}\n{CONFIG}"
 HALVES = f"    state = {{key: state[key].half() for key in state}}\n{CONFIG}"
+SWAP = ".replace('to_q', 'to_?').replace('to_v', 'to_q').replace('to_?', 'to_v')"
+SWAPPED = f"    state = {{key{SWAP}: state[key] for key in state}}\n{CONFIG}"
 ONE_MORE = f"    state['norm_out.linear.weight'] = transformer.norm_out.linear.weight\n{CONFIG}"
 # and of others
 FULL_LAYER = ("add_lora", "    return {", "    transformer.norm_out.linear.weight.requires_grad_()\n    return {")
@@ -49,6 +51,7 @@ EDITS = { # (the function, its text, another one), ...; flags; words of the line
                             "trained at a scale of 1.4"),
     "one alpha is not noted": ([("save_lora", NO_DROPOUT, f"alpha_pattern={{}}, {NO_DROPOUT}")], ONE_ALPHA,
                                "1.attn.to_v is trained at a scale of 3.5"),
+    "two layers change places": ([("save_lora", CONFIG, SWAPPED)], [], "other numbers"),
     "half precision": ([("save_lora", CONFIG, HALVES)], [], "other numbers"),
     "a full layer is not saved": ([FULL_LAYER], [], "lacks transformer.norm_out.linear.weight"),
     "a full layer cannot be read": ([FULL_LAYER, ("save_lora", CONFIG, ONE_MORE)], [], "`weight` is not an nn.Module"),

@@ -8,7 +8,7 @@ $ python tools/lean_train.py --model ... --resume                               
 
 In one process on a CPU train.py computes the same with the same flags, bit for bit. This lacks: validations, --plan,
 --no-use_cache, --fsdp, --compile, --tracker, --pretrained_lora, --preserve, --weight_decay, other kinds of LoRA and
-timesteps, dropped controls, schedule-free optimizers, older checkpoints, locked folders, recomputing by need, checks.
+timesteps, dropped controls, averaged weights, older checkpoints, locked folders, recomputing by need, checks.
 """
 import hashlib
 import io
