@@ -17,7 +17,7 @@ average over such a share throughout), until 1 / (1 - D) steps are less than tha
 """
 import contextlib
 from functools import partial
-from pydoc import locate
+from pydoc import ErrorDuringImport, locate
 
 from common import InputError, first_words
 
@@ -25,7 +25,11 @@ from common import InputError, first_words
 def find_optimizer(args, parser):
     """-> make_optimizer(parameters), by the flags; all that can be wrong with them ends the script with a line, here
     or when one is made. A name that leads nowhere does not wait for torch."""
-    found = locate(args.optimizer) # imports a class by its dotted name
+    try:
+        found = locate(args.optimizer) # imports a class by its dotted name
+    except ErrorDuringImport as e:
+        parser.error(f"argument --optimizer: {args.optimizer} cannot be imported ({first_words(e)}); mend that, "
+                     "or give torch.optim.AdamW")
     if not isinstance(found, type):
         parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
     if args.ema and has_average(found):
@@ -38,9 +42,9 @@ def make(optimizer_class, args, parameters):
     settings = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
     try:
         optimizer = optimizer_class(parameters, **settings)
+        use_trained_weights(optimizer)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
-    use_trained_weights(optimizer)
     return optimizer
 
 
