@@ -119,6 +119,7 @@ if args.fsdp and common.world() < 2:
 if not args.use_cache and (args.skip_bad or any(map(common.is_index, args.data + args.val_data))):
     parser.error("argument --use_cache: an index is a cache, and --skip_bad finds broken pictures when it fills one; "
                  "leave out --no-use_cache")
+optimizers.refuse_missing(args, parser)
 if "lr" in dict(args.optimizer_args):
     parser.error("argument --optimizer_args: lr would be ignored; give --lr")
 pretrained_file = common.find_lora(args.pretrained_lora) if args.pretrained_lora else None
@@ -255,7 +256,8 @@ def pick(position):
         prompt, drop_controls = preserve_prompt, False
     g = generator("noise", position)
     s = pick_timestep(g, math.prod(encoding["img_shapes"][0]))
-    return Pick(sample, encoding, prompt, not drop_controls, preserve, s, g)
+    return Pick(sample=sample, encoding=encoding, prompt=prompt, with_controls=not drop_controls, preserve=preserve,
+                s=s, noise_generator=g)
 
 def pick_timestep(g, img_len):
     """-> the noise level s for a target of img_len tokens, fp32. Another distribution goes here, and its name into the
@@ -481,8 +483,8 @@ def validation_loss():
     for place, sample in enumerate(val_samples):
         for s in (0.125, 0.375, 0.625, 0.875): # the middles of four quarters
             noise = generator("validation", place, s, seed=0)
-            picks.append(Pick(sample, sample.encodings[0], sample.prompts[0], with_controls=True, preserve=False,
-                              s=torch.tensor(s), noise_generator=noise))
+            picks.append(Pick(sample=sample, encoding=sample.encodings[0], prompt=sample.prompts[0], with_controls=True,
+                              preserve=False, s=torch.tensor(s), noise_generator=noise))
     total = torch.zeros((), device=args.device)
     packs = deal_packs([p.tokens for p in picks])[rank]
     for pack in common.progress("validation loss", packs, unit="pass"):

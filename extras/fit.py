@@ -32,7 +32,9 @@ def lengths_of(samples, Pick):
     lengths = set()
     for sample in samples:
         for encoding, (prompt, with_controls) in product(sample.encodings, sample.texts):
-            lengths.add(Pick(sample, encoding, prompt, with_controls, False, None, None).tokens)
+            picked = Pick(sample=sample, encoding=encoding, prompt=prompt, with_controls=with_controls, preserve=False,
+                          s=None, noise_generator=None)
+            lengths.add(picked.tokens)
     return lengths
 
 def table_bytes(samples):

@@ -174,7 +174,8 @@ def no_dataset(root):
     names = [path.name for path in strays.listed(root, "*")]
     holds = f"; it holds {', '.join(names[:5]) or 'nothing'}" if root.is_dir() else ""
     # nearly a folder of a dataset, such as Targets or controls
-    renames = [f"rename {name} to {near}" for name in names if (near := name.lower().rstrip("s")) in common.ROLES]
+    near = {name: name.lower().rstrip("s") for name in names}
+    renames = [f"rename {name} to {role}" for name, role in near.items() if role in common.ROLES and role != name]
     return f"{root}: {what}{holds}; {renames[0] if renames else common.LAYOUT}"
 
 

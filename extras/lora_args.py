@@ -43,6 +43,8 @@ def refuse_pattern(field, value):
         for _, number in read_patterns(value, field):
             if not 0 < number <= most:
                 raise ValueError(f"{field} has {number:g}, which is not above 0 and up to {most:g}")
+            if field == "rank_pattern" and type(number) is not int:
+                raise ValueError(f"{field} has {number:g}, which is no whole number")
     except ValueError as e:
         common.flag_error(f"--lora_args: {e}; give layers by the ends of their names, such as {{\"attn.to_q\": 8}}")
 

@@ -376,7 +376,7 @@ def is_photo(shown_N3):
 
 def check_weights(args, samples, val_samples):
     """-> (samples, validation samples): planned ones, and encoded as far as they will be, without those whose mask
-    leaves no token a weight in train.py's flow_loss, which divides by the sum of the weights. If there are any, they
+    leaves no token a weight in train.py's flow_loss, whose loss of them would be 0 in silence. If there are any, they
     are named, and end the script, without --skip_bad. The same on every process."""
     weights = [getattr(args, f"mask_{part}_weight", 1.0) for part in ("foreground", "background")] # cache.py has none
     if min(weights) > 1e-30: # (in fp32 a smaller one may be 0)

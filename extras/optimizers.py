@@ -17,17 +17,31 @@ average over such a share throughout), until 1 / (1 - D) steps are less than tha
 """
 import contextlib
 from functools import partial
-from pydoc import locate
+from importlib.util import find_spec
+from pydoc import ErrorDuringImport, locate
 
 from common import InputError, first_words
+
+NOT_FOUND = "argument --optimizer: found no {!r}; pip install it, or give torch.optim.AdamW"
+
+
+def refuse_missing(args, parser):
+    """Ends the script if no package of --optimizer's is installed, before anything slow: nothing is imported."""
+    package = args.optimizer.split(".")[0]
+    if not package or not find_spec(package):
+        parser.error(NOT_FOUND.format(args.optimizer))
 
 
 def find_optimizer(args, parser):
     """-> make_optimizer(parameters), by the flags; all that can be wrong with them ends the script with a line, here
     or when one is made. A name that leads nowhere does not wait for torch."""
-    found = locate(args.optimizer) # imports a class by its dotted name
+    try:
+        found = locate(args.optimizer) # imports a class by its dotted name
+    except ErrorDuringImport as e:
+        parser.error(f"argument --optimizer: {args.optimizer} cannot be imported ({first_words(e)}); mend that, "
+                     "or give torch.optim.AdamW")
     if not isinstance(found, type):
-        parser.error(f"argument --optimizer: found no {args.optimizer!r}; pip install it, or give torch.optim.AdamW")
+        parser.error(NOT_FOUND.format(args.optimizer))
     if args.ema and has_average(found):
         parser.error(f"argument --ema: {args.optimizer} has an average of its own; leave out --ema")
     return partial(make, with_ema(found, args.ema) if args.ema else found, args)
@@ -38,9 +52,9 @@ def make(optimizer_class, args, parameters):
     settings = dict(lr=args.lr, weight_decay=args.weight_decay) | dict(args.optimizer_args)
     try:
         optimizer = optimizer_class(parameters, **settings)
+        use_trained_weights(optimizer)
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: {first_words(e)}; give a class and its arguments")
-    use_trained_weights(optimizer) # schedule-free classes want train() before their first step
     return optimizer
 
 

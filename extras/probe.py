@@ -15,7 +15,6 @@ import random
 import secrets
 import shutil
 import types
-from functools import partial
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -41,23 +40,20 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
     if strange:
         raise InputError(f"{out_dir}: the optimizer trains {len(strange)} tensors that no checkpoint would keep, for "
                          f"instance one of {list(strange[0].shape)}; mend make_model or make_optimizer in train.py")
-    write = partial(write_files, transformer, lora, make_optimizer, write_checkpoint, meta)
     folder = out_dir / f".tmp-{secrets.token_hex(8)}"
-    try:
-        check_optimizer(args, lora, make_optimizer, folder)
-        on_first_process(partial(check_files, args, out_dir, folder, write, load_empty, default))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    check_optimizer(args, lora, make_optimizer, folder)
+    on_first_process(lambda: check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint,
+                                         meta, load_empty, default))
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
-def check_files(args, out_dir, folder, write, load_empty, default):
-    """InputError names what is lost in the files of this run, which are written into `folder`. write: write_files."""
+def check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint, meta, load_empty, default):
+    """InputError names what is lost in the files of this run, which are written into `folder`."""
     try:
         with trial():
-            trained, scales, firsts = write(folder)
+            trained, scales, firsts = write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta)
         try:
             found = find_wrong(folder, args.optimizer, trained, scales, firsts, load_empty())
             hints.next_commands(args, folder, default)
@@ -65,12 +61,14 @@ def check_files(args, out_dir, folder, write, load_empty, default):
             found = first_words(e).removeprefix("error: ")
     except Exception as e: # of code that a person has changed, which can fail in any way
         found = f"{type(e).__name__}: {first_words(e)}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if found:
         raise InputError(f"{out_dir}: what ends a run fails in a trial before its first step ({found}); mend "
                          "write_checkpoint, predict.py's save_lora and read_lora, or extras/hints.py")
 
 
-def write_files(transformer, lora, make_optimizer, write_checkpoint, meta, folder):
+def write_files(folder, transformer, lora, make_optimizer, write_checkpoint, meta):
     """Writes checkpoint-000001 and the finished LoRA -> {name in a file: tensor} of what is trained, {layer: scale},
     the numbers of the blocks whose matrices are whole."""
     with random_numbers(transformer, lora) as firsts:
@@ -153,6 +151,8 @@ def check_optimizer(args, lora, make_optimizer, folder):
     except Exception as e: # a foreign class can fail in any way
         raise InputError(f"--optimizer {args.optimizer}: fails in a trial on a part of the LoRA ({type(e).__name__}: "
                          f"{first_words(e)}); give other --optimizer_args, or another, such as torch.optim.AdamW")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if lost is not None:
         raise InputError(f"--optimizer {args.optimizer}: a checkpoint cannot keep {lost}, so --resume would begin that "
                          "anew; take another, such as torch.optim.AdamW")

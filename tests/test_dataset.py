@@ -123,6 +123,7 @@ NO_DATASET = { # what is there instead of a dataset, and what else the one line 
     "unknown folders": (lambda d: (d / "after").mkdir(parents=True), "after", "target/NAME.png", "import_data.py"),
     "folders almost of the right names": (lambda d: [(d / x).mkdir(parents=True) for x in ("Targets", "controls")],
                                           "rename Targets to target"),
+    "no target": (lambda d: [(d / x).mkdir(parents=True) for x in ("control", "mask")], "holds control, mask; want"),
     "two folders of one meaning": (lambda d: [(d / x).mkdir(parents=True) for x in ("target", "training_images")],
                                    "training_images", "target"),
     "a misspelt folder": (lambda d: [(d / x).mkdir(parents=True) for x in ("target", "contorl")], "contorl",

@@ -197,6 +197,11 @@ class Sparse(Optimizer):
         state["sparse"] = p.grad.to_sparse()
         return 1
 
+class NoTrain(Optimizer):
+    """As if it had an average."""
+    def eval(self):
+        pass
+
 class ChangesNothing(Optimizer):
     def update(self, p, state, group):
         return 0
@@ -215,7 +220,8 @@ LOST = {ByParameter: "counts", Generator: "random", PythonsGenerator: "random", 
         NumpysGenerator: "all of its state",
         Closure: "all of its state", ObjectThatCounts: "counter", ObjectInState: "SimpleNamespace in its moment",
         LateObject: "set in its later", StateOfAll: "state", Window: "all of its state", Sparse: "a trial",
-        OneTensorTwice: "all of its state", FailsInItsStep: "KeyError", ChangesNothing: "changes no weight"}
+        OneTensorTwice: "all of its state", FailsInItsStep: "KeyError", ChangesNothing: "changes no weight",
+        NoTrain: "no attribute 'train'"}
 
 @pytest.mark.parametrize("optimizer", OWN)
 def test_state_of_every_form_resumes_to_the_bit(small, tmp_path, optimizer):
@@ -233,6 +239,14 @@ def test_what_a_checkpoint_cannot_keep_is_refused_before_the_first_step(small, t
                         "--out_dir", tmp_path / "a")
     assert result.status == 1 and is_one_line(result.errors[0], f"--optimizer {__name__}", LOST[optimizer]), result.err
     assert not (tmp_path / "a/log.jsonl").exists() and "step 1" not in result.out
+
+@pytest.mark.parametrize("text", ["import no_such_package", "1 / 0", "def f(:", "raise SystemExit"], ids=str)
+def test_a_module_that_fails_when_it_is_imported_is_one_line(tmp_path, monkeypatch, text):
+    (tmp_path / "broken.py").write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run_script("train.py", "--optimizer", "broken.Best")
+    assert result.status == 2 and len(result.errors) == 1, result.err
+    assert is_one_line(result.errors[0], "--optimizer: broken.Best cannot be imported"), result.err
 
 def maker(optimizer, ema):
     """-> make_optimizer as train.py has it."""

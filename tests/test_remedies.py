@@ -214,6 +214,7 @@ ELSEWHERE = { # lines of these files: where their remedies are tried, or why not
     "a lower --lr (--pretrained_lora": "test_after_a_loss_that_is_no_number_a_new_run_from_a_checkpoint_...",
     "lower the first (for one sample": "test_less_tokens_a_pass_help_after_memory_ran_out",
     ":   at step ": "the form of step_error's lines, which are listed, too", "start with torchrun": "test_extras.py",
+    "cannot be imported": "test_optimizers.py: it needs a broken module",
     "cannot be moved aside": "test_disks.py: it needs such a disk",
     "lower --max_tokens, then": "docstring",
     "continue with that version": "test_formats.py: test_a_checkpoint_of_an_older_format_is_refused_as_older",
