@@ -57,7 +57,7 @@ flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type
 flag("--lora_targets", ["attention"], "linear layers, by the ends of their names (to_q net.2 ...); attention: all of "
      "the attention, image and text; all-linear: all of the blocks", nargs="+")
 flag("--lora_args", [], "KEY=VALUE of peft.LoraConfig: use_rslora=true, rank_pattern={\"proj_out\":64}, "
-     "alpha_pattern=..., init_lora_weights=...", nargs="+", type=key_value)
+     "alpha_pattern={\"proj_out\":64}, init_lora_weights=orthogonal", nargs="+", type=key_value)
 flag("--pretrained_lora", None, "start from this LoRA (file, folder, user/repo), with its rank, alpha and layers")
 flag = parser.group("step")
 flag("--max_steps", 2000, "optimizer steps", type=positive)
@@ -139,7 +139,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import cache
 import predict
 from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints, lora_files, plan, probe, resume,
-                    surroundings, tracker, unchanged)
+                    sources, surroundings, tracker, unchanged)
 from extras.log import Log
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
@@ -194,7 +194,7 @@ class Pick:
 
     @property
     def tokens(self):
-        """The number of image and text tokens that it adds to a forward pass."""
+        """The number of image and text tokens that it adds to a forward pass: packs and memory are planned by it."""
         text = self.sample.texts[self.prompt, self.with_controls]
         return sum(h * w for _, h, w in self.img_shapes) + text["tokens"]
 
@@ -265,10 +265,11 @@ def pick_timestep(g, img_len):
     if args.timestep_sampling == "uniform":
         return torch.rand((), generator=g)
     s = torch.randn((), generator=g).sigmoid() # logit-normal
-    if args.timestep_sampling == "qwen_shift": # larger pictures get more noise, as the scheduler shifts its sigmas
-        mu = predict.find_mu(img_len, scheduler_config)
-        s = math.exp(mu) / (math.exp(mu) + 1 / s - 1)
-    return s
+    if args.timestep_sampling == "logit_normal":
+        return s
+    assert args.timestep_sampling == "qwen_shift" # a choice that you add needs a branch
+    mu = predict.find_mu(img_len, scheduler_config) # larger pictures get more noise, as the scheduler shifts its sigmas
+    return math.exp(mu) / (math.exp(mu) + 1 / s - 1)
 
 def load_item(picked):
     """-> Item, from the cache, or encoded now by the pipeline `encoders`. It stays on the CPU: the loader thread, which
@@ -607,7 +608,7 @@ say(f"{args.transformer or args.model}: LoRA of {sum(p.numel() for p in lora.val
 config = resume.compared(args, pretrained_hash=pretrained_hash, geometry=geometry, data_hash=cache.data_hash(epoch),
                          model_hash=hashes["model"], scheduler_hash=hashes["scheduler"])
 versions = {name: version(name) for name in "torch diffusers transformers peft".split()}
-around = versions | surroundings.described()
+around = versions | surroundings.described() | dict(recipe=sources.training(sources.RECIPE))
 base = bases.base_of(args.model, args.transformer, model_folder, transformer_folder, hashes["model"])
 meta = dict(geometry=geometry, areas=areas, config=config, versions=versions, **base)
 bases.compare([*sample_lora_files, pretrained_file], base)

@@ -12,7 +12,7 @@ import math
 import os
 
 from common import LONG_TEXT, checkpoints, content_key, number_of, numbered, pictures_of, warn_once
-from extras import disk
+from extras import disk, sources
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
@@ -27,7 +27,7 @@ def loss_of(samples, args):
     noise depends on it. What --resume cannot change, such as the model, is left out."""
     files = [[s.encodings[0]["file"].stem, s.texts[s.prompts[0], True]["file"].stem] for s in samples]
     return dict(val_data=short_key(files), samples=len(samples), mask_foreground_weight=args.mask_foreground_weight,
-                mask_background_weight=args.mask_background_weight)
+                mask_background_weight=args.mask_background_weight, code=sources.training(sources.LOSS))
 
 
 def psnr_of(samples, settings, loras, seed, from_latents):

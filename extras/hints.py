@@ -219,6 +219,9 @@ def describe(samples, val_samples):
     from extras import mask # here, as it imports numpy, and an error line should take no time
     if line := mask.count(samples):
         lines.append(line)
+    for role in common.other_roles():
+        if count := sum(role in s.others for s in samples if role != "mask"):
+            lines.append(f"{role}: {count} of {len(samples)} pairs")
     # encoded files are named after the content: a prompt's, which sees the controls, is the same with another mask
     trained = {file.stem for s in samples for file in common_files(s)}
     if shared := [s.name for s in val_samples if not trained.isdisjoint(f.stem for f in common_files(s))]:

@@ -35,6 +35,9 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
     """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
     used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
     hints.next_commands. All others are train.py's. Nothing is changed."""
+    if len(optimizer.param_groups) > 1:
+        raise InputError(f"{out_dir}: the optimizer has {len(optimizer.param_groups)} groups of parameters, and the "
+                         "loop, --ema and checkpoints know one; put all into one")
     here = {*lora.values()}
     strange = [p for group in optimizer.param_groups for p in group["params"] if p not in here]
     if strange:

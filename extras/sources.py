@@ -82,6 +82,17 @@ def digest(text, names=None):
     return hashlib.sha256(code_of(text, names).encode()).hexdigest()[:12]
 
 
+# ---- trainings -------------------------------------------------------------------------------------------------------
+
+LOSS = "load_item", "predict_velocity", "flow_loss" # of train.py: what a validation's loss is computed by
+RECIPE = *LOSS, "pick", "pick_timestep", "ask_base", "learning_rate" # and what else decides a training
+
+
+def training(names):
+    """A hash of these functions of train.py: a run that goes on, or is compared, may have had others."""
+    return digest(read("train.py"), names)
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def drawing(args):

@@ -97,13 +97,14 @@ def offline():
 
 
 def changed(begun, now):
-    """-> a line if a run goes on with other packages, or in other surroundings. begun: the first line of its log."""
+    """-> a line if a run goes on with other packages, another recipe, or in other surroundings. begun: its log's first
+    line."""
     with contextlib.suppress(ValueError, AttributeError, RecursionError): # it may be anything
         before = json.loads(begun)
-        differ = [f"{name} {before.get(name, '-')!s:.200} -> {now[name]}" for name in now
-                  if before.get(name) != now[name]]
+        differ = [f"{name} {before[name]!s:.200} -> {now[name]}" for name in now
+                  if before.get(name, now[name]) != now[name]] # an older log lacks some
         if differ:
-            return [f"warning: other than when this run began: {', '.join(differ)}; the last bits may differ"]
+            return [f"warning: other than when this run began: {', '.join(differ)}; its numbers may differ"]
     return []
 
 

@@ -71,6 +71,7 @@ TENSOR = "torch.nn.Parameter(torch.ones(3))"
 TRAIN_EDITS = { # edits of train.py: its text, another one, words of the line
     "a tensor for the optimizer alone": (MADE, MADE.replace("lora.values()", f"[*lora.values(), {TENSOR}]"),
                                          "no checkpoint would keep"),
+    "a group more for the optimizer": (MADE, f"{MADE}\noptimizer.add_param_group(dict(params=[{TENSOR}]))", "2 groups"),
     "a tensor beside the LoRA": (MADE, f"\nlora['mine'] = {TENSOR}{MADE}", "lacks transformer.mine"),
     "a checkpoint of another step": ("lora, step=step, config", "lora, step=step + 1, config", "together"),
     "a note that is no JSON": ("areas=areas, config", "areas=areas, mine=torch.ones(()), config", "a 0-d tensor")}

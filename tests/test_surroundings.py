@@ -17,7 +17,7 @@ import torch
 from PIL import ImageFile
 
 import common
-from extras import surroundings
+from extras import sources, surroundings
 from tests.harness import (HERE, add_item, assert_same_run, is_one_line, log_of, refused, run_script, train)
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -190,3 +190,18 @@ def test_a_run_that_goes_on_in_other_surroundings_says_so_once(data, tmp_path, m
     result = train(data, tmp_path, *flags, "--resume", "--max_steps", 4)
     assert result.status == 0 and result.out.count("other than when this run began: environment") == 1, result.out
     assert len(log_of(tmp_path / "run")) == 4
+
+def test_an_edited_loss_is_said_by_a_run_that_goes_on_and_its_validations_are_not_compared(data, tmp_path, monkeypatch):
+    """A comment is no edit, and a log of an older train.py that does not know is no line."""
+    flags = ["--cache_dir", tmp_path / "cache", "--lr_scheduler", "constant", "--out_dir", tmp_path / "run",
+             "--val_data", data, "--val_pictures", 0]
+    assert train(data, tmp_path, *flags).status == 0
+    real = sources.read
+    for steps, old, new, said in ((3, "error = (pred", "# a comment\n        error = (pred", False),
+                                  (4, ".square().mean(-1) # (I,)", ".abs().mean(-1)", True)):
+        monkeypatch.setattr(sources, "read", lambda file: real(file).replace(old, new))
+        result = train(data, tmp_path, *flags, "--resume", "--max_steps", steps)
+        assert result.status == 0, result.err
+        assert ("other than when this run began: recipe" in result.out) == said, result.out
+        assert ("earlier validations with other code are not compared by validation loss" in result.out) == said
+    assert surroundings.changed("{}", dict(recipe="a")) == []
