@@ -525,12 +525,3 @@ def test_predict_edits_a_tiff_of_wide_colours_as_its_copy_in_srgb(tmp_path):
     a, b = [Image.open(tmp_path / "out" / folder / "photo.png") for folder in ("a", "b")]
     assert a.tobytes() == b.tobytes() and "icc_profile" not in a.info
 
-def test_without_the_extra_only_plain_pictures_are_read(tmp_path, monkeypatch):
-    plain = save(paint_picture(), tmp_path / "a.png")
-    others = [save(paint_picture(), tmp_path / "b.png", icc_profile=rgb_profile("P3")),
-              save(paint_picture(), tmp_path / "c.tif"), save(paint_picture(mode="RGBA"), tmp_path / "d.png")]
-    monkeypatch.setitem(sys.modules, "extras.photos", None)
-    assert common.read_image(plain).tobytes() == paint_picture().tobytes()
-    for path in others:
-        with refused(path, "extras/photos.py"):
-            common.read_image(path)
