@@ -12,7 +12,6 @@ the first have matrices of one column or row, so that this takes a second, too.
 import contextlib
 import math
 import random
-import secrets
 import shutil
 import types
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 import predict
-from common import LORA_FILE, InputError, first_words, on_first_process, read_tensors
+from common import LORA_FILE, InputError, first_words, on_first_process, rank, read_tensors
 from extras import hints
 from extras.optimizers import averaged_weights
 from extras.resume import (OPTIMIZER_FILE, copies_of, load_optimizer, read_checkpoint, save_optimizer, some_of,
@@ -42,7 +41,7 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
         raise InputError(f"{out_dir}: the optimizer trains {len(strange)} tensors that no checkpoint would keep, for "
                          f"instance one of {list(strange[0].shape)}; mend make_model or make_optimizer in train.py")
     write = partial(write_files, transformer, lora, make_optimizer, write_checkpoint, meta)
-    folder = out_dir / f".tmp-{secrets.token_hex(8)}"
+    folder = out_dir / f".tmp-trial-{rank()}" # one name: the next start deletes what a killed one has left
     try:
         check_optimizer(args, lora, make_optimizer, folder)
         on_first_process(partial(check_files, args, out_dir, folder, write, load_empty, default))
