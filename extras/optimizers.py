@@ -71,15 +71,18 @@ def with_ema(optimizer_class, decay):
             super().step()
             self.ema_steps += 1
             share = 1 - min(decay, self.ema_steps / (self.ema_steps + 9))
-            for p in self.param_groups[0]["params"]:
+            for p in self.all_parameters():
                 state = self.state[p]
-                if "ema" not in state:
-                    state["ema"] = p.detach().clone()
-                state["ema"].lerp_(p.detach(), share)
+                if "averaged" not in state:
+                    state["averaged"] = p.detach().clone()
+                state["averaged"].lerp_(p.detach(), share)
 
         def eval(self):
-            for p in self.param_groups[0]["params"]:
-                p.data.copy_(self.state[p].get("ema", p))
+            for p in self.all_parameters():
+                p.data.copy_(self.state[p].get("averaged", p))
+
+        def all_parameters(self): # which a class may put into several groups
+            return [p for group in self.param_groups for p in group["params"]]
 
         def train(self):
             """Does nothing: use_trained_weights puts them back, from a copy."""

@@ -12,7 +12,6 @@ the first have matrices of one column or row, so that this takes a second, too.
 import contextlib
 import math
 import random
-import secrets
 import shutil
 import types
 
@@ -20,7 +19,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 import predict
-from common import LORA_FILE, InputError, first_words, on_first_process, read_tensors
+from common import LORA_FILE, InputError, first_words, on_first_process, rank, read_tensors
 from extras import hints
 from extras.optimizers import averaged_weights
 from extras.resume import (OPTIMIZER_FILE, copies_of, load_optimizer, read_checkpoint, save_optimizer, some_of,
@@ -35,15 +34,15 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
     """InputError if an optimizer of --optimizer would not resume to the bit, or if the files of this run could not be
     used. lora: {name: parameter}; load_empty(): the transformer without weights or LoRA; default: as for
     hints.next_commands. All others are train.py's. Nothing is changed."""
-    if len(optimizer.param_groups) > 1:
-        raise InputError(f"{out_dir}: the optimizer has {len(optimizer.param_groups)} groups of parameters, and the "
-                         "loop, --ema and checkpoints know one; put all into one")
+    if len({group["lr"] for group in optimizer.param_groups}) > 1:
+        raise InputError(f"{out_dir}: the optimizer's groups of parameters have several learning rates, and the loop "
+                         "sets one for all; let it multiply them, or put all into one group")
     here = {*lora.values()}
     strange = [p for group in optimizer.param_groups for p in group["params"] if p not in here]
     if strange:
         raise InputError(f"{out_dir}: the optimizer trains {len(strange)} tensors that no checkpoint would keep, for "
                          f"instance one of {list(strange[0].shape)}; mend make_model or make_optimizer in train.py")
-    folder = out_dir / f".tmp-{secrets.token_hex(8)}"
+    folder = out_dir / f".tmp-trial-{rank()}" # one name: the next start deletes what a killed one has left
     check_optimizer(args, lora, make_optimizer, folder)
     on_first_process(lambda: check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint,
                                          meta, load_empty, default))

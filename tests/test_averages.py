@@ -55,11 +55,26 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
                 y.sub_(state["mean"], alpha=group["lr"] * (1 - group["beta"] * (1 - 1 / group["k"])))
                 state["z"].sub_(state["mean"], alpha=group["lr"])
 
+class TwoGroups(torch.optim.Optimizer):
+    """The first matrix is a group of its own; what it keeps of a parameter has the name that --ema's might have."""
+    def __init__(self, params, lr, weight_decay):
+        params = list(params)
+        super().__init__([dict(params=params[:1]), dict(params=params[1:])], dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["ema"] = 0.5 * state.get("ema", p.grad) + 0.5 * p.grad
+                p.sub_(state["ema"], alpha=group["lr"])
+
 OPTIMIZERS = {f"{__name__}.ScheduleFreeSGD": 10, "schedulefree.AdamWScheduleFree": 1e-2,
               "prodigyplus.ProdigyPlusScheduleFree": 1, "torch.optim.AdamW --ema 0.3": 1e-2}
 # by where they keep state: filled when it is empty, nowhere, one key at a time, as attributes, in lists
 WITH_EMA = {"torch.optim.AdamW": 1e-2, "torch.optim.SGD": 10, "torch.optim.Muon": 1e-2, "torch.optim.Adafactor": 1e-2,
-            "tests.test_optimizers.Attribute": 1e-2, "tests.test_optimizers.Lists": 1, "prodigyopt.Prodigy": 1}
+            "tests.test_optimizers.Attribute": 1e-2, "tests.test_optimizers.Lists": 1, "prodigyopt.Prodigy": 1,
+            f"{__name__}.TwoGroups": 10}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
@@ -153,8 +168,8 @@ def test_the_average_is_diffusers_and_forgets_its_start():
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(n)) - (n == 20) * 100
             optimizer.step()
             theirs.step([p])
-            torch.testing.assert_close(optimizer.state[p]["ema"], theirs.shadow_params[0])
-        assert (optimizer.state[p]["ema"] - p).abs().max() < 25
+            torch.testing.assert_close(optimizer.state[p]["averaged"], theirs.shadow_params[0])
+        assert (optimizer.state[p]["averaged"] - p).abs().max() < 25
 
 def test_another_ema_is_refused_when_a_run_goes_on(tmp_path, data):
     flags = [*flags_of(data, "torch.optim.AdamW"), "--val_data", "--out_dir", tmp_path / "a", "--max_steps"]
@@ -180,7 +195,7 @@ def test_half_a_step_with_ema_is_noticed():
     """extras/failures.py counts the changes of torch's own optimizers; with --ema they are still known as torch's."""
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = optimizers.with_ema(torch.optim.AdamW, 0.9)([p])
-    for change in (lambda: p.add_(1), lambda: optimizer.state[p]["ema"].add_(1)):
+    for change in (lambda: p.add_(1), lambda: optimizer.state[p]["averaged"].add_(1)):
         p.grad = torch.ones(3)
         optimizer.step()
         before = failures.marks(optimizer, 1)

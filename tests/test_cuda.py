@@ -54,21 +54,6 @@ def test_every_device_has_a_number_and_each_process_its_own(card, monkeypatch):
             parse(monkeypatch, name, "cuda:0")
         assert e.value.code == 2
 
-def test_a_card_works_without_extras(card, monkeypatch, capsys):
-    """As torch sets it up; whoever waits does so in gloo, for hours and not for ever."""
-    groups = []
-    monkeypatch.setitem(sys.modules, "extras.cuda", None) # as if the file were gone
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: groups.append((args, kwargs)))
-    set_processes(monkeypatch, rank=0, world=2)
-    args = parse(monkeypatch)
-    assert (args.device, args.dtype) == ("cuda:0", "bfloat16")
-    common.start_processes(args)
-    assert groups == [(("cpu:gloo,cuda:nccl",), dict(timeout=timedelta(hours=6)))]
-    with pytest.raises(SystemExit): # a flag that needs a file still says so
-        monkeypatch.setitem(sys.modules, "extras.quantize", None)
-        parse(monkeypatch, "--quantize_text_encoder", "int8")
-
 def test_nccl_waits_minutes_and_has_its_memory_before_anything_is_measured(card, monkeypatch):
     """Objects wait for hours, as for encoders; a step that waits so long waits for a dead process."""
     calls = []

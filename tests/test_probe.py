@@ -6,6 +6,7 @@ $ python -m pytest -q tests/test_probe.py    # half a minute
 """
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ TENSOR = "torch.nn.Parameter(torch.ones(3))"
 TRAIN_EDITS = { # edits of train.py: its text, another one, words of the line
     "a tensor for the optimizer alone": (MADE, MADE.replace("lora.values()", f"[*lora.values(), {TENSOR}]"),
                                          "no checkpoint would keep"),
-    "a group more for the optimizer": (MADE, f"{MADE}\noptimizer.add_param_group(dict(params=[{TENSOR}]))", "2 groups"),
+    "a group with another rate": (MADE, f"{MADE}\noptimizer.add_param_group(dict(params=[{TENSOR}], lr=1.0))",
+                                       "several learning rates"),
     "a tensor beside the LoRA": (MADE, f"\nlora['mine'] = {TENSOR}{MADE}", "lacks transformer.mine"),
     "a checkpoint of another step": ("lora, step=step, config", "lora, step=step + 1, config", "together"),
     "a note that is no JSON": ("areas=areas, config", "areas=areas, mine=torch.ones(()), config", "a 0-d tensor")}
@@ -119,3 +121,14 @@ def test_the_trial_has_whole_matrices_in_one_block_of_each_kind_and_gives_all_ba
         raise KeyError
     for name, p in transformer.named_parameters():
         assert p.data_ptr() == before[name][0] and torch.equal(p, before[name][1])
+
+def test_what_a_start_that_was_killed_in_its_trial_has_left_is_gone_after_the_next_one(small, tmp_path, monkeypatch):
+    """Without --resume, too, as that run had not begun."""
+    command = ["train.py", *small.flags, *ADAMW, "--max_steps", 1, "--out_dir", tmp_path / "a"]
+    with monkeypatch.context() as killed:
+        killed.setattr(probe, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+        killed.setattr(probe, "find_wrong", lambda *_: "killed")
+        assert run_script(*command).status == 1
+    assert list((tmp_path / "a").glob(".tmp-*"))
+    result = run_script(*command)
+    assert result.status == 0 and not list((tmp_path / "a").glob(".tmp-*")), result.err

@@ -48,6 +48,14 @@ def test_its_pictures_are_found_encoded_at_the_target_s_size_and_read_back(tmp_p
                                      dict(mask="mask", rejected="worse").items()}
     assert not samples["dog"].others and "rejected_latent" not in load(tmp_path / "c", "dog")[0]
 
+@pytest.mark.parametrize("role, name", [("target", "training_images"), ("control", "control_images")])
+def test_a_folder_may_have_its_other_name(tmp_path, plus, role, name):
+    data = add_item(tmp_path / "data", "cat", mask=paint_picture(mode="L"))
+    before, = samples_of(plus, data)[0].values()
+    (data / role).rename(data / name)
+    sample, = samples_of(plus, data)[0].values()
+    assert sample.encodings == before.encodings
+
 def test_it_changes_the_keys_only_of_samples_that_have_it(tmp_path, pairs, plus, monkeypatch):
     """Nothing else is encoded again; another such picture is another file."""
     shutil.move(pairs / "worse", tmp_path / "worse")
