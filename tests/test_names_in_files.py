@@ -228,6 +228,7 @@ ALLOWED = {
                             "show_streams": {"getattr(name)": OWN, "setattr(name)": OWN}},
     "extras/offload.py": {"copy_ahead": {"getattr(device.type)": FLAG}},
     "extras/optimizers.py": {
+        "refuse_missing": {"find_spec(package)": "--optimizer"},
         "find_optimizer": {"locate(args.optimizer)": "--optimizer; a model's folder may name torch.optim's only"}},
     "extras/plan.py": {
         "step_bytes": {"patch.dict(vars(rope_patch))": OWN, "patch.dict(vars(low_bit))": OWN}},
