@@ -171,6 +171,18 @@ def test_the_average_is_diffusers_and_forgets_its_start():
             torch.testing.assert_close(optimizer.state[p]["averaged"], theirs.shadow_params[0])
         assert (optimizer.state[p]["averaged"] - p).abs().max() < 25
 
+def test_what_fails_within_a_validation_leaves_the_trained_weights():
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = optimizers.with_ema(torch.optim.SGD, 0.5)([p], lr=1)
+    for _ in range(3):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    trained = p.detach().clone()
+    with pytest.raises(ZeroDivisionError), optimizers.averaged_weights(optimizer):
+        assert not torch.equal(p, trained)
+        1 / 0
+    assert torch.equal(p, trained) and "trained" not in optimizer.state[p]
+
 def test_another_ema_is_refused_when_a_run_goes_on(tmp_path, data):
     flags = [*flags_of(data, "torch.optim.AdamW"), "--val_data", "--out_dir", tmp_path / "a", "--max_steps"]
     assert run_script("train.py", *flags, 1, "--ema", 0.9).status == 0

@@ -56,6 +56,15 @@ def test_a_folder_may_have_its_other_name(tmp_path, plus, role, name):
     sample, = samples_of(plus, data)[0].values()
     assert sample.encodings == before.encodings
 
+def test_a_mask_is_in_the_key_as_it_always_was(tmp_path, plus, monkeypatch):
+    """With another key, all pairs that have one would be encoded anew."""
+    keys = []
+    monkeypatch.setattr(cache, "content_key", lambda **fields: keys.append(fields) or "0" * 32)
+    samples_of(plus, add_item(tmp_path / "data", "cat", mask=paint_picture(mode="L")))
+    latents, = [fields for fields in keys if "vae" in fields]
+    assert latents.keys() == {"version", "preprocessing", "pipeline", "dtype", "vae", "pictures", "sizes"}
+    assert len(latents["pictures"]) == 3 and all(latents["pictures"])
+
 def test_it_changes_the_keys_only_of_samples_that_have_it(tmp_path, pairs, plus, monkeypatch):
     """Nothing else is encoded again; another such picture is another file."""
     shutil.move(pairs / "worse", tmp_path / "worse")
