@@ -378,7 +378,8 @@ def make_model(weights):
         lora_config.update(r=args.lora_rank, lora_alpha=args.lora_alpha or args.lora_rank)
     # one of a LoRA's two matrices is random, the other zero, so the first step starts at the base model
     lora_config |= dict(lora_dropout=args.lora_dropout, init_lora_weights="gaussian") | peft_args
-    warnings.filterwarnings("ignore", "You have passed exclude_modules") # peft found nothing to exclude, which is fine
+    # that peft found nothing to exclude is fine; of a pattern without a layer refuse_idle speaks, below
+    warnings.filterwarnings("ignore", "You have passed exclude_modules|The following .*_pattern keys")
     torch.manual_seed(args.seed) # every process makes the same LoRA, so none has to be sent
     try:
         lora = predict.add_lora(transformer, **lora_config)

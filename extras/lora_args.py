@@ -40,6 +40,8 @@ def refuse_pattern(field, value):
     from extras.lora_files import read_patterns # here, as it imports torch
     most = common.MOST_RANK if field == "rank_pattern" else common.MOST_ALPHA
     try:
+        if value is None:
+            raise ValueError(f"{field} is null")
         for _, number in read_patterns(value, field):
             if not 0 < number <= most:
                 raise ValueError(f"{field} has {number:g}, which is not above 0 and up to {most:g}")

@@ -26,7 +26,10 @@ def find(args, name):
     folder = Path(args.out_dir or f"out/{name}-{number_of(runs[-1]) + 1 if runs else 1:03d}")
     if args.resume and runs and not args.out_dir:
         folder = runs[-1]
-    used = listed(folder, "*")
+    try:
+        used = listed(folder, "*")
+    except OSError as e: # such as a name that is too long
+        raise InputError(f"--out_dir {folder}: cannot be looked at ({e.strerror}); give another folder")
     if args.resume and not used:
         say(f"{folder}: nothing to resume; begins there")
     if used and not (args.resume or args.plan):

@@ -39,7 +39,7 @@ REFUSED = [ # arguments, words of the line
     (dict(rank_pattern={"(.+)+!": 4}), "rank_pattern"), (dict(alpha_pattern={"(to_q": 4}), "alpha_pattern"),
     (dict(alpha_pattern={"to_q": 1e300}), "alpha_pattern"), (dict(rank_pattern=["to_q"]), "rank_pattern"),
     (dict(alpha_pattern={"to_q": "8"}), "alpha_pattern"), (dict(rank_pattern={"to_q": 4000}), "up to 3072"),
-    (dict(rank_pattern={"to_q": 8.5}), "no whole number"),
+    (dict(rank_pattern={"to_q": 8.5}), "no whole number"), (dict(rank_pattern=None), "is null"),
     (dict(rank_pattern={"to_q": 0}), "above 0"), (dict(alpha_pattern={"to_q": -1}), "above 0")]
 
 @pytest.mark.parametrize("given, words", REFUSED, ids=str)

@@ -532,6 +532,8 @@ def test_resume_refuses_other_settings_and_finished_runs(tmp_path, monkeypatch):
     assert result.status == 0 and "already done" in result.out
     result = train_demo(tmp_path / "a", *flags)
     assert result.status == 1 and is_one_line(result.errors[-1], f"--out_dir {tmp_path / 'a'}: is not empty")
+    result = train_demo(tmp_path / ("x" * 300))
+    assert result.status == 1 and is_one_line(result.errors[-1], "--out_dir", "cannot be looked at"), result.err
     (tmp_path / "b").mkdir(), (tmp_path / "b/notes.txt").touch()
     result = train_demo(tmp_path / "b", "--resume")
     assert result.status == 1 and is_one_line(result.errors[-1], "checkpoint")
