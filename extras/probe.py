@@ -176,7 +176,7 @@ def find_lost(few, make_optimizer, folder):
     other = make_optimizer(second.values())
     load_optimizer(other, second, tensors, info["optimizer"])
     moved = not all(same_bits(first[name], few[name]) for name in few)
-    lost = difference(vars(optimizer), vars(other), "", set())
+    lost = difference(parts_of(optimizer, first), parts_of(other, second), "", set())
     if lost is None:
         for one, parameters in ((optimizer, first), (other, second)):
             random.seed(id(one)) # a resumed process has other numbers here, too; torch's are seeded for each step
@@ -186,6 +186,14 @@ def find_lost(few, make_optimizer, folder):
         with averaged_weights(optimizer):
             save_optimizer(folder, optimizer, first) # what has come since can be saved, too
     return lost, moved
+
+
+def parts_of(optimizer, parameters):
+    """All that an optimizer keeps; its state in the order of the parameters, as one with several groups fills it in
+    another order than a checkpoint does."""
+    state = dict(optimizer.state)
+    states = [state.pop(p, None) for p in parameters.values()]
+    return vars(optimizer) | dict(state=[*states, state])
 
 
 def close(p, other, before):

@@ -56,10 +56,10 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
                 state["z"].sub_(state["mean"], alpha=group["lr"])
 
 class TwoGroups(torch.optim.Optimizer):
-    """The first matrix is a group of its own; what it keeps of a parameter has the name that --ema's might have."""
+    """Each second matrix is in another group; what it keeps of a parameter has the name that --ema's might have."""
     def __init__(self, params, lr, weight_decay):
         params = list(params)
-        super().__init__([dict(params=params[:1]), dict(params=params[1:])], dict(lr=lr))
+        super().__init__([dict(params=params[::2]), dict(params=params[1::2])], dict(lr=lr))
 
     @torch.no_grad()
     def step(self):
