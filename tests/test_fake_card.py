@@ -143,7 +143,7 @@ def test_preserve_asks_the_base_once(run):
 def test_masks_and_mixed_sizes_in_one_pack(run):
     masked = [dict(s, mask=True) for s in SMALL]
     answer = run("--max_tokens", 30_000, "--gradient_checkpointing", 60, samples=[*LARGE, *masked], blocks=3)
-    check(answer, packs=1, kernels=441.4, copied=3 * ITEM, peak=4.93, blocks=3)
+    check(answer, packs=1, kernels=441.7, copied=3 * ITEM, peak=4.93, blocks=3)
 
 CAPTURE = """
 import functools
