@@ -128,7 +128,7 @@ def largest_pass():
     """Takes the first pack as the largest that can come."""
     model, samples, said = build(), make_samples(config, packs[0], dtype, args.device), []
     tokens = sum(samples[0].lens)
-    flags = SimpleNamespace(device=args.device, batch_size=1, max_tokens=tokens, compile=False, fsdp=False)
+    flags = SimpleNamespace(device=args.device, batch_size=1, max_tokens=tokens, compile=False, fsdp=False, ema=0)
     fit.keep_what_fits(model, {tokens}, 0, Item, losses, partial(checkpoint_blocks, model), flags, said.append)
     optimizer = torch.optim.AdamW(model.lora.values())
 
