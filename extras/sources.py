@@ -44,6 +44,7 @@ def read(file):
 
 # read when a script begins, as Python does: an edit that comes later is not what runs
 TEXTS = {file: read(file) for file in [*WHOLE, *ENCODING, *EXTRAS]}
+TRAINING = read("train.py")
 
 
 def refuse_edits():
@@ -90,7 +91,7 @@ RECIPE = *LOSS, "pick", "pick_timestep", "ask_base", "learning_rate" # and what 
 
 def training(names):
     """A hash of these functions of train.py: a run that goes on, or is compared, may have had others."""
-    return digest(read("train.py"), names)
+    return digest(TRAINING, names)
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------

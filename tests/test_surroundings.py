@@ -196,10 +196,10 @@ def test_an_edited_loss_is_said_by_a_run_that_goes_on_and_its_validations_are_no
     flags = ["--cache_dir", tmp_path / "cache", "--lr_scheduler", "constant", "--out_dir", tmp_path / "run",
              "--val_data", data, "--val_pictures", 0]
     assert train(data, tmp_path, *flags).status == 0
-    real = sources.read
+    real = sources.TRAINING
     for steps, old, new, said in ((3, "error = (pred", "# a comment\n        error = (pred", False),
                                   (4, ".square().mean(-1) # (I,)", ".abs().mean(-1)", True)):
-        monkeypatch.setattr(sources, "read", lambda file: real(file).replace(old, new))
+        monkeypatch.setattr(sources, "TRAINING", real.replace(old, new))
         result = train(data, tmp_path, *flags, "--resume", "--max_steps", steps)
         assert result.status == 0, result.err
         assert ("other than when this run began: recipe" in result.out) == said, result.out
