@@ -10,6 +10,7 @@ Meanwhile the LoRA has random numbers, as zeros would hide a wrong scale; and of
 the first have matrices of one column or row, so that this takes a second, too.
 """
 import contextlib
+import gc
 import math
 import random
 import shutil
@@ -46,6 +47,7 @@ def check(args, out_dir, transformer, lora, optimizer, make_optimizer, write_che
     check_optimizer(args, lora, make_optimizer, folder)
     on_first_process(lambda: check_files(args, out_dir, folder, transformer, lora, make_optimizer, write_checkpoint,
                                          meta, load_empty, default))
+    gc.collect() # the second model's parts refer to each other
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
