@@ -212,10 +212,10 @@ def test_a_signal_leaves_alone_what_is_not_being_read_yet(tmp_path, monkeypatch)
     read, encode, shutdown = cache.read_pictures, cache.encode_latents, ThreadPoolExecutor.shutdown
     begun, stopping = [], threading.Event()
 
-    def read_pictures(sample, *args):
+    def read_pictures(pipe, sample, *args):
         begun.append(sample.name)
         assert sample.name == "0" or stopping.wait(30) # "0" is encoded first, whichever thread comes here first
-        return read(sample, *args)
+        return read(pipe, sample, *args)
 
     def cancel(pool, wait=True, **how):
         shutdown(pool, wait=False, **how)
