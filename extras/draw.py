@@ -161,13 +161,20 @@ class Drawer: # a class because the base's pictures stay from one validation to 
             tell(f"{'':20} pictures   input    base    LoRA  VAE alone")
         for name, psnrs in groups.items():
             means[name] = dict(zip(best.KINDS, np.mean(psnrs, 0).tolist()))
-            numbers = " ".join(f"{mean:7.1f}" for mean in means[name].values())
-            tell(f"{common.shown(name):20} {len(psnrs):8} {numbers}")
-        # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
-        drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
-        for old in drawn[:-20]:
-            disk.remove_old(old)
         records = [record for _, record in rows]
+        lines = [(name, len(groups[name]), means[name]) for name in means]
+        if len(groups) > 1: # by this the best step is chosen
+            lines.append(("all pictures", len(rows), best.mean_psnr(dict(pictures=records))))
+        for name, count, of_kinds in lines:
+            numbers = " ".join(f"{mean:7.1f}" for mean in of_kinds.values())
+            tell(f"{common.shown(name):20} {count:8} {numbers}")
+        # full-size pictures take space, so only the newest 20 validations and the best ones keep theirs; contact sheets
+        # stay
+        drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
+        kept = {f"step_{best_step:06d}" for best_step in best.steps_to_keep(self.out_dir)}
+        for old in drawn[:-20]:
+            if old.name not in kept:
+                disk.remove_old(old)
         sheets = {}
         if rows:
             sheets = sheet.validation_sheets(folder, step, records)
