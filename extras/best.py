@@ -169,73 +169,70 @@ def in_words(measure, value):
 def are_equal(one, other, measure):
     """Whether two validations made of the same things cannot be told apart by this measure: they print alike; or, as
     pictures differ in what they gain, the mean of the differences between their PSNRs is less than twice its standard
-    error, which some other held-out pictures could turn around. (The log has no losses of single pairs: of these, and
+    error, so that other held-out pictures could turn it around. (The log has no losses of single pairs: of these, and
     of a single picture, only the digits tell.)"""
-    if len({in_words(measure, values_of(record)[measure]) for record in (one, other)}) == 1:
+    if in_words(measure, values_of(one)[measure]) == in_words(measure, values_of(other)[measure]):
         return True
-    psnrs = {picture["file"]: picture["psnr"] for picture in one.get("pictures", [])}
-    pairs = [(psnrs[p["file"]], p["psnr"]) for p in other.get("pictures", []) if p["file"] in psnrs]
-    if measure != "mean PSNR" or len(pairs) < 2:
+    psnrs = {picture["file"]: picture["psnr"][2] for picture in one.get("pictures", [])} # the LoRA's
+    gains = [p["psnr"][2] - psnrs[p["file"]] for p in other.get("pictures", []) if p["file"] in psnrs]
+    if measure != "mean PSNR" or len(gains) < 2:
         return False
-    lora = KINDS.index("lora")
-    differences = [b[lora] - a[lora] for a, b in pairs]
-    return abs(statistics.fmean(differences)) < 2 * statistics.stdev(differences) / math.sqrt(len(differences))
+    return abs(statistics.fmean(gains)) < 2 * statistics.stdev(gains) / math.sqrt(len(gains))
 
 
 def leading(records, measure):
-    """-> of these validations the best one, and behind it the newest one if this is another one and equal to it; [] if
-    there is no finite one."""
-    found = best_of(records, measure)
-    if not found:
+    """-> of these validations the best one, and behind it the newest one if this is another step's and equal to it; []
+    if there is no finite one."""
+    best = best_of(records, measure)
+    if best is None:
         return []
-    first, last = next(record for record in records if record["step"] == found[0]), records[-1]
-    if last["step"] != first["step"] and are_equal(first, last, measure):
-        return [first, last]
-    return [first]
+    if best["step"] != records[-1]["step"] and are_equal(best, records[-1], measure):
+        return [best, records[-1]]
+    return [best]
 
 
 def verdict(records, measure):
-    """-> ("step 20", "25.0 dB; step 40, the last, has 1.5 dB"), or ("step 20 and step 40", why they are equal); None if
-    there is no finite one. records: of one set, as `comparable` returns them."""
+    """-> ("step 20", "25.0 dB; the last, step 40, has 1.5 dB"), or ("step 20 and step 40", their values and that they
+    are equal); None if there is no finite one. records: of one set, as `comparable` returns them."""
     best = leading(records, measure)
     if not best:
         return None
-    first, last = [in_words(measure, values_of(record)[measure]) for record in (best[0], records[-1])]
-    remark = first
-    if len(best) > 1 and first == last:
-        remark += ", equal in these digits"
+    newest = records[-1]
+    value, last = [in_words(measure, values_of(record)[measure]) for record in (best[0], newest)]
+    remark = value
+    if len(best) > 1 and value == last:
+        remark += ", equal"
     elif len(best) > 1:
-        remark += f" and {last}, equal as far as {len(records[-1]['pictures'])} held-out pairs can tell"
-    elif best[0]["step"] != records[-1]["step"]:
-        remark += f"; the last, step {records[-1]['step']:,}, has {last}"
+        remark += f" and {last}, equal as far as {len(newest['pictures'])} held-out pairs can tell"
+    elif best[0] is not newest:
+        remark += f"; the last, step {newest['step']:,}, has {last}"
     return " and ".join(f"step {record['step']:,}" for record in best), remark
 
 
 def best_of(records, measure):
-    """-> (step, value) of the least validation loss, or of the greatest mean PSNR, of equal ones the first; None if
-    there is no finite one."""
+    """-> the validation with the least loss, or with the greatest mean PSNR, of equal ones the first; None if there is
+    no finite one."""
     sign = -1 if measure == "mean PSNR" else 1
-    values = [(sign * values_of(record)[measure], n) for n, record in enumerate(records)]
-    values = [value for value in values if math.isfinite(value[0])]
-    if values:
-        value, n = min(values)
-        return records[n]["step"], sign * value
+    finite = [record for record in records if math.isfinite(values_of(record)[measure])]
+    return min(finite, key=lambda record: sign * values_of(record)[measure], default=None)
 
 
 def best_steps(out_dir):
     """-> {measure: (step, value)} by the run's log, among the validations made of what the newest one was made of, as
     tools/page.py has them. {} before the first."""
-    records = read_validations(out_dir)
-    best = {measure: best_of(comparable(records, measure), measure) for measure in MEASURES}
-    return {measure: found for measure, found in best.items() if found}
+    records, steps = read_validations(out_dir), {}
+    for measure in MEASURES:
+        if best := best_of(comparable(records, measure), measure):
+            steps[measure] = best["step"], values_of(best)[measure]
+    return steps
 
 
 def steps_to_keep(out_dir):
     """-> the best step of each set of validations that are compared, whose checkpoint --keep does not delete."""
-    records, best = read_validations(out_dir), list(best_steps(out_dir).values())
+    records, best = read_validations(out_dir), []
     for measure in MEASURES:
-        best += [best_of(earlier, measure) for earlier in sets_of(records, measure)[:-1]]
-    return {found[0] for found in best if found}
+        best += [best_of(compared, measure) for compared in sets_of(records, measure)]
+    return {record["step"] for record in best if record}
 
 
 def remove_others(out_dir, kept):

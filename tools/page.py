@@ -40,6 +40,12 @@ SMOOTH = 30 # a smoothed value is the mean of 1/30 of the run
 SHOWN = 6 # cards of pictures that are not folded
 SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
 WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
+# {measure: (its chart's title, its lines: name, key in a validation, style, which lacks the colour if that is the
+# run's own)}; the first line is the measure itself
+LINES = {"validation loss": ("Validation loss", [("held-out pairs", "val_loss", "dots"),
+                                                 ("training pairs", "train_loss", "dash")]),
+         "mean PSNR": ("PSNR to the target (dB)", [("LoRA", "lora", "dots"), ("base", "base", "dash ink"),
+                                                   ("VAE alone", "vae", "dash mute")])}
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 # what a stranger's log may give to a command that a person pastes: --optimizer imports, --tracker may send
 HARMLESS = {"--optimizer": r"(torch\.optim|bitsandbytes\.optim|prodigyopt|schedulefree|prodigyplus)\.[A-Z]\w*",
@@ -192,10 +198,11 @@ def path(x, y):
     return "M" + " ".join(f"{a:.7g},{-b:.7g}" for a, b in zip(x, y))
 
 def chart(title, lines, zero):
-    """-> a figure with curves; None if none has two points. lines: (name, style, x, y); style: line, dash or dots; peak,
-    points that stand out; or raw, a band whose y is (least, greatest); and a colour. zero: whether the axis begins
-    there, which flattens what is far from it. The SVG has the units of the data, and the browser stretches it to the
-    width of the page. The axis covers 90 % of the band, so that rare outliers do not flatten the rest."""
+    """-> a figure with curves; None if none has two points. lines: (name, style, x, y); style: line, dash or dots; dots
+    peak, for points that stand out; or raw, a band whose y is (least, greatest); and a colour. zero: the axis has to
+    begin there, although this flattens what is far from it. The SVG has the units of the data, and the browser
+    stretches it to the width of the page. The axis covers 90 % of the band, so that rare outliers do not flatten the
+    rest."""
     if not any(len(x) > 1 for _, style, x, _ in lines if "dash" not in style):
         return None
     lines = [line for line in lines if len(line[2])]
@@ -212,11 +219,9 @@ def chart(title, lines, zero):
         else:
             thin_x, _, mean, _ = thin(x, y)
             d = path(thin_x, mean)
-        if "peak" not in style:
-            paths.append(node("path", class_=style, data_name=name, d=d))
-        if "raw" not in style and "peak" not in style:
             ends.append(f"{name} ends at {short(y[-1])}")
-        if "dots" in style or "peak" in style:
+        paths.append(node("path", class_=style, data_name=name, d=d))
+        if "dots" in style:
             paths.append(node("path", class_=f"dot {style}", d=d.replace(" ", "h0M") + "h0"))
         keys.append(node("span", name, class_=f"key {style}"))
     svg = node("svg", *paths, viewBox=f"0 {-high} {right} {high - low}", preserveAspectRatio="none", role="img",
@@ -248,35 +253,28 @@ def curves(runs):
     if any("train_loss" in record for run in runs for record in run.validations):
         said.append("But both lines of the validation loss are at the same levels: the gap between them is "
                     "overfitting.")
-    others = {} # {measure: what the runs' validations differ in}
+    differ = {}
     for measure in best.MEASURES:
         newest = [records[-1] for run in runs if (records := best.comparable(run.validations, measure))]
-        others[measure] = best.differences(newest, measure) if newest else []
-        if others[measure]:
+        differ[measure] = best.differences(newest, measure) if newest else []
+        if differ[measure]:
             said.append(f"Do not compare these runs by {measure}: their validations had other "
-                        f"{', '.join(others[measure])}.")
+                        f"{', '.join(differ[measure])}.")
     for run in runs:
         add_steps(run, "Training loss", "loss")
-        # validations that were made of other things get lines of their own
-        for number, records in enumerate(reversed(best.sets_of(run.validations, "validation loss"))):
-            earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
-            add(run, "Validation loss", f"held-out pairs{earlier}", f"dots {colour}", *column(records, "val_loss"))
-            x, y = column(records, "train_loss")
-            if len(x):
-                add(run, "Validation loss", f"training pairs{earlier}", f"dash {run.colour}", x, y)
-            if not number:
-                peaks = best.leading(records, "validation loss")
-                add(run, "Validation loss", "best", f"peak {run.accent}", *column(peaks, "val_loss"))
-        for number, records in enumerate(reversed(best.sets_of(run.validations, "mean PSNR"))):
-            earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
-            title, lines = "PSNR to the target (dB)", [("LoRA", "lora", f"dots {colour}", records)]
-            if earlier or title not in charts or others["mean PSNR"]: # else the other runs have the same
-                lines += [("base", "base", "dash ink", records), ("VAE alone", "vae", "dash mute", records)]
-            if not number:
-                lines.append(("best", "lora", f"peak {colour}", best.leading(records, "mean PSNR")))
-            for name, kind, style, shown in lines:
-                means = [best.mean_psnr(record) | dict(step=record["step"]) for record in shown]
-                add(run, title, f"{name}{earlier}", style, *column(means, kind))
+        for measure, (title, lines) in LINES.items():
+            # the base is the same for all runs that were validated on the same
+            own = lines[:1] if measure == "mean PSNR" and title in charts and not differ[measure] else lines
+            # validations that were made of other things get lines of their own
+            for number, records in enumerate(reversed(best.sets_of(run.validations, measure))):
+                earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
+                values = [record | best.mean_psnr(record) for record in records]
+                for name, key, style in own if not number else lines:
+                    style = {"dots": f"dots {colour}", "dash": f"dash {run.colour}"}.get(style, style)
+                    add(run, title, f"{name}{earlier}", style, *column(values, key))
+                if not number:
+                    peaks = [record | best.mean_psnr(record) for record in best.leading(records, measure)]
+                    add(run, title, "best", f"dots peak {colour}", *column(peaks, lines[0][1]))
         add_steps(run, "Gradient norm", "grad_norm", zero=True)
         add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"), zero=True)
         add_steps(run, "Tokens per second", "speed", zero=True)
@@ -292,12 +290,20 @@ def how_far(run):
     written = time.strftime("%d %b %Y, %H:%M", run.written)
     return f"of {short(run.flags.get('max_steps', math.nan))}; {'finished' if run.done else state} {written}"
 
-def measures(run):
-    """-> {name: (value, remark)}: whether it learns, and which step is the best, as train.py says it, too."""
+def psnrs(run):
+    """-> {name: text}: the mean PSNRs of the newest validation; of all its pictures first, and of each group."""
     values = {}
-    if means := best.mean_psnr((best.comparable(run.validations, "mean PSNR") or [{}])[-1]):
-        values["Mean PSNR to the target"] = ("{base:.1f} \u2192 {lora:.1f} dB".format(**means),
-                                             "base \u2192 LoRA; VAE alone {vae:.1f}, input {input:.1f}".format(**means))
+    for record in best.comparable(run.validations, "mean PSNR")[-1:]:
+        of_groups = record.get("psnr", {})
+        means = {"to the target": best.mean_psnr(record)} | (of_groups if len(of_groups) > 1 else {})
+        for name, mean in means.items():
+            values[f"Mean PSNR {name}"] = ("{base:.1f} \u2192 {lora:.1f} dB (base \u2192 LoRA; VAE alone {vae:.1f}, "
+                                           "input {input:.1f})".format(**mean))
+    return values
+
+def measures(run):
+    """-> {name: text}: whether it learns, and which step is the best, as train.py says it, too."""
+    values = dict(list(psnrs(run).items())[:1])
     for name in best.MEASURES:
         value, *remarks = best.verdict(best.comparable(run.validations, name), name) or ["none"]
         remarks += best.not_compared(run.validations, name)
@@ -305,58 +311,49 @@ def measures(run):
             more = f" and {len(lost) - 3} others" if len(lost) > 3 else ""
             remarks.append(f"not ranked, as NaN or Inf was computed: step {', '.join(map(short, lost[:3]))}{more}")
         if remarks:
-            values[f"Best by {name}"] = value, "; ".join(remarks)
+            values[f"Best by {name}"] = f"{value} ({'; '.join(remarks)})"
     return values
 
 def counts(run):
-    """-> {name: (value, remark)}: what the training took."""
-    values = {"Steps": (f"{run.steps[-1]['step'] if run.steps else 0:,}", how_far(run))}
+    """-> {name: text}: what the training took."""
+    values = {"Steps": f"{run.steps[-1]['step'] if run.steps else 0:,} {how_far(run)}"}
     seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
     if seconds.size and memory.size:
-        remark = (f"{timedelta(seconds=round(seconds.sum()))} of training, without validations; "
-                  f"{short(tokens.sum() / seconds.sum())} tokens a second; {memory.max():.1f} GiB at most")
-        values["Seconds a step"] = short(seconds.mean()), remark
+        values["Seconds a step"] = (
+            f"{short(seconds.mean())}; {timedelta(seconds=round(seconds.sum()))} of training, without validations; "
+            f"{short(tokens.sum() / seconds.sum())} tokens a second; {memory.max():.1f} GiB at most")
     if names := [name for r in run.steps for name in r.get("samples", [])]:
         pairs = len(set(names))
-        values["Samples"] = f"{len(names):,}", f"of {pairs:,} pairs, each {short(len(names) / pairs)} times on average"
+        values["Samples"] = f"{len(names):,}, of {pairs:,} pairs, each {short(len(names) / pairs)} times on average"
     return values
-
-def verdict(name, value, remark):
-    """-> a paragraph in which each step is a link that shows its pictures."""
-    words = []
-    for n, text in enumerate(re.split(r"(step \d+(?:,\d{3})*)", f"{name}: {value} ({remark})")):
-        at = re.sub(r"\D", "", text) if n % 2 else None # (split puts what it looks for at the odd places)
-        words.append(node("a" if at else "span", text, href=at and "#pictures", data_step=at))
-    return node("p", *words, class_="verdict")
 
 def headline(runs, title):
     """-> what the page begins with: which run, how far it is, whether it learns, which step is the best."""
     flags, lines = runs[0].flags, []
     about = f"{flags.get('model', '')}, trained on {' '.join(flag_words('data', flags.get('data', '?')))}"
     for run in runs:
-        said = list(measures(run).items())
+        said = [f"{name}{run.title}: {text}" for name, text in measures(run).items()]
         if len(runs) == 1:
-            about += f"; {counts(run)['Steps'][0]} steps {how_far(run)}"
-        else: # pictures come next, so that there is room for one line, the best by PSNR; the others are in Numbers
+            about += f"; step {counts(run)['Steps']}"
+        else: # pictures come next: there is room for one line a run, the best step by PSNR. Numbers has the others
             said = said[-1:]
-        lines += [verdict(f"{name}{run.title}", *values) for name, values in said]
+        lines += [node("p", text, class_="verdict") for text in said]
     return [node("h1", title), node("p", about), *lines]
 
 def numbers(runs):
-    """-> the section with what one run took; of several runs it has all in columns, also the flags that differ."""
-    remark = ("Two steps are called equal if their values print alike, or if the mean difference between the PSNRs of "
-              "their held-out pictures is less than twice its standard error.")
-    if len(runs) == 1:
-        return section("Numbers", table([[name, *values] for name, values in counts(runs[0]).items()]), detail(remark))
-    rows, of_runs = [], [measures(run) | counts(run) for run in runs]
+    """-> the section with what each run reached and took, and with the flags that differ."""
+    rows, of_runs = [], [measures(run) | psnrs(run) | counts(run) for run in runs]
     for name in dict.fromkeys(name for values in of_runs for name in values):
-        rows.append([name, *[values.get(name, [""])[0] for values in of_runs]])
+        rows.append([name, *[values.get(name) for values in of_runs]])
     for name in sorted(set().union(*[run.flags for run in runs]) - NOT_COMPARED):
         values = [shlex.join(flag_words(name, run.flags.get(name))) for run in runs]
         if len(set(values)) > 1:
             rows.append([node("code", f"--{name}"), *values])
+    remark = ("PSNRs are those of the last validation; equal pictures have 99 dB. Two steps are called equal if their "
+              "values print alike, or if the mean difference between the PSNRs of their held-out pictures is less than "
+              "twice its standard error.")
     head = ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]]
-    return section("Numbers", table(rows, head), detail(remark))
+    return section("Numbers", table(rows, head if runs[1:] else None), detail(remark))
 
 def is_of_run(picture, folder):
     """Whether a picture that a log names lies in its run's samples/, and these in the run."""
@@ -373,9 +370,9 @@ def sizes_of(run_folder):
     return found
 
 def pictures(runs, page):
-    """-> the section with each validation picture, and what the base and the LoRAs made of it: of one run at its best
-    step, and at the slider's. An earlier set of validations is left out: the base's pictures and the targets in samples/
-    are of the newest set."""
+    """-> the section with each validation picture, and what the base and the LoRAs made of it: at the slider's step, in
+    which several runs are compared; of a single run at its best step, too. An earlier set of validations is left out:
+    the base's pictures and the targets in samples/ are of the newest set."""
     shown, steps, best_steps, left_out = {}, set(), set(), "" # {(heading, remark): {name of a tile: its pictures}}
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
@@ -383,14 +380,14 @@ def pictures(runs, page):
         records = best.comparable(run.validations, "mean PSNR")
         for measure in best.MEASURES:
             best_steps |= {r["step"] for r in best.leading(best.comparable(run.validations, measure), measure)}
-        # (of several runs, which are to be compared at one step, each has a single tile)
-        greatest = [r["step"] for r in best.leading(records, "mean PSNR")[:1] if len(runs) == 1 and r is not records[-1]]
+        greatest = best.best_of(records, "mean PSNR")
+        first = [greatest] if len(runs) == 1 and greatest and greatest is not records[-1] else []
         for line in best.not_compared(run.validations, "mean PSNR"):
             left_out += f" {line}{run.title}, and not shown."
         for record in [r for r in run.validations if r.get("not_finite")][-1:]:
             left_out += (f" Step {record['step']:,}{run.title} is not shown, as NaN or Inf was computed instead of "
                          f"pictures: {', '.join(record['not_finite'][:3])}.")
-        for record, picture in [(r, picture) for r in records for picture in r.get("pictures", [])]:
+        for record, picture in [(r, p) for r in [*first, *records] for p in r.get("pictures", [])]:
             step, file, (of_input, of_base, of_lora, of_vae) = record["step"], picture["file"], picture["psnr"]
             tiles = shown.setdefault((picture["prompt"], file), {})
             # name, folder in samples/, step (0: the same at all steps) and number of each picture
@@ -398,12 +395,12 @@ def pictures(runs, page):
                        if f"control_{n}/{file}" in sizes]
             of_step = f"step_{step:06d}", step, f"step {step:,}: {of_lora:.1f} dB"
             rows = [("control", "control", 0, f"{of_input:.1f} dB"), *further, ("base", "base", 0, f"{of_base:.1f} dB"),
-                    (f"{lora}, best", *of_step), (lora, *of_step),
+                    *[(name, *of_step) for name in (["LoRA, best", lora] if record in first else [lora])],
                     ("target", "target", 0, f"VAE alone {of_vae:.1f} dB")]
             for name, folder, at, number in rows:
                 t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
                 size = sizes.get(f"{folder}/{file}") # a log may name pictures that are not its run's
-                if size and at not in t.links and (name != f"{lora}, best" or step in greatest):
+                if size and at not in t.links:
                     t.links[at], t.size = link(run.folder / "samples" / folder / file, page), size
                     if number is not None:
                         t.values[at] = number
@@ -416,48 +413,18 @@ def pictures(runs, page):
     steps, bar = sorted(steps - {0}), None
     at = f"; the LoRA's are of step {max(steps, default=0):,}, the only one: more with --sample_every N"
     if len(steps) > 1:
-        bar = slider(steps, best_steps)
+        bar = node("div", class_="bar", data_steps=json.dumps(steps), data_best=json.dumps(sorted(best_steps)))
         at = "; the arrow keys, a step's name and a click on a curve change the step"
     remark = f"PSNR to the target in dB. Click a picture to compare it with another one{at}.{left_out}"
-    if not cards:
+    if left_out and not cards:
+        remark = f"There are none.{left_out}"
+    elif not cards and any(run.flags.get("val_data") for run in runs):
+        remark = "There are none yet: validations draw them, each --sample_every steps and at the end."
+    elif not cards:
         remark = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
                   "what the LoRA makes of them. predict.py --image draws any picture with it.")
-        if any(run.flags.get("val_data") for run in runs):
-            remark = "There are none yet: validations draw them, each --sample_every steps and at the end."
-        if left_out:
-            remark = f"There are none.{left_out}"
     rest = fold(f"{len(cards) - SHOWN} more pictures", *cards[SHOWN:]) if cards[SHOWN:] else None
     return section("Validation pictures", bar, *cards[:SHOWN], rest, detail(remark), id="pictures")
-
-def slider(steps, best_steps):
-    """-> a bar with a stop for each step; there is a mark at each, and a link at the best."""
-    marks = []
-    for n, step in enumerate(steps):
-        where = f"left:{n / (len(steps) - 1):.2%}"
-        if step in best_steps:
-            marks.append(node("a", href="#pictures", data_step=step, style=where, title=f"best: step {step:,}"))
-        else:
-            marks.append(node("i", style=where))
-    bar = node("input", type="range", class_="step", value=len(steps) - 1, max=len(steps) - 1,
-               data_steps=json.dumps(steps), aria_label="step")
-    back, forth = [node("button", sign, type="button", data_by=by, aria_label=f"{name} step")
-                   for sign, by, name in (("\u2039", -1, "previous"), ("\u203a", 1, "next"))]
-    return node("div", back, node("div", bar, node("div", *marks, class_="marks"), class_="track"), forth,
-                node("output"), class_="bar")
-
-def groups(runs):
-    """-> the section with the mean PSNRs of all groups and of all pictures, in the last validation; None if no run has
-    two groups."""
-    rows = []
-    for run in [run for run in runs if run.validations]:
-        means = run.validations[-1].get("psnr", {})
-        if len(means) > 1:
-            means = means | {"all pictures": best.mean_psnr(run.validations[-1])}
-            rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in best.KINDS]] for name, m in means.items()]
-    remark = ("Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures. The best step is "
-              "that of all pictures.")
-    return section("Groups of validation pictures", table(rows, ["", "input", "base", "LoRA", "VAE alone"]),
-                   detail(remark)) if rows else None
 
 def find_samples(roots):
     """-> {"root/name": Sample} of these datasets."""
@@ -628,7 +595,7 @@ def make_page(folders, page, most, watched=False, roots=()):
         live = node("p", f"updated {time.strftime('%d %b %Y, %H:%M')}", class_="live", data_made=round(time.time()),
                     data_left=left, data_reload=WATCH if watched else None)
     hardest = [hardest_pairs(run, most, roots) for run in runs if most and run.steps]
-    parts = [pictures(runs, page), curves(runs), groups(runs), numbers(runs), *[part for _, part in hardest],
+    parts = [pictures(runs, page), curves(runs), numbers(runs), *[part for _, part in hardest],
              *map(settings, runs)]
     save_page(page, title, [node("header", *headline(runs, title), live, chapters(parts)), *parts])
     hint = "" if live is None or watched else "; --watch keeps it up to date"
