@@ -688,19 +688,19 @@ def test_the_slider_and_the_arrows_change_the_step(tmp_path, view):
     assert lora_at(tab) == ("samples/step_000100/val/000.png", "step 100: 10.0 dB")
     assert tab.locator("img[data-name=base]").first.get_attribute("src") == "samples/base/val/000.png"
 
-@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
 @pytest.mark.parametrize("validations, runs", [(1, 1), (5, 1), (40, 1), (4, 2)])
-def test_the_first_screen_shows_the_headline_and_a_picture(tmp_path, view, size, validations, runs):
-    """Without scrolling; and nothing is wider than the screen."""
+def test_the_first_screen_shows_the_headline_and_a_picture(tmp_path, view, validations, runs):
+    """Without scrolling, also on a phone; and nothing is wider than the screen."""
     folders = [make_run(tmp_path / f"photos-{n}", 400, 400 // validations, ["make it a snowy winter evening"] * 3,
                         model="Qwen/Qwen-Image-Edit-2509", data=["photos"]) for n in range(runs)]
     draw_page(*folders)
-    tab = view(folders[0] / "index.html", size[0], height=size[1])
-    heading, *verdicts = [box for line in tab.locator("h1, .verdict").all() if (box := line.bounding_box())]
-    pictures = [image.bounding_box() for image in tab.locator("main .tile img").all()]
-    assert heading["y"] > 0 and verdicts and max(box["y"] + box["height"] for box in verdicts) < pictures[0]["y"]
-    assert any(box["height"] > 60 and box["y"] + box["height"] <= size[1] for box in pictures)
-    assert tab.evaluate("document.documentElement.scrollWidth") == size[0]
+    for width, height in ((1280, 800), (390, 844)):
+        tab = view(folders[0] / "index.html", width, height=height)
+        heading, *verdicts = [line.bounding_box() for line in tab.locator("h1, .verdict").all()]
+        pictures = [image.bounding_box() for image in tab.locator("main .tile img").all()]
+        assert heading["y"] > 0 and verdicts and max(box["y"] + box["height"] for box in verdicts) < pictures[0]["y"]
+        assert any(box["height"] > 60 and box["y"] + box["height"] <= height for box in pictures)
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
 
 def test_the_best_step_s_pictures_stand_beside_those_of_the_slider_s_step(tmp_path, view):
     """At first these are the last step's. Marks on the slider and the curves tell the best; its name, its mark, the
