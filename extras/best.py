@@ -204,7 +204,7 @@ def verdict(records, measure):
         remark += ", equal"
     elif len(best) > 1:
         remark += f" and {last}, equal as far as {len(newest['pictures'])} held-out pairs can tell"
-    elif best[0] is not newest:
+    elif best[0]["step"] != newest["step"]:
         remark += f"; the last, step {newest['step']:,}, has {last}"
     return " and ".join(f"step {record['step']:,}" for record in best), remark
 
