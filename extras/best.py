@@ -2,6 +2,8 @@
 Which validation of a run is its best so far. train.py says it after each one and keeps that step's checkpoint; at the
 end extras/hints.py recommends it.
 
+Of two steps none is called better if what was held out cannot tell them apart: see are_equal.
+
 Only what was made of the same things is compared: with --resume other --val_data, --val_pictures or flags of sampling
 may be given. So a validation's line in the log says what its loss and its pictures were made of: `loss_of`, `psnr_of`.
 Lines of an older train.py do not, and are compared with each other.
@@ -10,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import statistics
 
 from common import LONG_TEXT, checkpoints, content_key, number_of, numbered, pictures_of, warn_once
 from extras import disk, sources
@@ -122,14 +125,13 @@ def lost_steps(records, measure):
     return [record["step"] for record in records if not math.isfinite(record["val_loss"])]
 
 
-def mean_psnr(record, dataset=None):
-    """-> {kind: dB} for the KINDS: the mean PSNRs to the target of a validation's pictures, or of one dataset's; {} if
-    there are none. This is the mean of psnr[group] over the groups, weighted by their numbers of pictures. (A log that
-    does not name the pictures weighs all groups alike.) A group's name is DATASET/FOLDER, a picture's DATASET/FILE."""
-    rows = [(p["file"], p["psnr"]) for p in record.get("pictures", [])]
-    rows = rows or [(name, [means[kind] for kind in KINDS]) for name, means in record.get("psnr", {}).items()]
-    columns = zip(*[psnrs for name, psnrs in rows if dataset in (None, name.split("/")[0])])
-    return {kind: sum(column) / len(column) for kind, column in zip(KINDS, columns)}
+def mean_psnr(record):
+    """-> {kind: dB} for the KINDS: the mean PSNRs to the target of a validation's pictures; {} if there are none. This
+    is the mean of psnr[group] over the groups, weighted by their numbers of pictures. (A log that does not name the
+    pictures weighs all groups alike.)"""
+    rows = [picture["psnr"] for picture in record.get("pictures", [])]
+    rows = rows or [[means[kind] for kind in KINDS] for means in record.get("psnr", {}).values()]
+    return {kind: sum(column) / len(column) for kind, column in zip(KINDS, zip(*rows))}
 
 
 def values_of(record):
@@ -157,31 +159,80 @@ def comparable(records, measure):
     return (sets_of(records, measure) or [[]])[-1]
 
 
+def in_words(measure, value):
+    """A value with the digits that a person is shown: 0.543, or 24.1 dB."""
+    if not math.isfinite(value):
+        return "NaN or Inf"
+    return f"{value:.1f} dB" if measure == "mean PSNR" else f"{value:.3g}"
+
+
+def are_equal(one, other, measure):
+    """Whether two validations made of the same things cannot be told apart by this measure: they print alike; or, as
+    pictures differ in what they gain, the mean of the differences between their PSNRs is less than twice its standard
+    error, so that other held-out pictures could turn it around. (The log has no losses of single pairs: of these, and
+    of a single picture, only the digits tell.)"""
+    if in_words(measure, values_of(one)[measure]) == in_words(measure, values_of(other)[measure]):
+        return True
+    psnrs = {picture["file"]: picture["psnr"][2] for picture in one.get("pictures", [])} # the LoRA's
+    gains = [p["psnr"][2] - psnrs[p["file"]] for p in other.get("pictures", []) if p["file"] in psnrs]
+    if measure != "mean PSNR" or len(gains) < 2:
+        return False
+    return abs(statistics.fmean(gains)) < 2 * statistics.stdev(gains) / math.sqrt(len(gains))
+
+
+def leading(records, measure):
+    """-> of these validations the best one, and behind it the newest one if this is another step's and equal to it; []
+    if there is no finite one."""
+    best = best_of(records, measure)
+    if best is None:
+        return []
+    if best["step"] != records[-1]["step"] and are_equal(best, records[-1], measure):
+        return [best, records[-1]]
+    return [best]
+
+
+def verdict(records, measure):
+    """-> ("step 20", "25.0 dB; the last, step 40, has 1.5 dB"), or ("step 20 and step 40", their values and that they
+    are equal); None if there is no finite one. records: of one set, as `comparable` returns them."""
+    best = leading(records, measure)
+    if not best:
+        return None
+    newest = records[-1]
+    value, last = [in_words(measure, values_of(record)[measure]) for record in (best[0], newest)]
+    remark = value
+    if len(best) > 1 and value == last:
+        remark += ", equal"
+    elif len(best) > 1:
+        remark += f" and {last}, equal as far as {len(newest['pictures'])} held-out pairs can tell"
+    elif best[0]["step"] != newest["step"]:
+        remark += f"; the last, step {newest['step']:,}, has {last}"
+    return " and ".join(f"step {record['step']:,}" for record in best), remark
+
+
 def best_of(records, measure):
-    """-> (step, value) of the least validation loss, or of the greatest mean PSNR, of equal ones the first; None if
-    there is no finite one."""
+    """-> the validation with the least loss, or with the greatest mean PSNR, of equal ones the first; None if there is
+    no finite one."""
     sign = -1 if measure == "mean PSNR" else 1
-    values = [(sign * values_of(record)[measure], n) for n, record in enumerate(records)]
-    values = [value for value in values if math.isfinite(value[0])]
-    if values:
-        value, n = min(values)
-        return records[n]["step"], sign * value
+    finite = [record for record in records if math.isfinite(values_of(record)[measure])]
+    return min(finite, key=lambda record: sign * values_of(record)[measure], default=None)
 
 
 def best_steps(out_dir):
     """-> {measure: (step, value)} by the run's log, among the validations made of what the newest one was made of, as
     tools/page.py has them. {} before the first."""
-    records = read_validations(out_dir)
-    best = {measure: best_of(comparable(records, measure), measure) for measure in MEASURES}
-    return {measure: found for measure, found in best.items() if found}
+    records, steps = read_validations(out_dir), {}
+    for measure in MEASURES:
+        if best := best_of(comparable(records, measure), measure):
+            steps[measure] = best["step"], values_of(best)[measure]
+    return steps
 
 
 def steps_to_keep(out_dir):
     """-> the best step of each set of validations that are compared, whose checkpoint --keep does not delete."""
-    records, best = read_validations(out_dir), list(best_steps(out_dir).values())
+    records, best = read_validations(out_dir), []
     for measure in MEASURES:
-        best += [best_of(earlier, measure) for earlier in sets_of(records, measure)[:-1]]
-    return {found[0] for found in best if found}
+        best += [best_of(compared, measure) for compared in sets_of(records, measure)]
+    return {record["step"] for record in best if record}
 
 
 def remove_others(out_dir, kept):
@@ -216,20 +267,24 @@ def differences(records, measure):
 
 
 def describe(out_dir):
-    """-> "best so far: step 200 by validation loss (0.5432), step 300 by mean PSNR (24.1 dB)"; and which earlier
+    """-> "best so far: step 200 by validation loss (0.543); step 300 by mean PSNR (24.1 dB)"; and which earlier
     validations are not compared."""
-    words, records = [], read_validations(out_dir)
-    for name, (step, value) in best_steps(out_dir).items():
-        words.append(f"step {step} by {name} ({f'{value:.1f} dB' if name == 'mean PSNR' else f'{value:.4f}'})")
-    left_out = sum([not_compared(records, measure) for measure in MEASURES], [])
+    words, left_out, records = [], [], read_validations(out_dir)
+    for measure in MEASURES:
+        if found := verdict(comparable(records, measure), measure):
+            words.append(f"{found[0]} by {measure} ({found[1]})")
+        left_out += not_compared(records, measure)
     return "; ".join([f"best so far: {', '.join(words) or 'none'}", *left_out])
 
 
 def better_checkpoints(out_dir):
-    """-> {checkpoint's folder: the measures by which it is better than the newest one}, as far as it is still there."""
+    """-> {checkpoint's folder: the measures by which it is better than the newest one, and not only equal to it}, as
+    far as it is still there."""
     saved = {number_of(path): path for path in checkpoints(out_dir)[:-1]}
     better = {}
-    for name, (step, _) in best_steps(out_dir).items():
-        if step in saved:
-            better.setdefault(saved[step], []).append(name)
+    for measure in MEASURES:
+        records = comparable(read_validations(out_dir), measure)
+        best = [record["step"] for record in leading(records, measure)]
+        if best and best[0] in saved and best[-1] != records[-1]["step"]:
+            better.setdefault(saved[best[0]], []).append(measure)
     return better

@@ -147,7 +147,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         """Prints each folder's mean PSNRs, and writes a contact sheet of each dataset into samples/ -> what draw
         returns. rows: what compare returns, in the order of samples. If one picture is lost, the validation has no
         PSNRs at all: a mean of the others' would be compared with means of all."""
-        folder, groups, means, lost = self.out_dir / "samples", {}, {}, []
+        folder, groups, lost = self.out_dir / "samples", {}, []
         for _, record in rows:
             lost += [(name, model, record["file"]) for name, model in record.pop("lost").items()]
         if lost:
@@ -159,14 +159,19 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         if rows:
             tell("mean PSNR to the target in dB:")
             tell(f"{'':20} pictures   input    base    LoRA  VAE alone")
-        for name, psnrs in groups.items():
-            means[name] = dict(zip(best.KINDS, np.mean(psnrs, 0).tolist()))
-            numbers = " ".join(f"{mean:7.1f}" for mean in means[name].values())
+        lines = list(groups.items())
+        if len(groups) > 1: # by their mean the best step is chosen
+            lines.append(("all pictures", sum(groups.values(), [])))
+        for name, psnrs in lines:
+            numbers = " ".join(f"{mean:7.1f}" for mean in np.mean(psnrs, 0))
             tell(f"{common.shown(name):20} {len(psnrs):8} {numbers}")
-        # full-size pictures take space, so only the newest 20 validations keep theirs; contact sheets stay
+        # full-size pictures take space, so only the newest 20 validations and the best ones keep theirs; contact sheets
+        # stay
         drawn = [path for path in sorted(folder.glob("step_*[0-9]/")) if not path.is_symlink()]
+        kept = {f"step_{best_step:06d}" for best_step in best.steps_to_keep(self.out_dir)}
         for old in drawn[:-20]:
-            disk.remove_old(old)
+            if old.name not in kept:
+                disk.remove_old(old)
         records = [record for _, record in rows]
         sheets = {}
         if rows:
@@ -178,6 +183,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
                 path = beside(path, ".png", self.most)
             predict.save_png(image, path)
         # with the flags of sampling, which --resume may have changed
+        means = {name: dict(zip(best.KINDS, np.mean(psnrs, 0).tolist())) for name, psnrs in groups.items()}
         said = dict(psnr=means, pictures=records, flags=dict(self.settings, sample_lora=self.args.sample_lora))
         if lost:
             said["not_finite"] = [f"{name} of {file}" for name, _, file in lost]

@@ -91,6 +91,10 @@ def ends_of(path):
             found[title, name.strip()] = float(value.replace(",", ""))
     return found
 
+def verdicts_of(path):
+    """The lines of the headline."""
+    return [text for text in Reader(path).texts["p"] if re.match("(Mean PSNR to the target|Best by .*): ", text)]
+
 # ---- without a browser -----------------------------------------------------------------------------------------------
 
 def test_the_hardest_sample_is_found_whatever_its_timesteps(tmp_path):
@@ -111,8 +115,9 @@ def test_a_validation_of_nan_is_in_words_and_no_number(tmp_path):
     draw_page(run)
     text = (run / "index.html").read_text("utf-8")
     for name in ("validation loss", "mean PSNR"):
-        value, remark = page.measures(page.read_log(run))[f"Best by {name}"]
-        assert value == "step 200" and "NaN or Inf at the last validation" in remark and "step 225" in remark
+        said = page.measures(page.read_log(run))[f"Best by {name}"]
+        assert said.startswith("step 200 (") and "NaN or Inf was computed: step 225" in said
+        assert ("the last, step 225, has NaN or Inf" in said) == (name == "validation loss")
     assert "Step 225 is not shown" in text and ATTACKS[0] not in text and ">nan" not in text and "NaN dB" not in text
     assert ends_of(run / "index.html")["Validation loss", "held-out pairs"] == 1 / 200
 
@@ -211,7 +216,7 @@ def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):
         write_log(tmp_path / name, records, max_steps=500, data=["photos"], val_data=["photos_val"])
     draw_page(tmp_path / "run")
     read = Reader(tmp_path / "run/index.html")
-    assert any("no step is done yet" in text for text in read.texts["dd"]) and "Curves" not in read.texts["h2"]
+    assert any("no step is done yet" in text for text in read.texts["p"]) and "Curves" not in read.texts["h2"]
     assert any("There are none yet" in text for text in read.texts["p"])
     draw_page(tmp_path / "run", tmp_path / "other") # side by side with one that has steps
     assert "Curves" in Reader(tmp_path / "run/index.html").texts["h2"]
@@ -259,7 +264,7 @@ def test_the_two_losses_are_drawn_apart_unless_the_log_has_both_at_the_same_nois
         assert titles["held-out pairs"] == "Validation loss" != titles["smoothed"]
         said, = [text for text in Reader(run / "index.html").texts["p"] if "noise levels differ" in text]
         assert (titles.get("training pairs") == "Validation loss") == ("overfitting" in said) == bool(more)
-        assert "Training loss" not in Reader(run / "index.html").texts["dt"] # beside a validation's it misleads
+        assert not any("Training loss" in text for text in verdicts_of(run / "index.html")) # it misleads there
 
 def test_the_best_steps_are_named_by_loss_and_by_psnr(tmp_path):
     """The mean PSNR counts each picture once, whatever its group; of equal losses the first one wins."""
@@ -274,12 +279,15 @@ def test_the_best_steps_are_named_by_loss_and_by_psnr(tmp_path):
     run = write_log(tmp_path / "run", [*toy_log(40), *validations])
     draw_page(run)
     read = Reader(run / "index.html")
-    shown = dict(zip(read.texts["dt"], zip(read.texts["dd"][::2], read.texts["dd"][1::2])))
-    assert shown["Best by validation loss"] == ("step 20", "0.3; at the last validation 0.4")
-    assert shown["Best by mean PSNR"] == ("step 20", "19.0 dB; at the last validation 16.5 dB")
-    assert shown["PSNR (dB), val"][0].endswith(" 12.0") and "PSNR (dB), known" not in shown
-    assert [text for text in read.texts["tr"] if text.startswith(("val", "known", "all"))] == [
-        "known9.09.030.040.0", "all pictures9.09.016.540.0"]
+    first, by_loss, by_psnr = verdicts_of(run / "index.html")
+    assert "9.0 \u2192 16.5 dB" in first # all of it is the mean over all pictures
+    assert by_loss == "Best by validation loss: step 20 (0.3; the last, step 40, has 0.4)"
+    assert by_psnr.startswith("Best by mean PSNR: step 20 and step 40 (19.0 dB and 16.5 dB, equal as far as 4")
+    rows = [text for text in read.texts["tr"] if text.startswith("Mean PSNR")]
+    numbers = [["9.0", lora, "40.0", "9.0"] for lora in ("16.5", "12.0", "30.0")]
+    assert [re.findall(r"[\d.]+", row) for row in rows] == numbers
+    assert [row.split("9.0")[0] for row in rows] == [f"Mean PSNR {of}" for of in ("to the target", "val", "known")]
+    assert ends_of(run / "index.html")["PSNR to the target (dB)", "LoRA"] == 16.5
     older = dict(psnr={group: dict(input=1, base=1, lora=lora, vae=1) for group, lora in (("a", 3), ("b", 5))})
     assert best.mean_psnr(older)["lora"] == 4
 
@@ -290,9 +298,11 @@ def test_what_matters_comes_first_and_six_pictures_are_open(tmp_path):
     (run / "log.jsonl").write_text((run / "log.jsonl").read_text("utf-8").replace('"psnr": {"val": {', two), "utf-8")
     draw_page(run)
     read = Reader(run / "index.html")
-    assert read.texts["h2"][:3] == ["Curves", "Validation pictures", "Groups of validation pictures"]
-    assert [text for text in read.texts["tr"] if text.startswith("known/x")] == ["known/x10.012.020.040.0"]
-    assert not any("known" in text for text in read.texts["strong"] + read.texts["dt"])
+    assert read.texts["h2"][:4] == ["Validation pictures", "Curves", "Numbers", "Hardest training pairs"]
+    chapters = [a["href"] for tag, a in read.tags if tag == "a"]
+    assert chapters == [f"#{a['id']}" for tag, a in read.tags if tag == "section"] and "#pictures" in chapters
+    assert any(text.startswith("Mean PSNR known/x12.0") for text in read.texts["tr"])
+    assert not any("known" in text for text in read.texts["strong"] + verdicts_of(run / "index.html"))
     text = (run / "index.html").read_text("utf-8")
     assert text.split("<details>")[0].count('class="card"') == 6
     assert "18 more pictures" in read.texts["summary"]
@@ -302,7 +312,7 @@ def test_of_one_validation_there_is_no_slider_and_no_chart_of_a_dot(tmp_path):
     draw_page(run)
     read = Reader(run / "index.html")
     assert read.texts["strong"] == ["Training loss", "Gradient norm", "Learning rate", "Tokens per second"]
-    assert not [a for tag, a in read.tags if "data-steps" in a] and "the only validation" in str(read.texts["dd"])
+    assert not [a for tag, a in read.tags if "data-steps" in a] and "more with --sample_every N" in str(read.texts["p"])
     marks = re.findall(r'<span class="x"[^>]*>([^<]*)', (run / "index.html").read_text("utf-8"))
     assert marks[:4] == ["0", "200", "470", "0"] # the last step has a mark of its own, 400 is too near
     draw_page(make_run(tmp_path / "two", steps=400, every=200))
@@ -636,8 +646,8 @@ def view(chromium):
     """-> view(file, width, scheme): the page in a browser, which must not complain about anything."""
     complaints, tabs = [], []
 
-    def view(file, width=1400, scheme="light"):
-        tab = chromium.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
+    def view(file, width=1400, scheme="light", height=900):
+        tab = chromium.new_page(viewport=dict(width=width, height=height), color_scheme=scheme)
         tab.on("console", lambda message: complaints.append(message.text))
         tab.on("pageerror", lambda error: complaints.append(str(error)))
         tab.on("dialog", lambda dialog: complaints.append(dialog.message))
@@ -666,17 +676,76 @@ def test_the_slider_and_the_arrows_change_the_step(tmp_path, view):
     run = make_run(tmp_path / "run", prompts=["x", "y"])
     draw_page(run)
     tab = view(run / "index.html")
-    assert lora_at(tab, 1) == ("samples/step_000200/val/001.png", "21.0 dB") # the newest one comes first
+    assert lora_at(tab, 1) == ("samples/step_000200/val/001.png", "step 200: 21.0 dB") # the newest one comes first
     tab.locator("main input.step").evaluate("bar => { bar.value = 1; bar.dispatchEvent(new Event('input')) }")
-    assert lora_at(tab, 1) == ("samples/step_000100/val/001.png", "11.0 dB")
+    assert lora_at(tab, 1) == ("samples/step_000100/val/001.png", "step 100: 11.0 dB")
     assert tab.locator("main .bar output").text_content() == "100"
     assert tab.locator(".now").first.evaluate("line => line.style.left") == "50%"
     tab.keyboard.press("ArrowLeft")
-    assert lora_at(tab) == ("samples/step_000050/val/000.png", "5.0 dB")
+    assert lora_at(tab) == ("samples/step_000050/val/000.png", "step 50: 5.0 dB")
     tab.keyboard.press("ArrowLeft") # there is none before
     tab.keyboard.press("ArrowRight")
-    assert lora_at(tab) == ("samples/step_000100/val/000.png", "10.0 dB")
+    assert lora_at(tab) == ("samples/step_000100/val/000.png", "step 100: 10.0 dB")
     assert tab.locator("img[data-name=base]").first.get_attribute("src") == "samples/base/val/000.png"
+
+@pytest.mark.parametrize("validations, runs", [(1, 1), (5, 1), (40, 1), (4, 2)])
+def test_the_first_screen_shows_the_headline_and_a_picture(tmp_path, view, validations, runs):
+    """Without scrolling, also on a phone; and nothing is wider than the screen."""
+    folders = [make_run(tmp_path / f"photos-{n}", 400, 400 // validations, ["make it a snowy winter evening"] * 3,
+                        model="Qwen/Qwen-Image-Edit-2509", data=["photos"]) for n in range(runs)]
+    draw_page(*folders)
+    for width, height in ((1280, 800), (390, 844)):
+        tab = view(folders[0] / "index.html", width, height=height)
+        heading, *verdicts = [line.bounding_box() for line in tab.locator("h1, .verdict").all()]
+        pictures = [image.bounding_box() for image in tab.locator("main .tile img").all()]
+        assert heading["y"] > 0 and verdicts and max(box["y"] + box["height"] for box in verdicts) < pictures[0]["y"]
+        assert any(box["height"] > 60 and box["y"] + box["height"] <= height for box in pictures)
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+def test_the_best_step_s_pictures_stand_beside_those_of_the_slider_s_step(tmp_path, view):
+    """At first these are the last step's. Marks on the slider and the curves tell the best; its name, its mark, the
+    buttons and a click on a curve move the slider."""
+    run = make_run(tmp_path / "run", prompts=["x", "y"])
+    log = (run / "log.jsonl").read_text("utf-8") # step 150 becomes the best
+    for n in range(2):
+        log = log.replace(f"[10, 12, {15.0 + n}, 40]", f"[10, 12, {25.0 + n}, 40]")
+    (run / "log.jsonl").write_text(log, "utf-8")
+    draw_page(run)
+    tab = view(run / "index.html")
+
+    def shown():
+        tiles = [tab.locator(f"img[data-name='{name}']").first.get_attribute("src") for name in ("LoRA, best", "LoRA")]
+        return [int(re.search(r"step_(\d+)", src)[1]) for src in tiles]
+    assert shown() == [150, 200]
+    tab.locator(".verdict", has_text="mean PSNR:").get_by_text("step 150", exact=True).click()
+    assert shown() == [150, 150]
+    for button, step in (("previous", 100), ("previous", 50), ("next", 100)):
+        tab.locator("main").get_by_label(f"{button} step").click()
+        assert shown() == [150, step]
+    assert tab.locator("main .marks > *").count() == 4
+    places = {title: mark.evaluate("mark => mark.getBoundingClientRect().left + mark.offsetWidth / 2")
+              for mark in tab.locator("main .marks a").all() for title in [mark.get_attribute("title")]}
+    assert places.keys() == {"best: step 150", "best: step 200"} # by PSNR, by loss
+    bar = tab.locator("main input.step").bounding_box()
+    assert abs(places["best: step 200"] - (bar["x"] + bar["width"] - 8)) < 2 # below the middle of the slider's thumb
+    tab.locator("main .marks a").first.click()
+    assert shown() == [150, 150]
+    plot = tab.locator("figure.chart", has_text="PSNR").locator(".plot")
+    assert plot.locator("path.peak.dot").get_attribute("d") == "M150,-25.5h0"
+    plot.click(position=dict(x=plot.bounding_box()["width"] * 0.26, y=50)) # near step 50
+    assert shown() == [150, 50] and -1 < tab.locator("#pictures").bounding_box()["y"] < 900
+
+def test_whether_an_axis_begins_at_zero_does_not_hang_on_a_chart_s_title():
+    lines = [("a", "line ink", np.array([1.0, 2.0]), np.array([100.0, 101.0]))]
+    for title in ("Training loss", "PSNR", "Loss by noise", "anything"):
+        boxes = [page.chart(title, lines, zero).find(".//svg").get("viewBox") for zero in (True, False)]
+        heights = [float(box.split()[3]) for box in boxes]
+        assert heights[0] > 100 and heights[1] < 2, title
+
+def test_an_area_is_written_as_its_sides(tmp_path):
+    draw_page(make_run(tmp_path / "run", target_pixels=[25600, 393216, "native"], control_pixels=1048576, seed=25600))
+    cells = Reader(tmp_path / "run/index.html").texts["td"]
+    assert {"160x160 393216 native", "1024x1024", "25600"} <= {*cells}
 
 def test_the_wipe_shows_one_picture_left_and_another_one_right(tmp_path, view):
     """Looked at by pixels."""
@@ -699,7 +768,11 @@ def test_the_wipe_shows_one_picture_left_and_another_one_right(tmp_path, view):
     tab.locator("dialog .close").focus()
     tab.keyboard.press("ArrowLeft")
     assert colours(0.75, 0.85) == [red, colour_of(150, 0)]
-    tab.locator("select.left").select_option(label="target")
+    # the names of both pictures, with their numbers, and of the pair
+    sides = [tab.locator(f"select.{side} option:checked").text_content() for side in ("left", "right")]
+    assert sides == ["control \u00b7 10.0 dB", "LoRA \u00b7 step 150: 15.0 dB"]
+    assert tab.locator("dialog .detail").text_content() == "val/000.png"
+    tab.locator("select.left").select_option(label="target \u00b7 VAE alone 40.0 dB")
     assert colours(0.75, 0.85) == [green, colour_of(150, 0)]
     tab.locator("dialog .close").focus()
     tab.keyboard.press("ArrowDown") # the next picture

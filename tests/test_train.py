@@ -24,7 +24,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import draw, indexes, lora_files, resume
+from extras import best, draw, indexes, lora_files, resume
 from tests.harness import (ADAMW, EXACT, FULL, HERE, NATIVE, ON_DEVICE, TINY, add_item, cached_files, curve,
                            damage_tensors, demo_cache, error_of, globals_of_train, is_one_line, log_of, lora_of,
                            lora_tensors, losses_of, paint_picture, recipe, rel, run_script, save, show, start_ranks,
@@ -659,7 +659,7 @@ def test_an_interrupted_validation_is_taken_again(tmp_path, data, monkeypatch):
 
 def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, monkeypatch):
     """For a page that shows the run: each validation's pictures, as drawn, and once what they are compared with, all in
-    the drawn size. Of more than 20 validations the oldest pictures go."""
+    the drawn size. Of more than 20 validations the oldest pictures go, but for those of the best steps."""
     monkeypatch.setitem(common.SAMPLING, "num_inference_steps", 2)
     add_item(data, "deep/cat", [(64, 96), (96, 64), (300, 40)])
     flags = ["--cache_dir", tmp_path / "c", "--val_data", data, "--max_steps", 2, "--sample_every", 1, *NATIVE, *EXACT]
@@ -679,7 +679,9 @@ def test_held_out_pictures_stay_in_full_and_the_log_knows_them(tmp_path, data, m
         (run / f"samples/step_9{n:05}").mkdir()
     (run / "DONE").unlink()
     assert train(data, tmp_path, *flags, "--out_dir", run, "--resume").status == 0
-    assert sorted(p.name for p in run.glob("samples/step_*/")) == [f"step_9{n:05}" for n in range(10, 30)]
+    kept = [f"step_{step:06d}" for step in sorted(best.steps_to_keep(run))]
+    newest = [f"step_9{n:05}" for n in range(10, 30)]
+    assert kept and sorted(p.name for p in run.glob("samples/step_*/")) == kept + newest
 
 def test_the_last_words_of_a_run_are_a_command_that_works(tmp_path):
     """With the base that it was trained on, and what a small card needs for it; the run's name may have a space."""
@@ -798,8 +800,13 @@ def test_psnrs_are_those_of_the_pictures(tmp_path, data, monkeypatch):
     result = train(data / "target/../../data", tmp_path, "--cache_dir", tmp_path / "c", "--max_steps", 1,
                    "--val_data", data, *NATIVE, *EXACT)
     assert result.status == 0, result.err
-    psnr = validations_of(tmp_path / "run-0")[0]["psnr"]
+    record, = validations_of(tmp_path / "run-0")
+    psnr = record["psnr"]
     assert list(psnr) == ["data", "data/deep"]
+    # a row has what the best step is chosen by
+    row = re.search("^all pictures +([0-9]+)((?: +[0-9.]+){4})$", result.out, re.M)
+    assert int(row[1]) == len(record["pictures"])
+    assert row[2].split() == [f"{mean:.1f}" for mean in best.mean_psnr(record).values()]
     got, want = [Image.open(data / kind / "deep/cat.png") for kind in ("control", "target")]
     assert psnr["data/deep"]["input"] == pytest.approx(draw.psnr(got.resize(want.size, Image.LANCZOS), want))
     deep = psnr["data/deep"]

@@ -58,7 +58,8 @@ from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_moti
 from extras.sheet import contact_sheet, shown_prompt, thumbnail
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
-from tools.page_common import OURS, PAGE, card, detail, fold, link, node, save_page, section, table, tile, to_jpeg
+from tools.page_common import (OURS, PAGE, card, chapters, detail, fold, link, node, save_page, section, square, table,
+                               tile, to_jpeg)
 
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
@@ -246,7 +247,8 @@ def examine(samples, pipe, args):
         found.append((kind, [i, j], f"and {good[j].name}"))
     findings = {kind: [] for kind in KINDS}
     for kind, indices, words in found:
-        findings[kind].append((f"{good[indices[0]].name}: {words}", indices))
+        twin = len(indices) > 1 # whose words begin with "and"
+        findings[kind].append((f"{good[indices[0]].name}{' ' if twin else ': '}{words}", indices))
         rows[indices[0]]["findings"].append(f"{kind}: {words}")
     return good, rows, findings, problems
 
@@ -282,10 +284,12 @@ def write_sheets(folder, kind, entries, cells=cells_of,
         for words, samples in entries[start:start + 24]:
             shown = [cell for sample in samples for cell in cells(sample)]
             names = titles[:len(shown)]
-            rows.append([words, *map(thumbnail, shown)])
+            prompt = samples[0].prompts[0]
+            said = f"{words}: {shown_prompt(prompt, words)}" if kind == "overview" else words
+            rows.append([said, *map(thumbnail, shown)])
             if page == 1:
                 tiles = copies(folder, f"{kind}-{len(cards)}", zip(names, shown), words)
-                cards.append(card(words, samples[0].prompts[0], tiles))
+                cards.append(card(words, prompt, tiles))
         save_png(contact_sheet(rows, ["", *names]), folder / f"sheet_{kind}_{page}.png".replace(" ", "_"))
     if not cards:
         return None
@@ -470,8 +474,7 @@ def verdict_of(samples, findings):
 def judged_at(args):
     """-> at which sizes the pictures were judged, in a sentence."""
     def name(area):
-        side = 0 if area == "native" else math.isqrt(area)
-        return f"{side}x{side}" if side * side == area else f"{area} pixels" if side else "their own sizes"
+        return "their own sizes" if area == "native" else square(area) or f"{area} pixels"
     sizes = ", ".join(dict.fromkeys(map(name, [*args.target_pixels, args.control_pixels])))
     return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
 
@@ -508,17 +511,12 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
                    if sample.controls and (not sample.mask or i in empty)]
         parts.append(write_sheets(out, "mask", entries, with_mask, titles))
     some = samples[::max(1, len(samples) // 12)][:12]
-    overview = [(f"{sample.name}: {shown_prompt(sample.prompts[0], sample.name)}", [sample]) for sample in some]
-    parts.append(write_sheets(out, "overview", overview, of=len(samples)))
+    parts.append(write_sheets(out, "overview", [(sample.name, [sample]) for sample in some], of=len(samples)))
     if probably_meant is not None:
         heading, *rest = probably_meant
         parts.append(section(heading.text, fold("show", *rest), id=probably_meant.get("id")))
-    links = []
-    for part in parts:
-        if part is not None:
-            links += [node("a", part[0].text, href=f"#{part.get('id')}"), node("span", " \u00b7 ")]
     head = node("header", node("h1", f"Before training: {', '.join(map(common.root_name, args.data))}"),
-                node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", *links[:-1]))
+                node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), chapters(parts))
     errors = section("Errors", *[node("p", problem) for problem in problems])
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
     tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), detail(NUMBERS), counts)

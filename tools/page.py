@@ -1,7 +1,7 @@
 """
-Makes a web page of a training: does it learn? The page shows which step is the best, the curves, the validation
-pictures, training pairs whose losses stand out, the flags, and commands to continue or use the run. The curves of
-several runs share one chart.
+Makes a web page of a training: does it learn? The page shows which step is the best, the validation pictures of this
+and of any other step, the curves, training pairs whose losses stand out, the flags, and commands to continue or use the
+run. The curves of several runs share one chart.
 
 Reads run folders of train.py, or copies of them; writes index.html into the (first) run's folder. The page needs no
 server and no network. It refers to the pictures in samples/, so copy the page together with its folder. A run may come
@@ -32,15 +32,20 @@ import numpy as np
 import common
 from common import InputError, Parser, natural, tell
 from extras import best, indexes
-from tools.page_common import (PAGE, card, detail, fold, link, node, save_page, section, size_of, table, thumbnail,
-                               tile)
+from tools.page_common import (PAGE, card, chapters, detail, fold, link, node, save_page, section, size_of, square,
+                               table, thumbnail, tile)
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
 SMOOTH = 30 # a smoothed value is the mean of 1/30 of the run
-CLOSE = "Training loss", "Validation loss", "PSNR" # charts whose axis need not begin at zero
 SHOWN = 6 # cards of pictures that are not folded
 SEEN, STANDS_OUT = 3, 2 # a pair that was seen so often, and has more than so many times the median loss, is named
 WATCH, HOUR = 20, 3600 # seconds; --watch looks for news so often, and so does a browser that shows the page
+# {measure: (its chart's title, its lines: name, key in a validation, style, which lacks the colour if that is the
+# run's own)}; the first line is the measure itself
+LINES = {"validation loss": ("Validation loss", [("held-out pairs", "val_loss", "dots"),
+                                                 ("training pairs", "train_loss", "dash")]),
+         "mean PSNR": ("PSNR to the target (dB)", [("LoRA", "lora", "dots"), ("base", "base", "dash ink"),
+                                                   ("VAE alone", "vae", "dash mute")])}
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 # what a stranger's log may give to a command that a person pastes: --optimizer imports, --tracker may send
 HARMLESS = {"--optimizer": r"(torch\.optim|bitsandbytes\.optim|prodigyopt|schedulefree|prodigyplus)\.[A-Z]\w*",
@@ -49,10 +54,9 @@ HARMLESS = {"--optimizer": r"(torch\.optim|bitsandbytes\.optim|prodigyopt|schedu
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 def read_log(folder):
-    """-> SimpleNamespace(folder, name, done, written, flags, command, versions, steps, validations, dataset). steps and
-    validations are lists of records; before step 1 there are none. A validation's has best.MEASURES, too. written:
-    when the log was; its last line may be incomplete: the run is writing it, or was killed. dataset: the first one's
-    name in the newest --val_data, or None."""
+    """-> SimpleNamespace(folder, name, done, written, flags, command, versions, steps, validations). steps and
+    validations are lists of records; before step 1 there are none. written: when the log was; its last line may be
+    incomplete: the run is writing it, or was killed."""
     log = folder / "log.jsonl"
     if not common.is_inside(log, folder):
         raise InputError(f"{log}: a link out of its run's folder; copy the file there")
@@ -71,7 +75,6 @@ def read_log(folder):
             if "val_loss" in record:
                 best.check_validation(record)
                 check_numbers(record)
-                record |= best.values_of(record)
                 # one step may have been validated with several --val_data
                 validations[record["step"], json.dumps([record.get(key) for key in best.MEASURES.values()])] = record
             elif "loss" in record:
@@ -88,16 +91,9 @@ def read_log(folder):
     for name in ("max_steps", "sample_every"): # these are computed with
         if not best.is_count(flags.get(name), 10**12):
             flags.pop(name, None)
-    datasets = [name for record in validations.values() if (name := dataset_of(record))]
     return SimpleNamespace(folder=folder, name=folder.resolve().name, done=is_done(folder), flags=flags,
                            written=time.localtime(log.stat().st_mtime), command=command,
-                           versions=begin, steps=list(steps.values()), validations=list(validations.values()),
-                           dataset=datasets[-1] if datasets else None)
-
-def dataset_of(record):
-    """-> the name of the first dataset of which a validation has pictures, or None."""
-    names = [*record.get("psnr", {}), *[picture["file"] for picture in record.get("pictures", [])]]
-    return names[0].split("/")[0] if names else None
+                           versions=begin, steps=list(steps.values()), validations=list(validations.values()))
 
 def is_done(folder):
     """Whether train.py has finished this run."""
@@ -201,10 +197,12 @@ def path(x, y):
     """-> the d of an SVG path, whose y axis points down."""
     return "M" + " ".join(f"{a:.7g},{-b:.7g}" for a, b in zip(x, y))
 
-def chart(title, lines):
-    """-> a figure with curves; None if none has two points. lines: (name, style, x, y); style: line, dash or dots, or
-    raw, a band whose y is (least, greatest); and a colour. The SVG has the units of the data, and the browser stretches
-    it to the width of the page. The axis covers 90 % of the band, so that rare outliers do not flatten the rest."""
+def chart(title, lines, zero):
+    """-> a figure with curves; None if none has two points. lines: (name, style, x, y); style: line, dash or dots; dots
+    peak, for points that stand out; or raw, a band whose y is (least, greatest); and a colour. zero: the axis has to
+    begin there, although this flattens what is far from it. The SVG has the units of the data, and the browser
+    stretches it to the width of the page. The axis covers 90 % of the band, so that rare outliers do not flatten the
+    rest."""
     if not any(len(x) > 1 for _, style, x, _ in lines if "dash" not in style):
         return None
     lines = [line for line in lines if len(line[2])]
@@ -212,7 +210,7 @@ def chart(title, lines):
     seen = np.concatenate([np.percentile(y, [5, 95]) if "raw" in style else y for _, style, _, y in lines])
     low, high = seen.min(), seen.max()
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1
-    low = low - margin if title.startswith(CLOSE) and low > high / 2 else min(low, 0)
+    low = min(low, 0) if zero or low <= high / 2 else low - margin
     high += margin
     paths, keys, ends = [], [], []
     for name, style, x, y in lines:
@@ -238,48 +236,51 @@ def chart(title, lines):
 
 def curves(runs):
     """-> the section with all charts; several runs share them."""
-    several, charts = len(runs) > 1, {} # {title: lines}
+    several, charts, from_zero, said = len(runs) > 1, {}, {}, [] # {title: lines}, {title: whether its axis is}
 
-    def add(run, title, name, style, x, y):
+    def add(run, title, name, style, x, y, zero=False):
         charts.setdefault(title, []).append((f"{name}, {run.name}" if several else name, style, x, y))
+        from_zero[title] = zero
 
-    def add_steps(run, title, key):
+    def add_steps(run, title, key, zero=False):
         x, mean, least, greatest = smooth(*column(run.steps, key))
         if not several:
-            add(run, title, "range", "raw", x, np.stack([least, greatest]))
-        add(run, title, "smoothed", f"line {run.colour}", x, mean)
-    for run in runs:
-        add_steps(run, "Training loss", "loss")
-        # validations that were made of other things get lines of their own
-        for number, records in enumerate(reversed(best.sets_of(run.validations, "validation loss"))):
-            earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
-            add(run, "Validation loss", f"held-out pairs{earlier}", f"dots {colour}", *column(records, "val_loss"))
-            x, y = column(records, "train_loss")
-            if len(x):
-                add(run, "Validation loss", f"training pairs{earlier}", f"dash {run.colour}", x, y)
-        for number, records in enumerate(reversed(best.sets_of(run.validations, "mean PSNR"))):
-            earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
-            title = f"PSNR to the target (dB), {dataset_of(records[-1])}"
-            means = [best.mean_psnr(r, dataset_of(records[-1])) | dict(step=r["step"]) for r in records]
-            kinds = [("LoRA", "lora", f"dots {colour}")]
-            if earlier or title not in charts: # the other runs have the same
-                kinds += [("base", "base", "dash ink"), ("VAE alone", "vae", "dash mute")]
-            for name, kind, style in kinds:
-                add(run, title, f"{name}{earlier}", style, *column(means, kind))
-        add_steps(run, "Gradient norm", "grad_norm")
-        add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
-        add_steps(run, "Tokens per second", "speed")
-    figures, said = [figure for title, lines in charts.items() if (figure := chart(title, lines)) is not None], ""
+            add(run, title, "range", "raw", x, np.stack([least, greatest]), zero)
+        add(run, title, "smoothed", f"line {run.colour}", x, mean, zero)
     if any(run.validations for run in runs):
-        said = ("Do not compare the losses of training and of validation: their noise levels differ, as a step draws "
-                "them at random, and a validation always has the same four.")
+        said.append("Do not compare the losses of training and of validation: their noise levels differ, as a step "
+                    "draws them at random, and a validation always has the same four.")
+    if any("train_loss" in record for run in runs for record in run.validations):
+        said.append("But both lines of the validation loss are at the same levels: the gap between them is "
+                    "overfitting.")
+    differ = {}
     for measure in best.MEASURES:
         newest = [records[-1] for run in runs if (records := best.comparable(run.validations, measure))]
-        if newest and (names := best.differences(newest, measure)):
-            said += f" Do not compare these runs by {measure}: their validations had other {', '.join(names)}."
-    if "training pairs" in str(charts):
-        said += " But both lines of the validation loss are at the same levels: the gap between them is overfitting."
-    return section("Curves", detail(said), node("div", *figures, class_="charts")) if figures else None
+        differ[measure] = best.differences(newest, measure) if newest else []
+        if differ[measure]:
+            said.append(f"Do not compare these runs by {measure}: their validations had other "
+                        f"{', '.join(differ[measure])}.")
+    for run in runs:
+        add_steps(run, "Training loss", "loss")
+        for measure, (title, lines) in LINES.items():
+            # the base is the same for all runs that were validated on the same
+            own = lines[:1] if measure == "mean PSNR" and title in charts and not differ[measure] else lines
+            # validations that were made of other things get lines of their own
+            for number, records in enumerate(reversed(best.sets_of(run.validations, measure))):
+                earlier, colour = (f" (earlier set {number})", "mute") if number else ("", run.accent)
+                values = [record | best.mean_psnr(record) for record in records]
+                for name, key, style in own if not number else lines:
+                    style = {"dots": f"dots {colour}", "dash": f"dash {run.colour}"}.get(style, style)
+                    add(run, title, f"{name}{earlier}", style, *column(values, key))
+                if not number:
+                    peaks = [record | best.mean_psnr(record) for record in best.leading(records, measure)]
+                    add(run, title, "best", f"dots peak {colour}", *column(peaks, lines[0][1]))
+        add_steps(run, "Gradient norm", "grad_norm", zero=True)
+        add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"), zero=True)
+        add_steps(run, "Tokens per second", "speed", zero=True)
+    figures = [chart(title, lines, from_zero[title]) for title, lines in charts.items()]
+    if any(figure is not None for figure in figures):
+        return section("Curves", detail(" ".join(said)), node("div", *figures, class_="charts"))
 
 # ---- the other parts of the page -------------------------------------------------------------------------------------
 
@@ -289,55 +290,70 @@ def how_far(run):
     written = time.strftime("%d %b %Y, %H:%M", run.written)
     return f"of {short(run.flags.get('max_steps', math.nan))}; {'finished' if run.done else state} {written}"
 
-def measures(run):
-    """-> {name: (value, remark)}: the figures that tell at a glance how far a run is, and whether it learns. The best
-    step is that of the least validation loss or of the greatest mean PSNR; of equal ones the first."""
+def psnrs(run):
+    """-> {name: text}: the mean PSNRs of the newest validation; of all its pictures first, and of each group."""
     values = {}
-    for name, arg_best, form in (("validation loss", np.argmin, "{:.3g}"), ("mean PSNR", np.argmax, "{:.1f} dB")):
-        steps, numbers = column(best.comparable(run.validations, name), name)
-        lost, value, remarks = best.lost_steps(run.validations, name), "none", []
-        if len(steps):
-            n, last = arg_best(numbers), f"at the last validation {form.format(numbers[-1])}"
-            if lost and lost[-1] > steps[-1]:
-                last = "NaN or Inf at the last validation"
-            elif n == len(steps) - 1:
-                last = "the last validation" if n else "the only validation; more with --sample_every N"
-            value = f"step {steps[n]:,.0f}"
-            remarks = [form.format(numbers[n]), last, *best.not_compared(run.validations, name)]
-        if lost:
+    for record in best.comparable(run.validations, "mean PSNR")[-1:]:
+        of_groups = record.get("psnr", {})
+        means = {"to the target": best.mean_psnr(record)} | (of_groups if len(of_groups) > 1 else {})
+        for name, mean in means.items():
+            values[f"Mean PSNR {name}"] = ("{base:.1f} \u2192 {lora:.1f} dB (base \u2192 LoRA; VAE alone {vae:.1f}, "
+                                           "input {input:.1f})".format(**mean))
+    return values
+
+def measures(run):
+    """-> {name: text}: whether it learns, and which step is the best, as train.py says it, too."""
+    values = dict(list(psnrs(run).items())[:1])
+    for name in best.MEASURES:
+        value, *remarks = best.verdict(best.comparable(run.validations, name), name) or ["none"]
+        remarks += best.not_compared(run.validations, name)
+        if lost := best.lost_steps(run.validations, name):
             more = f" and {len(lost) - 3} others" if len(lost) > 3 else ""
             remarks.append(f"not ranked, as NaN or Inf was computed: step {', '.join(map(short, lost[:3]))}{more}")
         if remarks:
-            values[f"Best by {name}"] = value, "; ".join(remarks)
-    if means := run.dataset and best.mean_psnr(run.validations[-1], run.dataset):
-        remark = "base \u2192 LoRA; input {input:.1f}, VAE alone {vae:.1f}".format(**means)
-        values[f"PSNR (dB), {run.dataset}"] = "{base:.1f} \u2192 {lora:.1f}".format(**means), remark
-    values["Steps"] = f"{run.steps[-1]['step'] if run.steps else 0:,}", how_far(run)
-    seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
-    if seconds.size and memory.size:
-        remark = (f"{timedelta(seconds=round(seconds.sum()))} of training, without validations; "
-                  f"{short(tokens.sum() / seconds.sum())} tokens a second; {memory.max():.1f} GiB at most")
-        values["Seconds a step"] = short(seconds.mean()), remark
-    if names := [name for r in run.steps for name in r.get("samples", [])]:
-        pairs = len(set(names))
-        values["Samples"] = f"{len(names):,}", f"of {pairs:,} pairs, each {short(len(names) / pairs)} times on average"
+            values[f"Best by {name}"] = f"{value} ({'; '.join(remarks)})"
     return values
 
-def figures(runs):
-    """-> the headline: a row of numbers for one run; for several runs a table, which also has the flags that differ."""
-    of_runs = [measures(run) for run in runs]
-    if len(runs) == 1:
-        cells = [node("div", node("dt", name), node("dd", value), node("dd", remark, class_="remark"))
-                 for name, (value, remark) in of_runs[0].items()]
-        return node("dl", *cells, class_="figures")
-    rows = []
+def counts(run):
+    """-> {name: text}: what the training took."""
+    values = {"Steps": f"{run.steps[-1]['step'] if run.steps else 0:,} {how_far(run)}"}
+    seconds, tokens, memory = [column(run.steps, name)[1] for name in ("seconds", "tokens", "memory")]
+    if seconds.size and memory.size:
+        values["Seconds a step"] = (
+            f"{short(seconds.mean())}; {timedelta(seconds=round(seconds.sum()))} of training, without validations; "
+            f"{short(tokens.sum() / seconds.sum())} tokens a second; {memory.max():.1f} GiB at most")
+    if names := [name for r in run.steps for name in r.get("samples", [])]:
+        pairs = len(set(names))
+        values["Samples"] = f"{len(names):,}, of {pairs:,} pairs, each {short(len(names) / pairs)} times on average"
+    return values
+
+def headline(runs, title):
+    """-> what the page begins with: which run, how far it is, whether it learns, which step is the best."""
+    flags, lines = runs[0].flags, []
+    about = f"{flags.get('model', '')}, trained on {' '.join(flag_words('data', flags.get('data', '?')))}"
+    for run in runs:
+        said = [f"{name}{run.title}: {text}" for name, text in measures(run).items()]
+        if len(runs) == 1:
+            about += f"; step {counts(run)['Steps']}"
+        else: # pictures come next: there is room for one line a run, the best step by PSNR. Numbers has the others
+            said = said[-1:]
+        lines += [node("p", text, class_="verdict") for text in said]
+    return [node("h1", title), node("p", about), *lines]
+
+def numbers(runs):
+    """-> the section with what each run reached and took, and with the flags that differ."""
+    rows, of_runs = [], [measures(run) | psnrs(run) | counts(run) for run in runs]
     for name in dict.fromkeys(name for values in of_runs for name in values):
-        rows.append([name, *[values.get(name, [""])[0] for values in of_runs]])
+        rows.append([name, *[values.get(name) for values in of_runs]])
     for name in sorted(set().union(*[run.flags for run in runs]) - NOT_COMPARED):
-        values = [shlex.join(flag_words(run.flags.get(name))) for run in runs]
+        values = [shlex.join(flag_words(name, run.flags.get(name))) for run in runs]
         if len(set(values)) > 1:
             rows.append([node("code", f"--{name}"), *values])
-    return table(rows, ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]])
+    remark = ("PSNRs are those of the last validation; equal pictures have 99 dB. Two steps are called equal if their "
+              "values print alike, or if the mean difference between the PSNRs of their held-out pictures is less than "
+              "twice its standard error.")
+    head = ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]]
+    return section("Numbers", table(rows, head if runs[1:] else None), detail(remark))
 
 def is_of_run(picture, folder):
     """Whether a picture that a log names lies in its run's samples/, and these in the run."""
@@ -354,68 +370,61 @@ def sizes_of(run_folder):
     return found
 
 def pictures(runs, page):
-    """-> the section with each validation picture, and what the base and the LoRAs made of it. An earlier set of
-    validations is left out: the base's pictures and the targets in samples/ are of the newest set."""
-    shown, steps, left_out = {}, set(), "" # {(heading, remark): {name of a tile: its pictures}}
+    """-> the section with each validation picture, and what the base and the LoRAs made of it: at the slider's step, in
+    which several runs are compared; of a single run at its best step, too. An earlier set of validations is left out:
+    the base's pictures and the targets in samples/ are of the newest set."""
+    shown, steps, best_steps, left_out = {}, set(), set(), "" # {(heading, remark): {name of a tile: its pictures}}
     for run in runs:
         lora = f"LoRA {run.name}" if len(runs) > 1 else "LoRA"
         sizes = sizes_of(run.folder)
         records = best.comparable(run.validations, "mean PSNR")
+        for measure in best.MEASURES:
+            best_steps |= {r["step"] for r in best.leading(best.comparable(run.validations, measure), measure)}
+        greatest = best.best_of(records, "mean PSNR")
+        first = [greatest] if len(runs) == 1 and greatest and greatest is not records[-1] else []
         for line in best.not_compared(run.validations, "mean PSNR"):
             left_out += f" {line}{run.title}, and not shown."
         for record in [r for r in run.validations if r.get("not_finite")][-1:]:
             left_out += (f" Step {record['step']:,}{run.title} is not shown, as NaN or Inf was computed instead of "
                          f"pictures: {', '.join(record['not_finite'][:3])}.")
-        for record, picture in [(r, picture) for r in records for picture in r.get("pictures", [])]:
+        for record, picture in [(r, p) for r in [*first, *records] for p in r.get("pictures", [])]:
             step, file, (of_input, of_base, of_lora, of_vae) = record["step"], picture["file"], picture["psnr"]
             tiles = shown.setdefault((picture["prompt"], file), {})
             # name, folder in samples/, step (0: the same at all steps) and number of each picture
             further = [(f"control {n + 1}", f"control_{n}", 0, None) for n in range(1, picture["controls"])
                        if f"control_{n}/{file}" in sizes]
-            rows = [("control", "control", 0, of_input), *further, ("base", "base", 0, of_base),
-                    (lora, f"step_{step:06d}", step, of_lora), ("target", "target", 0, of_vae)]
+            of_step = f"step_{step:06d}", step, f"step {step:,}: {of_lora:.1f} dB"
+            rows = [("control", "control", 0, f"{of_input:.1f} dB"), *further, ("base", "base", 0, f"{of_base:.1f} dB"),
+                    *[(name, *of_step) for name in (["LoRA, best", lora] if record in first else [lora])],
+                    ("target", "target", 0, f"VAE alone {of_vae:.1f} dB")]
             for name, folder, at, number in rows:
                 t = tiles.setdefault(name, SimpleNamespace(links={}, values={}, size=None))
                 size = sizes.get(f"{folder}/{file}") # a log may name pictures that are not its run's
                 if size and at not in t.links:
                     t.links[at], t.size = link(run.folder / "samples" / folder / file, page), size
                     if number is not None:
-                        t.values[at] = f"{number:.1f} dB"
+                        t.values[at] = number
                     steps.add(at)
             tiles["target"] = tiles.pop("target") # it comes last, behind the LoRAs of all runs
     cards = []
     for (heading, remark), tiles in shown.items():
-        row = [tile(name, t.links, heading, t.values, t.size, wipe=not name.startswith("control "))
-               for name, t in tiles.items()]
+        row = [tile(name, t.links, heading, t.values, t.size, wipe=bool(t.values)) for name, t in tiles.items()]
         cards.append(card(heading, remark, row))
-    steps, slider, at = sorted(steps - {0}), None, f"; the LoRA's are of step {max(steps, default=0):,}"
+    steps, bar = sorted(steps - {0}), None
+    at = f"; the LoRA's are of step {max(steps, default=0):,}, the only one: more with --sample_every N"
     if len(steps) > 1:
-        slider = node("label", node("span", "step"), node("input", type="range", class_="step", value=len(steps) - 1,
-                      max=len(steps) - 1, data_steps=json.dumps(steps)), node("output"), class_="bar")
-        at = "; the arrow keys change the step"
-    remark = ("PSNR to the target in dB; the number under the target is what the VAE alone reaches. Click a picture to "
-              f"compare it with another one{at}.{left_out}")
-    if not cards:
+        bar = node("div", class_="bar", data_steps=json.dumps(steps), data_best=json.dumps(sorted(best_steps)))
+        at = "; the arrow keys, a step's name and a click on a curve change the step"
+    remark = f"PSNR to the target in dB. Click a picture to compare it with another one{at}.{left_out}"
+    if left_out and not cards:
+        remark = f"There are none.{left_out}"
+    elif not cards and any(run.flags.get("val_data") for run in runs):
+        remark = "There are none yet: validations draw them, each --sample_every steps and at the end."
+    elif not cards:
         remark = ("There are none: train with --val_data DIR, a dataset of pairs that are not trained, to see "
                   "what the LoRA makes of them. predict.py --image draws any picture with it.")
-        if any(run.flags.get("val_data") for run in runs):
-            remark = "There are none yet: validations draw them, each --sample_every steps and at the end."
-        if left_out:
-            remark = f"There are none.{left_out}"
     rest = fold(f"{len(cards) - SHOWN} more pictures", *cards[SHOWN:]) if cards[SHOWN:] else None
-    return section("Validation pictures", detail(remark), slider, *cards[:SHOWN], rest)
-
-def groups(runs):
-    """-> the section with the mean PSNRs of all groups but the first dataset's, in the last validation; or None."""
-    rows = []
-    for run in [run for run in runs if run.validations]:
-        means = {name: m for name, m in run.validations[-1].get("psnr", {}).items() if name != run.dataset}
-        if means:
-            means["all pictures"] = best.mean_psnr(run.validations[-1])
-        rows += [[f"{name}{run.title}", *[f"{m[kind]:.1f}" for kind in best.KINDS]] for name, m in means.items()]
-    remark = "Mean PSNR to the target in dB, of the last validation; 99 is that of equal pictures."
-    return section("Groups of validation pictures", detail(remark),
-                   table(rows, ["", "input", "base", "LoRA", "VAE alone"])) if rows else None
+    return section("Validation pictures", bar, *cards[:SHOWN], rest, detail(remark), id="pictures")
 
 def find_samples(roots):
     """-> {"root/name": Sample} of these datasets."""
@@ -461,12 +470,15 @@ def to_share(word):
         return word
     return flag + equals + str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name)
 
-def flag_words(value):
-    """A flag's value -> the words that give it on a command line; a list of two within a list is [KEY, VALUE]."""
+def flag_words(name, value):
+    """A flag's value -> the words that give it on a command line; a list of two within a list is [KEY, VALUE]. An area
+    is written as its sides."""
     words = []
     for item in value if isinstance(value, list) else [value]:
         pair = isinstance(item, list) and len(item) == 2
         words.append(f"{item[0]}={json.dumps(item[1])}" if pair else to_share(item))
+        if name.endswith("_pixels") and square(item):
+            words[-1] = square(item)
     return words
 
 def command_words(run):
@@ -552,7 +564,7 @@ def settings(run):
     given = {word.split("=")[0].replace("--no-", "--") for word in command_words(run)}
     rows = {True: [], False: []} # True: the command gave the flag
     for name, value in run.flags.items():
-        rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(value))])
+        rows[f"--{name}" in given].append([node("code", f"--{name}"), shlex.join(flag_words(name, value))])
     versions = [[name, str(value)] for name, value in run.versions.items() if name != "started"]
     usual = fold("Flags that were not given, and versions", table(rows[False] + versions))
     return section(f"Commands and flags{run.title}", *lines, node("h3", "Flags"), table(rows[True]), usual)
@@ -577,16 +589,15 @@ def make_page(folders, page, most, watched=False, roots=()):
             run.colour = run.accent = f"c{n % 6}"
             run.title = f": {run.name}"
     title = " and ".join(run.name for run in runs)
-    about = f"{runs[0].flags.get('model', '')}, trained on {' '.join(flag_words(runs[0].flags.get('data', '?')))}"
     live = None
     if not all(run.done for run in runs): # the browser turns this into how long ago that was, and how much is left
         left = max([seconds for run in runs if (seconds := seconds_left(run))], default=None)
         live = node("p", f"updated {time.strftime('%d %b %Y, %H:%M')}", class_="live", data_made=round(time.time()),
                     data_left=left, data_reload=WATCH if watched else None)
-    head = node("header", node("h1", title), node("p", about), live)
     hardest = [hardest_pairs(run, most, roots) for run in runs if most and run.steps]
-    parts = [head, figures(runs), curves(runs), pictures(runs, page), groups(runs), *[part for _, part in hardest]]
-    save_page(page, title, [*parts, *map(settings, runs)])
+    parts = [pictures(runs, page), curves(runs), numbers(runs), *[part for _, part in hardest],
+             *map(settings, runs)]
+    save_page(page, title, [node("header", *headline(runs, title), live, chapters(parts)), *parts])
     hint = "" if live is None or watched else "; --watch keeps it up to date"
     if not roots and any(len(lines) > 1 for lines, _ in hardest):
         hint += f"; with pictures of these pairs: {common.command(['python', 'tools/page.py', *folders])} --data DIR"

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import re
 from html import escape
@@ -95,6 +96,20 @@ def table(rows, head=None):
         body.append(node("tr", node("th", name), *[node("td", cell) for cell in cells]))
     top = node("thead", node("tr", *[node("th", cell) for cell in head])) if head else None
     return node("div", node("table", top, body), class_="scroll")
+
+def square(area):
+    """-> "160x160" for an area of 25600 pixels; None for what is not the area of a square."""
+    side = math.isqrt(area) if type(area) is int and area > 0 else 0
+    return f"{side}x{side}" if side and side * side == area else None
+
+def chapters(sections):
+    """-> links to these sections of the page; those that are None are left out. Each gets an id that it lacks."""
+    links = []
+    for n, part in enumerate(sections):
+        if part is not None:
+            part.set("id", part.get("id", f"part{n}"))
+            links += [node("a", part[0].text, href=f"#{part.get('id')}"), node("span", " \u00b7 ")]
+    return node("nav", *links[:-1])
 
 def section(title, *children, id=None):
     """-> a section of the page, to which #id leads; None if it has no children."""
