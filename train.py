@@ -478,21 +478,23 @@ def validation_due(step):
     return val_samples and args.sample_every and step and step % args.sample_every == 0
 
 def validation_loss():
-    """-> (this process's sum of flow_loss over --val_data, at four noise levels each; the number of all). The noise
-    depends on a sample's place in --val_data and not on --seed, so you can compare two runs that have the same sizes
-    and flags of the loss. (Not with the training's loss, whose noise levels --timestep_sampling decides.)"""
+    """-> the loss of each of --val_data, the mean of flow_loss at four noise levels, as far as this process computes
+    them: a tensor to be summed. The noise depends on a sample's place in --val_data and not on --seed, so you can
+    compare two runs that have the same sizes and flags of the loss. (Not with the training's loss, whose noise levels
+    --timestep_sampling decides.)"""
     picks = []
     for place, sample in enumerate(val_samples):
         for s in (0.125, 0.375, 0.625, 0.875): # the middles of four quarters
             noise = generator("validation", place, s, seed=0)
             picks.append(Pick(sample=sample, encoding=sample.encodings[0], prompt=sample.prompts[0], with_controls=True,
                               preserve=False, s=torch.tensor(s), noise_generator=noise))
-    total = torch.zeros((), device=args.device)
+    losses = torch.zeros(len(val_samples), device=args.device)
     packs = deal_packs([p.tokens for p in picks])[rank]
     for pack in common.progress("validation loss", packs, unit="pass"):
-        _, items = load_pack(picks, pack)
-        total.add_(sum(flow_loss(transformer, list(map(to_device, items)))))
-    return total, len(picks)
+        places, items = load_pack(picks, pack)
+        for place, loss in zip(places, flow_loss(transformer, list(map(to_device, items))), strict=True):
+            losses[place // 4].add_(loss / 4)
+    return losses
 
 def validate(step):
     """Loss, pictures and PSNRs of --val_data: all processes compute them, and the first one reports. What fails here is
@@ -502,10 +504,10 @@ def validate(step):
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"): # compiling once more would take longer
-            total, count = failures.together(validation_loss, args.fsdp)
+            losses = failures.together(validation_loss, args.fsdp)
             if world_size > 1:
-                dist.all_reduce(total)
-            val_loss = total.item() / count
+                dist.all_reduce(losses)
+            val_loss = losses.mean().item()
             say(finite.loss_line(step, val_loss))
             drawn = drawer.draw(step)
     except (Exception, SystemExit) as e:
@@ -517,6 +519,7 @@ def validate(step):
         with failures.tried("the log"):
             # what this loss may be compared with; drawer says it of its pictures
             record["loss_of"] = best.loss_of(val_samples, args)
+            record["val_losses"] = [round(x, 5) for x in losses.tolist()]
             log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
             say(best.describe(out_dir))
         with failures.tried("--tracker"):

@@ -18,6 +18,8 @@ from common import LONG_TEXT, checkpoints, content_key, number_of, numbered, pic
 from extras import disk, sources
 
 MEASURES = {"validation loss": "loss_of", "mean PSNR": "psnr_of"} # what a log's line says that each was made of
+# Student's t at 95 %, of 2, 3, ... pairs; the last value serves for all larger numbers, for which it falls to 2
+STUDENT = 12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.2, 2.1
 KINDS = "input", "base", "lora", "vae" # what is compared with the target, in the log's order
 
 
@@ -89,6 +91,8 @@ def check_validation(record):
         psnrs += [means[kind] for kind in KINDS]
     if not all(is_number(psnr, 1e6) for psnr in psnrs) or not is_number(record["val_loss"]):
         raise ValueError("no numbers")
+    if not all(map(is_number, record.get("val_losses", []))):
+        raise ValueError("no losses of samples")
     lost = record.get("not_finite", [])
     if not isinstance(lost, list) or not all(isinstance(name, str) for name in lost):
         raise ValueError("no names of pictures that are not finite")
@@ -166,18 +170,26 @@ def in_words(measure, value):
     return f"{value:.1f} dB" if measure == "mean PSNR" else f"{value:.3g}"
 
 
+def of_pairs(record, measure):
+    """-> {held-out pair: what the measure is the mean of}; {} if the log does not have it, as older ones have not."""
+    if measure == "mean PSNR":
+        return {picture["file"]: picture["psnr"][2] for picture in record.get("pictures", [])} # the LoRA's
+    return dict(enumerate(record.get("val_losses", [])))
+
+
 def are_equal(one, other, measure):
     """Whether two validations made of the same things cannot be told apart by this measure: they print alike; or, as
-    pictures differ in what they gain, the mean of the differences between their PSNRs is less than twice its standard
-    error, so that other held-out pictures could turn it around. (The log has no losses of single pairs: of these, and
-    of a single picture, only the digits tell.)"""
+    pairs differ in what they gain, other held-out pairs could turn the difference around. This is Student's t-test of
+    the pairs' differences, at 95 %. (Where no pairs are known, or one, only the digits tell.)"""
     if in_words(measure, values_of(one)[measure]) == in_words(measure, values_of(other)[measure]):
         return True
-    psnrs = {picture["file"]: picture["psnr"][2] for picture in one.get("pictures", [])} # the LoRA's
-    gains = [p["psnr"][2] - psnrs[p["file"]] for p in other.get("pictures", []) if p["file"] in psnrs]
-    if measure != "mean PSNR" or len(gains) < 2:
+    before, after = of_pairs(one, measure), of_pairs(other, measure)
+    gains = [after[pair] - before[pair] for pair in before.keys() & after.keys()]
+    gains = [gain for gain in gains if is_number(gain, 1e30)] # a stranger's log may have any number
+    if len(gains) < 2:
         return False
-    return abs(statistics.fmean(gains)) < 2 * statistics.stdev(gains) / math.sqrt(len(gains))
+    t = STUDENT[min(len(gains) - 2, len(STUDENT) - 1)]
+    return abs(statistics.fmean(gains)) < t * statistics.stdev(gains) / math.sqrt(len(gains))
 
 
 def leading(records, measure):
@@ -203,7 +215,7 @@ def verdict(records, measure):
     if len(best) > 1 and value == last:
         remark += ", equal"
     elif len(best) > 1:
-        remark += f" and {last}, equal as far as {len(newest['pictures'])} held-out pairs can tell"
+        remark += f" and {last}, equal as far as {len(of_pairs(newest, measure))} held-out pairs can tell"
     elif best[0]["step"] != newest["step"]:
         remark += f"; the last, step {newest['step']:,}, has {last}"
     return " and ".join(f"step {record['step']:,}" for record in best), remark

@@ -69,6 +69,24 @@ def test_no_verdict_is_finer_than_what_is_shown_or_than_what_held_out_pairs_can_
     assert best.better_checkpoints(tmp_path) == better
     assert page.measures(page.read_log(tmp_path))["Best by mean PSNR"] == said.replace(" by mean PSNR", "")
 
+@pytest.mark.parametrize("last, said", [
+    ([0.52, 0.62, 0.42], "step 200 by validation loss (0.5; the last, step 600, has 0.52)"), # all lose as much
+    ([0.92, 0.43, 0.21], "step 200 and step 600 by validation loss (0.5 and 0.52, equal as far as 3 held-out pairs can "
+                         "tell)"),
+    ([0.51, 0.62, 0.43], "step 200 and step 600 by validation loss (0.5 and 0.52, equal as far as 3 held-out pairs can "
+                         "tell)")]) # (twice the standard error would do, were it not of three)
+def test_the_losses_of_held_out_pairs_are_compared_pair_by_pair(tmp_path, last, said):
+    """And a stranger's, which may be any number, or none, stop nothing."""
+    first, last = validation(200, 0.5, val_losses=[0.5, 0.6, 0.4]), validation(600, 0.52, val_losses=last)
+    write_log(tmp_path, [first, last])
+    assert best.describe(tmp_path) == f"best so far: {said}"
+    for odd in ([float("nan"), 1e300, -1e300], [0.1], []):
+        write_log(tmp_path, [first, last | dict(val_losses=odd)])
+        assert "step 200 by validation loss (0.5; " in best.describe(tmp_path)
+    for wrong in ([0.1, "x"], 3, [[1]]): # train.py does not write such a line: it is left out
+        write_log(tmp_path, [first, last | dict(val_losses=wrong)])
+        assert best.describe(tmp_path) == "best so far: step 200 by validation loss (0.5)"
+
 V, W = made_of("v"), made_of("w")
 OTHER_DATA = [validation(2, 2.2, 30, **V), validation(4, 2.0, 29, **V), # 4, once more, is of other data
               validation(4, 2.3, 20, **W), validation(6, 2.1, 21, **W), validation(8, 2.2, 19, **W)]

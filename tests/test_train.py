@@ -735,8 +735,9 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
     monkeypatch.setitem(ns["validation_loss"].__globals__, "load_item",
                         lambda picked: levels.append(picked.s.item()) or real(picked))
     with torch.no_grad():
-        total, count = ns["validation_loss"]()
-        assert total.item() / count == pytest.approx(masked[-1])
+        losses = ns["validation_loss"]()
+    assert losses.mean().item() == pytest.approx(masked[-1])
+    assert [round(x, 5) for x in losses.tolist()] == validations_of(tmp_path / "run-3")[-1]["val_losses"]
     assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_samples"])) and len(levels) >= 8
 
 @pytest.mark.parametrize("most, made", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])

@@ -350,8 +350,8 @@ def numbers(runs):
         if len(set(values)) > 1:
             rows.append([node("code", f"--{name}"), *values])
     remark = ("PSNRs are those of the last validation; equal pictures have 99 dB. Two steps are called equal if their "
-              "values print alike, or if the mean difference between the PSNRs of their held-out pictures is less than "
-              "twice its standard error.")
+              "values print alike, or if other held-out pairs could turn their difference around (Student's t-test of "
+              "the pairs' differences, at 95 %).")
     head = ["", *[node("span", run.name, class_=f"key {run.colour}") for run in runs]]
     return section("Numbers", table(rows, head if runs[1:] else None), detail(remark))
 
