@@ -44,7 +44,7 @@ OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone do
     lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
     timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme",
     shift="discrete_flow_shift flow_shift", ema="use_ema ema_decay")
-NO_CONFIG = "there are no config files, only flags; tools/import_data.py reads the datasets of yours"
+NO_CONFIG = "there are no config files, only flags; tools/import_data.py CONFIG OUT prints those that yours means"
 NOT_FLAGS = dict( # other trainers' flags, and what does the same here
     config=NO_CONFIG, config_file=NO_CONFIG,
     enable_bucket="no buckets are needed: any sizes share a batch", bucket_no_upscale="give --no-upscale",

@@ -177,7 +177,7 @@ def test_help_prints_commands_and_defaults(script):
     ("predict.py", "--input x.jpg", "--input: unknown; here --image"),
     ("predict.py", "--input_image x.jpg", "--input_image: unknown; here --image"),
     ("train.py", "--config c.yaml", "--config: unknown; there are no config files, only flags; tools/import_data.py "
-                                    "reads the datasets of yours"),
+                                    "CONFIG OUT prints those that yours means"),
     ("cache.py", "--config_file c.yaml", "there are no config files"),
     ("cache.py", "--model Qwen-Image-Edit-2511", "--model: Qwen-Image-Edit-2511 is no folder; give "
                                                  "Qwen/Qwen-Image-Edit-2511"),

@@ -208,7 +208,7 @@ def test_what_is_no_table_is_not_quoted_where_a_strangers_file_or_link_leads_to_
     source = link if way == "a link that is named" else config
     result = run_script("tools/import_data.py", source, tmp_path / "out")
     assert result.status == 1 and len(result.errors) == 1 and SECRET not in result.out + result.err
-    named = ("leads out",) if source == link else ("lies outside of", "give this table itself as SOURCE")
+    named = ("leads out",) if source == link else ("lies outside of", "give this file itself as SOURCE")
     assert is_one_line(result.errors[0], f".{kind}", *named)
 
 @pytest.mark.parametrize("name", ["jobs.jsonl", "metadata.jsonl"])
@@ -518,8 +518,8 @@ DOTS = ["a = [0.1, 0.2, " + "1.5, " * 100 + "]", "# " + "." * 999 + " a.b.c", "a
 @pytest.mark.parametrize("text", DOTS)
 def test_dots_that_join_no_keys_are_read(text):
     """Numbers, names of files, a rule of dots."""
-    from tools import import_data
-    assert not import_data.LONG_KEY.search(text)
+    from tools import import_configs
+    assert not import_configs.LONG_KEY.search(text)
 
 def test_an_ordinary_alias_is_read(data, tmp_path):
     (tmp_path / "x.yaml").write_text(f"""

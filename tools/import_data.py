@@ -1,14 +1,15 @@
 """
 Converts a dataset from another layout to ours. The source does not change. OUT appears only when it is complete.
 
-$ python tools/import_data.py SOURCE OUT             # next: python tools/doctor.py OUT; python train.py --data OUT
+$ python tools/import_data.py SOURCE OUT             # it prints the commands that come next
   SOURCE is recognised by its names. It is
     a folder         which contains folders of targets and controls, with names in FOLDERS; or tables called metadata.*
                      in it, its train/ or its data/; or parquet files of the Hugging Face hub in it or its data/; or
                      NAME-condlabel.png beside NAME.png, as OneTrainer has it
     a table          .jsonl, .json, .csv (commas, semicolons or tabs) or .parquet, whose columns have names in COLUMNS
-    a configuration  .toml of musubi-tuner, .yaml of ai-toolkit or multidatabackend.json of SimpleTuner: its folders,
-                     its tables and its captions
+    a configuration  .yaml of ai-toolkit, .toml of musubi-tuner or sd-scripts, .json of OneTrainer, config.json,
+                     config.env or multidatabackend.json of SimpleTuner, or .sh with the command of DiffSynth-Studio or
+                     musubi-tuner: its folders, its tables and its captions; and its settings, as a line of train.py
     a 1.0 cache      a folder of .safetensors dictionaries, one for each sample, with img_shapes, or height and width;
                      without height_control and width_control the control has the target's size
 $ python tools/import_data.py OUT --target DIR --control DIR [DIR ...] [--mask DIR] [--prompt TEXT] # file names match
@@ -35,18 +36,15 @@ import functools
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import yaml # comes with huggingface_hub
 from PIL import ImageOps
 from tqdm import tqdm
 
@@ -57,6 +55,8 @@ from common import InputError, error_line, tell
 from extras import disk, hints, strays
 from extras.flight import room_for
 from extras.manifest import as_list, refuse_many
+from tools.import_configs import ASK, CONFIGS, fill, is_config, read_config
+from tools.settings import next_commands
 
 # names that other trainers use: of folders, also with - for _; of columns, also with path_ in front, or with _path or
 # _file_name behind
@@ -71,12 +71,11 @@ COLUMNS = dict(
             .split(), # also numbered, from 0 or 1
     mask="mask mask_image mask_img edit_mask control_mask".split(),
     prompt="prompt caption text instruction edit_prompt edit_instruction".split())
-TABLES, CONFIGS = ".jsonl .json .csv .tsv".split(), ".toml .yaml .yml".split()
+TABLES = ".jsonl .json .csv .tsv".split()
 ABOUT = [*TABLES, *CONFIGS, ".parquet", ".md"] # what lies beside pictures, and is about them
 CACHES = ".safetensors .pt .pth .bin .ckpt .pkl".split() # all but the first are pickles: refused
 MOST_COLUMNS = 1000 # of a table
 MOST_TRIGGER = 1000 # letters of a word that a caption may name a hundred thousand times
-ASK = "name the folders: OUT --target DIR --control DIR" # what to do about any layout that this script does not know
 
 def role_of(name, names_of):
     """-> the role of FOLDERS or COLUMNS that has this name, or None."""
@@ -258,10 +257,6 @@ def check_files(name, files, targets, controls, alone):
             fault = f"its controls are numbered {numbers}" if numbers else "no control"
             raise InputError(f"{target}: {fault} in {folder}; name the first one like the target, further ones with "
                              "_1, _2, ... behind it")
-
-def fill(text, word):
-    """A caption with this word in ai-toolkit's placeholders."""
-    return text.replace("[trigger]", word).replace("[name]", word)
 
 def read_captions(files, controls, suffix, prompts, trigger, wordings, allowed):
     """-> (file of a target's caption, its prompts). files: the target's {what: paths}; prompts: for a target without a
@@ -500,234 +495,6 @@ def tell_beside(samples, folder):
         unused = [path for path in unused if path.suffix not in ABOUT]
         tell(*strays.lines_beside(place, unused, junk, "no row names them"))
 
-# ---- configurations of other trainers --------------------------------------------------------------------------------
-
-# Settings of a dataset, as ai-toolkit's toolkit/config_modules.py, musubi-tuner's docs/dataset_config.md and
-# SimpleTuner's documentation/DATALOADER.md name them: those that are read, and those that only decide about speed,
-# memory, buckets or videos. Any other one that is set is printed, as it may change what the pictures mean.
-CONTROLS = ["control_path", *[f"control_path{middle}{n}" for middle in ("", "_") for n in range(10)]]
-AITOOLKIT = "folder_path caption_ext caption_type trigger_word mask_path invert_mask alpha_mask".split() + CONTROLS
-MUSUBI = "image_directory control_directory image_jsonl_file caption_extension multiple_target".split()
-SIMPLETUNER = """id type dataset_type disabled disable instance_data_dir instance_data_root conditioning_data
-                 conditioning_type source_dataset_id caption_strategy instance_prompt only_instance_prompt
-                 prepend_instance_prompt disable_multiline_split""".split()
-HARMLESS = """cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk cache_tensors_to_disk
-              cache_latents_num_workers load_image_when_caching_latents num_workers prefetch_factor persistent_workers
-              gpu_prefetch_batches fast_image_size debug buckets bucket_tolerance enable_ar_bucket
-              shrink_video_to_frames auto_frame_count fps do_i2v do_audio full_size_control_images replay_transforms
-              batch_size enable_bucket cache_directory debug_dataset crop_style crop_aspect crop_aspect_buckets
-              resolution_type cache_dir_vae metadata_backend metadata_update_interval hash_filenames text_embeds
-              image_embeds skip_file_discovery preserve_data_backend_cache vae_cache_clear_each_epoch""".split()
-USUAL = dict(num_repeats=1, num_frames=1, type="image", scale=1, loss_multiplier=1, network_weight=1,
-             random_triggers_max=1, probability=1, start_epoch=1,
-             control_transparent_color=[255, 255, 255]) # what means nothing, beside 0 and such
-AS_THEY_ARE = "; pictures are trained as they are"
-REMEDIES = dict( # what to do instead, or what happens
-    num_repeats="; use train.py --repeats", default_caption="; give it as --prompt",
-    repeats="; use train.py --repeats with a number that is higher by 1", probability="; use train.py --repeats",
-    resolution="; use train.py --target_pixels", control_resolution="; use train.py --control_pixels",
-    no_resize_control="; use train.py --control_pixels native", bucket_no_upscale="; use train.py --no-upscale",
-    caption_dropout_rate="; use train.py --caption_dropout_rate",
-    caption_dropout="; use train.py --caption_dropout_rate",
-    mask_min_value="; use train.py --mask_background_weight",
-    control_transparent_color="; what is transparent becomes white", **dict.fromkeys(
-        "flip_x flip_y random_crop random_scale crop square_crop scale augments augmentations".split(), AS_THEY_ARE))
-
-MOST_YAML = 2**20 # bytes: common.read_text reads no more of a configuration
-
-# a dotted key of TOML with over 20 parts: tomllib's time grows with the square of their number
-LONG_KEY = re.compile(r"""(?<![\w-])((?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*){20}""")
-
-class Loader(yaml.SafeLoader): # a class, as yaml calls its method
-    def compose_mapping_node(self, anchor):
-        """ValueError for a key that is given twice, of which yaml would keep the last value in silence."""
-        node = super().compose_mapping_node(anchor)
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key, count in Counter(names).items():
-            if count > 1:
-                raise ValueError(f"{key!r:.100} is given twice")
-        return node
-
-    def construct_scalar(self, node):
-        """ValueError for a number with so many digits that to count them takes minutes: 1:0:0:0..., in sixties."""
-        text = super().construct_scalar(node)
-        if node.tag.endswith((":int", ":float")) and len(text) > 1000:
-            raise ValueError(f"a number of {len(text):,} letters")
-        return text
-
-    def get_single_node(self):
-        """ValueError for aliases that would make more of the text than a person can have written."""
-        node = super().get_single_node()
-        if size_of(node, {}) > 10 * MOST_YAML:
-            raise ValueError("its aliases stand for millions of letters")
-        return node
-
-def size_of(node, sizes):
-    """How many letters of values a node of yaml stands for, where each alias is what it names. sizes: of nodes that are
-    known: {id: size}; it adds its own. A node that holds itself is endless."""
-    if id(node) not in sizes:
-        sizes[id(node)] = math.inf # until it is known
-        inner = [] if node is None or isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            inner = [one for pair in inner for one in pair]
-        sizes[id(node)] = 1 + sum(size_of(one, sizes) for one in inner)
-        if isinstance(node, yaml.ScalarNode):
-            sizes[id(node)] += len(node.value)
-    return sizes[id(node)]
-
-def read_config(path):
-    """-> for each dataset in a configuration the arguments of read_folders or read_tables, and of fit_masks. Prints the
-    settings that it does not convert."""
-    text = common.read_text(path)
-    try:
-        if path.suffix == ".toml":
-            if LONG_KEY.search(text):
-                raise ValueError("a key of more than 20 parts")
-            config = tomllib.loads(text)
-            datasets = [config.get("general", {}) | dataset for dataset in config["datasets"]]
-            parts, read = [musubi_part(path, dataset) for dataset in datasets], MUSUBI
-        elif path.suffix == ".json":
-            pairs, others = simpletuner_rows(path, common.read_json(text))
-            parts, read = [simpletuner_part(path, row, own) for row, own in pairs], SIMPLETUNER
-            datasets = [row for row, _ in pairs] + others
-        else:
-            pairs = [(process, dataset) for process in yaml.load(text, Loader)["config"]["process"]
-                     for dataset in process["datasets"]]
-            parts, read = [aitoolkit_part(path, process | dataset) for process, dataset in pairs], AITOOLKIT
-            # of a job's own settings only these are about data
-            datasets = [{key: process[key] for key in REMEDIES if key in process} | dataset
-                        for process, dataset in pairs]
-    except Exception as e: # a foreign file can fail in any way
-        why = f"no {e}" if isinstance(e, KeyError) else "its layout is another one"
-        if isinstance(e, (ValueError, yaml.YAMLError)): # (the others speak of Python)
-            why = common.first_words(e)
-        raise InputError(f"{path}: no datasets of pictures in it ({why}); {ASK}")
-    for key in dict.fromkeys(key for dataset in datasets for key in dataset):
-        if key not in read and any(is_lost(key, dataset.get(key)) for dataset in datasets):
-            tell(f"{path}: {str(key):.100} is not converted{REMEDIES.get(key, '')}")
-    for trigger in dict.fromkeys(part["trigger"] for part in parts if part.get("trigger")):
-        tell(f"{path}: captions without {trigger!r:.100}, the trigger word, will begin with it")
-    different = []
-    for part in parts: # other programs have a dataset once for each of its sizes: a pair could be trained and held out
-        if part not in different:
-            different.append(part)
-        else:
-            tell(f"{path}: {part.get('target') or part.get('tables')} is there twice, and is read once; several "
-                 "sizes are train.py --target_pixels, more weight is --repeats")
-    return different
-
-def is_lost(key, value):
-    """Whether a setting that is not read could change what the pictures mean."""
-    return key not in HARMLESS and value not in (None, False, 0, "", [], {}, USUAL.get(key))
-
-def locate(config, name):
-    """-> a path of a configuration. A relative one begins at the working folder, as for its trainer, at the
-    configuration, or at one of the two folders above it, as the trainer is started there: where something exists."""
-    folder = config.resolve().parent
-    places = [Path(name), config.parent / name, *[above / name for above in folder.parents[:2]]]
-    return next((path for path in map(strays.on_disk, places) if path.exists()), config.parent / name)
-
-def caption_suffix(extension):
-    """txt or .txt -> .txt. ValueError if no file name can end in it."""
-    return Path("caption").with_suffix("." + extension.lstrip(".")).suffix
-
-def musubi_part(config, dataset):
-    """musubi-tuner's settings of a dataset -> arguments of read_folders or read_tables."""
-    if dataset.get("multiple_target"):
-        raise ValueError("multiple_target: its pictures are several targets of one sample, which must be pairs here")
-    if "image_jsonl_file" in dataset:
-        table = locate(config, dataset["image_jsonl_file"])
-        if table.exists() and not common.is_inside(table, config.parent): # perhaps a key, of which errors would tell
-            raise InputError(f"{table}: lies outside of {config.parent}; if you trust {config.name}, which names it, "
-                             "give this table itself as SOURCE")
-        return dict(tables=[table], anywhere=True)
-    controls = [locate(config, dataset["control_directory"])] if "control_directory" in dataset else []
-    return dict(target=locate(config, dataset["image_directory"]), controls=controls,
-                suffix=caption_suffix(dataset.get("caption_extension", "txt")))
-
-def aitoolkit_part(config, dataset):
-    """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders, and of fit_masks. Its controls
-    are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
-    controls = []
-    for key in sorted(dataset.keys() & set(CONTROLS)):
-        controls += as_list(dataset[key] or [])
-    trigger = dataset.get("trigger_word")
-    if isinstance(trigger, (list, dict)):
-        raise ValueError(f"trigger_word {trigger!r:.100} is no word")
-    alpha, mask = bool(dataset.get("alpha_mask")), dataset.get("mask_path")
-    if alpha and mask:
-        tell(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
-    if alpha:
-        tell(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes "
-             "white; to leave that out of the loss use train.py --mask_background_weight 0")
-    suffix = dataset.get("caption_type") or dataset.get("caption_ext", "txt") # the first is its older name
-    return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
-                mask=locate(config, mask) if mask and not alpha else None, alpha=alpha,
-                invert=bool(dataset.get("invert_mask")), suffix=caption_suffix(suffix),
-                trigger=None if trigger is None else str(trigger).strip())
-
-def is_simpletuners(source):
-    """Whether a file is SimpleTuner's list of folders, and no table."""
-    return source.suffix == ".json" and bool(re.search('"(instance_data_(dir|root)|dataset_type)"\\s*:',
-                                                       common.read_text(source, common.LONG_TEXT)))
-
-def simpletuner_rows(config, rows):
-    """SimpleTuner's list of datasets -> ([(one of targets, its datasets of conditions)], all datasets of conditions).
-    Others are printed, but for its caches of texts and latents. ValueError for pictures that lie in no folder, and for
-    conditions of no target."""
-    targets, others, idle = [], [], set() # idle: what may belong to a disabled dataset
-    for row in rows:
-        kind = row.get("dataset_type", "image")
-        if row.get("disabled") or row.get("disable") or kind in ("text_embeds", "image_embeds"):
-            idle |= {row.get("id"), *as_list(row.get("conditioning_data") or [])}
-            continue
-        if kind not in ("image", "conditioning"):
-            tell(f"{config}: {row.get('id')}: dataset_type {kind} is not converted")
-            continue
-        if row.get("type", "local") != "local":
-            raise ValueError(f"{row['id']}: its type is {row['type']}, and only local folders are read")
-        (targets if kind == "image" else others).append(row)
-    pairs = [(target, conditions_of(target, others)) for target in targets]
-    used = [row["id"] for _, own in pairs for row in own]
-    for row in others:
-        if row["id"] not in used and idle.isdisjoint([row["id"], row.get("source_dataset_id")]):
-            raise ValueError(f"{row['id']}: no dataset has it as conditioning_data")
-    return pairs, others
-
-def conditions_of(target, others):
-    """-> those of these datasets of conditions that belong to this one of targets, which each of the two may say."""
-    named = as_list(target.get("conditioning_data") or [])
-    own = {row["id"]: row for row in others if row["id"] in named or row.get("source_dataset_id") == target["id"]}
-    return [own[name] for name in dict.fromkeys([*named, *own]) if name in own] # in the order in which they are named
-
-def simpletuner_part(config, row, own):
-    """SimpleTuner's settings of a dataset, and those of its conditions -> arguments of read_folders."""
-    def folder(row):
-        name = row.get("instance_data_dir") or row.get("instance_data_root") # its older name
-        if not name:
-            raise ValueError(f"{row['id']}: no instance_data_dir")
-        return locate(config, name)
-    masks, controls = [], []
-    for other in own:
-        (masks if other.get("conditioning_type") == "mask" else controls).append(folder(other))
-    if masks[1:]:
-        raise ValueError(f"{row['id']}: two datasets of masks, and a sample has one")
-    if controls[1:]: # there --conditioning_multidataset_sampling says whether a sample gets all or one of them
-        tell(f"{config}: {row['id']}: each sample gets a control of each of {len(controls)} datasets")
-    strategy, words = row.get("caption_strategy") or "textfile", row.get("instance_prompt")
-    if strategy not in ("textfile", "filename", "instanceprompt"):
-        raise ValueError(f"caption_strategy {strategy}: only textfile, filename and instanceprompt are read")
-    part = dict(target=folder(row), controls=controls, mask=masks[0] if masks else None)
-    if strategy == "instanceprompt" or row.get("only_instance_prompt"):
-        if not words:
-            raise KeyError("instance_prompt")
-        return part | dict(suffix=None, prompt=list(map(common.only_text, as_list(words))))
-    if strategy == "filename":
-        part.update(suffix=None, prompt=None)
-    if row.get("prepend_instance_prompt"):
-        part["trigger"] = common.only_text(row["instance_prompt"])
-    return part | dict(wordings=not row.get("disable_multiline_split"))
-
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 def fit_mask(sample, file, invert, alpha):
@@ -816,39 +583,52 @@ def column(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not target=NAME, control=NAME,NAME, mask=NAME or prompt=NAME")
     return role, names.split(",") if role == "control" else [names]
 
+def refuse_pair(source, out):
+    """InputError if the two folders that are given are one of controls and one of targets: each holds pictures."""
+    pair = [source, out]
+    for folder in pair:
+        if not folder or not any(common.KINDS.get(path.suffix.lower()) == "picture" for path in folder.glob("*")):
+            return
+    if source.name.lower().startswith("after") or role_of(source.name.lower(), FOLDERS) == "target":
+        pair.reverse()
+    meant = common.command(["import_data.py", "NEW", "--control", pair[0], "--target", pair[1]])
+    raise InputError(f"{out}: already exists, and both folders hold pictures; if they are pairs, give {meant}")
+
 def find_parts(source, columns, alone):
-    """SOURCE, which is not a cache -> a list of arguments of read_folders or read_tables."""
+    """SOURCE, which is not a cache -> (a list of arguments of read_folders or read_tables, a configuration's Settings
+    or None)."""
     if not source.exists():
         raise InputError(f"{source}: does not exist; {near(source)}")
     if source.is_file(): # an error would quote a key, to which a stranger's link may lead
         common.refuse_outside(source, source.parent)
-    if source.suffix in CONFIGS or source.is_file() and is_simpletuners(source):
+    if source.is_file() and is_config(source):
         return read_config(source)
     if source.is_file():
-        return [dict(tables=[source], anywhere=True)]
+        return [dict(tables=[source], anywhere=True)], None
     parquets = sorted(strays.listed(source, "*.parquet") + strays.listed(source, "data/*.parquet"))
     files = [path for name in (".", "train", "data") for path in strays.listed(source, f"{name}/metadata.*")]
     for found in (*parquets, *files):
         common.refuse_outside(found, source)
     if parquets:
-        return [dict(tables=[path for path in parquets if "train" in path.name] or parquets, anywhere=False)]
+        tables = [path for path in parquets if "train" in path.name]
+        return [dict(tables=tables or parquets, anywhere=False)], None
     folders = find_folders(source)
     tables = [path for path in files if path.suffix in TABLES and path.parent == files[0].parent]
     if tables and (columns or not {"target", "control"} <= folders.keys()):
-        return [dict(tables=tables, anywhere=False)]
+        return [dict(tables=tables, anywhere=False)], None
     if tables:
         raise InputError(f"{tables[0]}: not used, as there are folders of pictures; delete it, or give this file as "
                          "SOURCE")
     target = folders.get("target", source)
     if alone or {"target", "control"} <= folders.keys() or list(target.glob("*-condlabel.*")):
         controls = [folders["control"]] if "control" in folders else []
-        return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)]
+        return [dict(target=target, controls=controls, mask=folders.get("mask"), source=source)], None
     names = ", ".join([path.name for path in strays.listed(source, "*")][:5]) or "nothing"
     raise InputError(f"{source}: holds {names}; {ASK} (or --target DIR --alone), or give a table or a configuration "
                      "itself as SOURCE; -h lists the names that are recognised")
 
 def convert(args, columns, tmp):
-    """Writes TMP/out from what the flags name -> (samples, problems)."""
+    """Writes TMP/out from what the flags name -> (samples, problems, a configuration's Settings or None)."""
     source = args.target or args.source
     old = [path for path in [source, *strays.listed(source, "*")] if path.suffix in CACHES]
     if old and not args.target and not args.alone and not find_folders(source):
@@ -857,11 +637,13 @@ def convert(args, columns, tmp):
         if args.hold_out:
             raise InputError(f"--hold_out: {source} is a cache of version 1.0; leave --hold_out out")
         from tools import import_cache # takes seconds; other sources do not need it
-        return import_cache.convert_cache(old, source, tmp / "out")
+        return *import_cache.convert_cache(old, source, tmp / "out"), None
     if args.target:
-        parts = [dict(target=args.target, controls=args.control, mask=args.mask)]
+        parts, found = [dict(target=args.target, controls=args.control, mask=args.mask)], None
     else:
-        parts = find_parts(source, columns, args.alone)
+        parts, found = find_parts(source, columns, args.alone)
+    if found and found.no_data:
+        return [], [], found
     if columns and not any("tables" in part for part in parts):
         raise InputError(f"--columns: {source} is not a table; leave --columns out")
     if args.prompt and all("tables" in part for part in parts):
@@ -869,10 +651,11 @@ def convert(args, columns, tmp):
     samples, problems = [], []
     for n, part in enumerate(parts):
         changes = {name: part.pop(name) for name in ("invert", "alpha") if name in part}
+        default = part.pop("default", None) # a configuration's
         if "tables" in part:
             new, faults = read_tables(**part, folder=tmp, columns=columns, alone=args.alone)
         else:
-            new, faults = read_folders(**dict(prompt=args.prompt) | part, alone=args.alone)
+            new, faults = read_folders(**dict(prompt=args.prompt or default) | part, alone=args.alone)
         new, of_masks = fit_masks(new, tmp / f"masks{n}", **changes)
         for sample in new:
             if len(parts) > 1: # each part gets a folder, as two parts may have the same names
@@ -886,7 +669,7 @@ def convert(args, columns, tmp):
         raise InputError(f"--hold_out {n}: there are only {len(samples)} samples; give a smaller number")
     for i, sample in enumerate(samples, 1):
         write_sample(sample, tmp / ("out" if i % n else "held_out"))
-    return samples, problems
+    return samples, problems, found
 
 def main():
     parser = common.Parser(__doc__)
@@ -924,8 +707,9 @@ def main():
         parser.error(f"argument {args.source}: there is no SOURCE beside {min(by_flags)}; give {meant}")
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
+    refuse_pair(args.source, args.out)
     common.refuse_to_replace(args.out)
-    val = args.out.parent / f"{args.out.name}_val"
+    val, jobs = [args.out.parent / f"{args.out.name}{end}" for end in ("_val", "_jobs.jsonl")]
     if args.hold_out:
         common.refuse_to_replace(val)
     for folder in [args.target, args.mask, *args.control]:
@@ -935,7 +719,12 @@ def main():
     try:
         with tempfile.TemporaryDirectory(prefix=".import-", dir=args.out.parent, ignore_cleanup_errors=True) as tmp:
             with contextlib.redirect_stdout(io.StringIO()) as notes: # of what is not read, if it goes well
-                samples, problems = convert(args, columns, Path(tmp))
+                samples, problems, found = convert(args, columns, Path(tmp))
+            if found and found.no_data:
+                tell(*next_commands(found, args.out, None, 0))
+                raise InputError(found.no_data)
+            if found and found.jobs:
+                common.refuse_to_replace(jobs)
             common.print_problems(problems)
             if not samples or (problems and not args.skip_bad):
                 sys.exit("nothing was written; correct these errors, or leave the samples out: --skip_bad")
@@ -947,6 +736,11 @@ def main():
         raise disk.refusal(args.out, e)
     held_out = len(samples) // args.hold_out if args.hold_out else 0
     tell(f"{args.out}: {len(samples) - held_out} samples" + (f"; {val}: {held_out}" if held_out else ""))
+    if found and found.jobs:
+        common.write_file(jobs, "".join(json.dumps(job) + "\n" for job in found.jobs).encode())
+        tell(f"{jobs}: {len(found.jobs)} sample prompts, for predict.py --jobs")
+    if args.target or not list(args.out.glob("*.json")): # no cache
+        tell(*next_commands(found, args.out, val if held_out else None, len(samples) - held_out))
 
 if __name__ == "__main__":
     main()
