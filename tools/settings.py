@@ -82,7 +82,7 @@ cache_* load_image_when_caching_latents num_workers prefetch_factor persistent_w
 loss_multiplier=1|1.0 network_weight=1|1.0: loss
 datasets.type=image num_frames=1 shrink_video_to_frames auto_frame_count trim_auto_frame_count_tail fps do_i2v
     do_audio audio_*: video
-flip_x flip_y: no counterpart, README's mirror.py makes a mirrored dataset
+flip_x flip_y: no counterpart, changes/mirror.diff mirrors pairs
 random_crop random_scale square_crop augments augmentations* shuffle_* is_reg prior_reg *token_dropout_rate
     keep_tokens random_triggers* replacements use_short_captions standardize_images scale=1|1.0: plain
 train.steps: max_steps
@@ -139,7 +139,7 @@ bucket_no_upscale: no-upscale
 batch_size train_batch_size: batch
 caption_dropout_rate: caption_dropout_rate
 enable_bucket *_bucket_reso bucket_reso_steps cache_* vae_cache_cpu skip_cache_check debug_dataset: auto
-flip_aug: no counterpart, README's mirror.py makes a mirrored dataset
+flip_aug: no counterpart, changes/mirror.diff mirrors pairs
 color_aug random_crop face_crop_aug_range shuffle_caption keep_tokens* caption_prefix caption_suffix *_separator
     enable_wildcard resize_interpolation caption_tag_dropout_rate caption_dropout_every_n_epochs
     class_tokens is_reg: plain
