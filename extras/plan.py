@@ -9,7 +9,8 @@ import weakref
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import chain
 from statistics import mean, median
 from unittest.mock import patch
 
@@ -159,6 +160,7 @@ def card_room(gb):
     """Bytes that tensors can have on a card that is sold with so many GB: torch finds 98 % of them or a little more."""
     return 0.98 * gb * GIB - fit.margin(0.98 * gb * GIB) - 0.6 * GIB # CUDA itself
 
+
 @dataclass
 class Work:
     """What a training does. A round: for each process its forward passes, and of each the tokens of its samples."""
@@ -178,7 +180,7 @@ def make_round(tokens, dealt):
 
 
 def counts(args, epoch, val_samples, plan_step, deal_packs):
-    """-> Work, as print_plan gets them."""
+    """-> Work. What it gets is print_plan's."""
     def runs_of(sample, keys):
         image = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
         return [image + sample.texts[key]["tokens"] for key in keys]
@@ -214,7 +216,7 @@ def step_seconds(transformer, packs, card, recomputed, selective, moving, learns
     _, matmul, forward, backward, memory, *_ = RATES[card]
     d, blocks, again = transformer.inner_dim, len(rope_patch.blocks_of(transformer)), 0 if selective else recomputed
     seconds = 0
-    for n in sum(packs, []):
+    for n in chain.from_iterable(packs):
         products = 24 * d**2 * n * (2 * learns + recomputed) / matmul # the frozen weights have no gradients
         attention = 4 * d * n**2 * ((learns + again) / forward + 2.5 * learns / backward)
         others = d * n * (378 * learns + 150 * recomputed) / memory
@@ -261,7 +263,7 @@ def adder(args, transformer, largest, Item, flow_loss):
 
 def say_memory(args, blocks, lora_bytes, added, weights):
     say("")
-    say(f"expected memory of a process, in GiB, in {args.dtype}. an estimate; what CUDA and fragments take is in `card`")
+    say(f"expected memory of a process in GiB, in {args.dtype}. an estimate; what CUDA and fragments take is in `card`")
     say(f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
     recomputed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
     given = recomputed, args.quantize, min(args.offload, blocks)
@@ -332,18 +334,17 @@ def hours_on(card, args, work, transformer, fits, model, shared, copied, gathere
         f"of {blocks} blocks, computed again (*: not their attention)": f"{blocks - kept}{'*' * selective}"}
 
 
-def say_hours(args, columns):
+def say_hours(columns):
     """columns: {card: hours_on's}."""
     say("")
     say("expected hours with the flags as given, counted and not measured (hours_on in extras/plan.py)")
-    say(f"{'':58}" + "".join(f"{card:>12}" for card in columns))
+    say(f"{'':55}" + "".join(f"{card:>13}" for card in columns))
     for row in max(columns.values(), key=len):
-        say(f"{row:58}" + "".join(f"{column.get(row, '-'):>12}" for column in columns.values()))
-    if {} in columns.values():
-        say("-: does not fit")
-    say(f"ranges: from a card that reaches the rates assumed there to {SLOWEST} times as long, as others report",
-        "not in it: the passes that find what fits, saving, --compile, unpacking few bits, networks between machines"
-        + ("" if args.use_cache else ", encoding"))
+        say(f"{row:55}" + "".join(f"{column.get(row, '-'):>13}" for column in columns.values()))
+    say("-: does not fit. ranges: from a card that reaches the rates assumed there to "
+        f"{SLOWEST} times as long, as others report",
+        "not in it: the passes that find what fits, saving, --compile, --no_use_cache, the unpacking of few bits, "
+        "networks")
 
 
 def print_plan(args, transformer, folder, epoch, val_samples, plan_step, deal_packs, Item, flow_loss):
@@ -384,4 +385,4 @@ def print_plan(args, transformer, folder, epoch, val_samples, plan_step, deal_pa
     for card in RATES:
         fits = fit_on(card, args, transformer, largest, added, taken)
         columns[card] = hours_on(card, args, work, transformer, fits, model, shared, copied, gathered)
-    say_hours(args, columns)
+    say_hours(columns)
