@@ -14,7 +14,6 @@ from itertools import chain
 from statistics import mean, median
 from unittest.mock import patch
 
-import psutil # comes with accelerate
 import torch
 from diffusers import AutoencoderKLQwenImage
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -151,11 +150,6 @@ def encoder_bytes(folder, dtype, quantize):
     return model_bytes(torch.nn.Module.to(vae, dtype)), model_bytes(torch.nn.Module.to(text, dtype), quantize)
 
 
-def free_bytes(device):
-    """What this process could still take on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
-
-
 def card_room(gb):
     """Bytes that tensors can have on a card that is sold with so many GB: torch finds 98 % of them or a little more."""
     return 0.98 * gb * GIB - fit.margin(0.98 * gb * GIB) - 0.6 * GIB # CUDA itself
@@ -279,7 +273,6 @@ def say_memory(args, blocks, lora_bytes, added, weights):
         numbers = " ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host))
         say(f"{numbers} {[*cards, '-'][0]:>6}  --gradient_checkpointing {again} --quantize {quantize} --offload "
             f"{offload}{' --fsdp' if args.fsdp else ''}{' (as given)' if row == given else ''}")
-    say(f"{args.device} has {free_bytes(args.device) / GIB:.1f} GiB free")
 
 
 def fit_on(card, args, transformer, largest, added, taken):
@@ -328,10 +321,12 @@ def hours_on(card, args, work, transformer, fits, model, shared, copied, gathere
         f"{work.validations} validations: {work.pictures} pictures each": work.validations * (drawing + pictures),
         f"the base's {work.pictures} pictures": drawing}
     hours = {part: round(number / 3600, 2) for part, number in seconds.items() if number}
-    return {part: f"{number:.2f}" for part, number in hours.items()} | {
-        "in all": to_slowest(sum(hours.values())), "card-hours": to_slowest(sum(hours.values()) * world()),
-        "a step, in seconds": to_slowest(a_step),
-        f"of {blocks} blocks, computed again (*: not their attention)": f"{blocks - kept}{'*' * selective}"}
+    column = {"a step, in seconds": to_slowest(a_step),
+              f"of {blocks} blocks, computed again (*: not their attention)": f"{blocks - kept}{'*' * selective}"}
+    for part, number in hours.items():
+        column[part] = f"{number:.2f}"
+    return column | {"in all": to_slowest(sum(hours.values())),
+                     "card-hours": to_slowest(sum(hours.values()) * world())}
 
 
 def say_hours(columns):

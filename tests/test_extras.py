@@ -371,7 +371,7 @@ def test_the_plan_of_the_real_model_needs_no_weights(tmp_path, monkeypatch):
     assert unchecked[2] > 3 * given[2]
     # from our formula to three times that
     rows = re.findall(r"^(?:in all|a step, in seconds) +([\d.]+)-([\d.]+)$", result.out, re.M)
-    (hours, most_hours), (seconds, most_seconds) = [map(float, row) for row in rows]
+    (seconds, most_seconds), (hours, most_hours) = [map(float, row) for row in rows]
     assert seconds > 2 and most_seconds == near(3 * seconds, abs=0.2) and most_hours == near(3 * hours, abs=0.2)
     # what it has looked at, and nothing encoded
     assert {p.name for p in tmp_path.glob("c/*")} <= {"pictures.txt", "masks.txt", "models.txt"}
