@@ -308,13 +308,14 @@ def hours_on(card, args, work, transformer, fits, model, shared, copied, gathere
     def seconds_of(around, how): # the processes wait for the one that has most to do
         return max(step_seconds(transformer, packs, card, *how) for packs in around)
     a_step, asking = [mean(seconds_of(around, how) for around in work.steps) for how in (step, forward)]
+    asked = 1 if args.fsdp and args.preserve else args.preserve # as in train.py's ask_base
     pictures = work.pictures * PICTURE / world()
     drawing = args.num_inference_steps * seconds_of(work.sampling, forward) + pictures
     seconds = {
         f"reading the model's files, {model / 1e9:.0f} GB": model / (DISK * 1e9),
         f"encoding {work.encoded:,} files that the cache lacks": work.encoded * PICTURE / world(),
         f"{args.max_steps:,} steps": args.max_steps * a_step,
-        "what the base answers to --preserve": args.max_steps * args.preserve * asking,
+        "what the base answers to --preserve": args.max_steps * asked * asking,
         f"gradients, added up over {world()} cards": args.max_steps * shared / (link * 1e9),
         f"{work.validations} validations: loss": work.validations * seconds_of(work.loss, forward),
         # and what the VAE alone makes of each target

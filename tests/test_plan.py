@@ -29,16 +29,17 @@ def rehearse(patch):
     def count(module, name, kind):
         f = getattr(module, name)
 
-        def counted(*args, **kwargs):
-            done[kind()] += 1
-            return f(*args, **kwargs)
+        def counted(first, *args, **kwargs):
+            done[kind(first)] += 1
+            return f(first, *args, **kwargs)
         patch.setattr(module, name, counted)
     # as train.py imports it, and as the sampler has it
-    count(rope_patch, "run_packed", lambda: "steps" if torch.is_grad_enabled() else "loss")
-    count(predict, "run_packed", lambda: drawing[-1])
-    count(predict, "decode", lambda: drawing[-1])
+    count(rope_patch, "run_packed", lambda model: "steps" if torch.is_grad_enabled() else
+          "asked" if model.training else "loss")
+    count(predict, "run_packed", lambda _: drawing[-1])
+    count(predict, "decode", lambda _: drawing[-1])
     for name in ("encode_latents", "encode_text"):
-        count(cache, name, lambda: "encoded")
+        count(cache, name, lambda _: "encoded")
     generate = draw.Drawer.generate
 
     def told(self, trained):
@@ -58,7 +59,8 @@ def test_the_hours_of_the_plan_are_those_of_all_that_the_run_does(tmp_path, monk
         add_item(tmp_path / "val", f"{n}", [(64, 96 + 32 * n), (64, 64)], "make it warm")
     flags = ["--data", tmp_path / "data", "--val_data", tmp_path / "val", "--cache_dir", tmp_path / "c", "--max_steps",
              5, "--sample_every", 2, "--val_pictures", 2, "--num_inference_steps", 3, "--true_cfg_scale", 2,
-             "--max_tokens", 150, "--batch_size", 3, "--device", "cpu", "--lora_targets", "to_q", "--dtype", "bfloat16"]
+             "--max_tokens", 150, "--batch_size", 3, "--device", "cpu", "--lora_targets", "to_q", "--dtype", "bfloat16",
+             "--preserve", 0.99] # so that all but surely each pass asks the base
     blocks = json.loads((TINY / "transformer/config.json").read_bytes())["num_layers"]
     monkeypatch.setattr(plan, "RATES", {"Card": (10**4, *[1e30] * 6)})
     monkeypatch.setattr(plan, "HOST", dict.fromkeys(plan.HOST, 3_600_000 / blocks))
@@ -78,7 +80,8 @@ def test_the_hours_of_the_plan_are_those_of_all_that_the_run_does(tmp_path, monk
                 "3 validations: 2 pictures each": done["pictures"], "the base's 2 pictures": done["base"],
                 f"encoding {done['encoded']} files that the cache lacks": done["encoded"]}
     assert {row: float(rows[row]) for row in expected} == expected
-    total = sum(done.values())
+    assert float(rows["what the base answers to --preserve"]) == pytest.approx(done["asked"], rel=0.02)
+    total = sum(done.values()) - 0.01 * done["asked"]
     assert rows["in all"] == rows["card-hours"] == f"{total:.1f}-{3 * total:.1f}"
     assert "encoding" not in " ".join(planned_rows()) # now that it is in the cache
 
