@@ -143,6 +143,9 @@ from extras import (agree, bases, best, disk, draw, failures, finite, fit, hints
 from extras.log import Log
 from rope_patch import blocks_of, checkpoint_blocks, plan_packs, run_packed
 
+# --plan works without a network, too: of a published model it knows the configs. It plans such a model for a card.
+if args.plan:
+    plan.settle(args)
 common.find_devices(args) # fills in --device, --vae_device, --text_encoder_device and --dtype
 dtype = getattr(torch, args.dtype) # of the frozen base; LoRA weights, their gradients and the optimizer are fp32
 # LoRAs and models are hashed before they are read, and compared when they are in memory.
@@ -545,10 +548,6 @@ checkpoint, step = None, 0
 if args.resume:
     checkpoint, step = resume.begin(out_dir, args, pretrained_hash, parser)
 
-# --plan works without a network, too: of a published model it knows the configs.
-if args.plan:
-    plan.stand_in(args)
-
 # Data. make_cache encodes what the cache lacks. Its encoders leave the device when it returns, so they are never in
 # memory together with the transformer. pipe is None if all datasets are indexes (--data INDEX.json).
 transformer_folder, transformer_file = predict.find_transformer(args, weights=not args.plan)
@@ -581,8 +580,8 @@ transformer, lora = make_model(weights=not args.plan)
 pretrained = None # frees its tensors
 copying = torch.cuda.Stream(args.device) if args.device.startswith("cuda") else None
 if args.plan: # needs shapes and no numbers. (An extra gets what it needs: this script cannot be imported)
-    plan.print_plan(args, transformer, model_folder, epoch, plan_step, Pick, Item, flow_loss)
-    sys.exit(0)
+    raise SystemExit(plan.print_plan(args, transformer, model_folder, epoch, val_samples, plan_step, deal_packs, Item,
+                                     flow_loss))
 
 # Onto the device, block by block: quantized, sharded or offloaded as the flags say.
 predict.place_transformer(transformer, args.device, args.quantize, args.offload, args.fsdp)

@@ -26,6 +26,20 @@ def psnr(image, reference):
     return float(10 * np.log10(255**2 / max(error, 255**2 / 10**9.9)))
 
 
+def settings_of(args):
+    """-> what predict.py's settings of a picture are, but for the seed, by train.py's flags."""
+    return common.SAMPLING | {name: value for name, value in vars(args).items() if name in common.SAMPLING}
+
+
+def chosen(samples, args):
+    """-> {place in samples: the sample, with the settings of its picture}, at most --val_pictures of them."""
+    # spread over all samples, as neighbours are often alike
+    count = min(args.val_pictures, len(samples))
+    places = [n * len(samples) // count for n in range(count)]
+    settings = settings_of(args) | dict(seed=args.seed)
+    return {place: replace(samples[place], settings=settings) for place in places}
+
+
 class Drawer: # a class because the base's pictures stay from one validation to the next
     """Draws with the transformer, as it is when draw() is called, on all processes together.
 
@@ -36,8 +50,7 @@ class Drawer: # a class because the base's pictures stay from one validation to 
     def __init__(self, transformer, scheduler_config, samples, encoders, model_folder, out_dir, sample_loras, args):
         self.transformer, self.scheduler_config, self.samples = transformer, scheduler_config, samples
         self.encoders, self.out_dir, self.sample_loras, self.args = encoders, out_dir, sample_loras, args
-        own = {name: value for name, value in vars(args).items() if name in common.SAMPLING}
-        self.settings = common.SAMPLING | own
+        self.settings = settings_of(args)
         if encoders:
             self.vae = encoders.vae
         else:
@@ -78,18 +91,15 @@ class Drawer: # a class because the base's pictures stay from one validation to 
         # with --fsdp every process has to join every forward pass: all generate everything, and the first one decodes
         if self.args.fsdp:
             share, decoder = slice(None), (None if common.rank() else self.vae)
-        # spread over all samples, as neighbours are often alike
-        count = min(self.args.val_pictures, len(self.samples))
-        places = [n * len(self.samples) // count for n in range(count)]
-        settings = self.settings | dict(seed=self.args.seed)
-        samples = [replace(self.samples[place], settings=settings) for place in places]
+        samples = chosen(self.samples, self.args)
+        places = [*samples]
         # with peft's adapters of these names: the trained one's is default
         self.transformer.set_adapter([name for name in self.transformer.peft_config if trained or name != "default"])
         steps = len(samples) * self.settings["num_inference_steps"]
         if not self.args.fsdp: # about this process's share
             steps //= common.world()
         with common.progress("validation pictures", total=steps, unit="step") as bar:
-            images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, samples,
+            images = predict.generate_samples(self.transformer, decoder, self.scheduler_config, [*samples.values()],
                                               self.args.max_tokens, self.args.device, self.encoders, share, bar)
             return {places[n]: image for n, image in images}
 

@@ -1,17 +1,19 @@
 """
---plan: what a training would take: tokens, forward passes, memory with these and with other flags, time.
+--plan: what a training would take: tokens, forward passes, memory with these and with other flags, hours.
 
 It runs the training's own code on fake tensors, which have shapes and no memory, so it needs config files and no
 weights. This is an estimate: within 3 % of what the imitated card of the tests counts, which no real card has checked.
+The hours are those of all that the command does: `counts` says what that is, `parts_of` how long each part takes.
 """
-import os
 import weakref
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
+from statistics import mean, median
 from unittest.mock import patch
 
-import psutil # comes with accelerate
 import torch
 from diffusers import AutoencoderKLQwenImage
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,27 +22,35 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import rope_patch
-from common import say
-from extras import configs, fit
+from cache import files_of
+from common import say, world
+from extras import configs, draw, fit
 from extras import quantize as low_bit
-from extras.published import stand_in # noqa: F401 (train.py calls it as plan's)
+from extras.published import settle # noqa: F401 (train.py calls it as plan's)
+from predict import text_keys_of
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141) # GB
-# {card: (GB; TFLOP/s in bf16 of its data sheet, of matrix products, of attention forward and backward (FA2); TB/s of
-# its memory; GB/s from the host)}. These rates are assumed: others have reported them for such kernels. NVIDIA's data
-# sheets say 312 TFLOP/s and 2.04 TB/s of an A100 with 80 GB, and 209.5 and 1.79 of an RTX 5090; FlashAttention-2
-# reaches up to 73 % of the A100's in its forward pass, 63 % in its backward pass (Dao 2023)
-RATES = {"H200": (141, 989, 640, 400, 310, 3.6, 50), "H100": (80, 989, 640, 400, 310, 2.6, 50),
-         "A100": (80, 312, 230, 220, 180, 1.6, 25), "RTX 5090": (32, 210, 180, 175, 140, 1.5, 50),
-         "RTX 4090": (24, 165, 150, 140, 110, 0.85, 25)}
+# {card: (GB; TFLOP/s in bf16 of matrix products, of attention forward and backward (FA2); TB/s of its memory; GB/s from
+# the host, between cards of one machine)}. These rates are assumed: others have reported them for such kernels.
+# NVIDIA's data sheets say 312 TFLOP/s and 2.04 TB/s of an A100 with 80 GB, 209.5 and 1.79 of an RTX 5090, 989 TFLOP/s
+# of an H100; FlashAttention-2 reaches up to 73 % of the A100's in its forward pass, 63 % in its backward pass (Dao
+# 2023). Between cards: H100 as in nccl's issue 1264, A100 nccl-tests' 149, 5090 nccl's 1639; 4090: all that PCIe 4 has
+RATES = {"H200": (141, 640, 400, 310, 3.6, 50, 380), "H100": (80, 640, 400, 310, 2.6, 50, 380),
+         "A100": (80, 230, 220, 180, 1.6, 25, 200), "RTX 5090": (32, 180, 175, 140, 1.5, 50, 28),
+         "RTX 4090": (24, 150, 140, 110, 0.85, 25, 25)}
 # Others report steps of this model that take 1.2 to 3.3 times as long as step_seconds says of as many tokens: on A100,
 # H200 and RTX 5090 users of musubi-tuner (its issues 408, 694, 700, 722), on A100 and RTX 4090 qwen-image-finetune's
 # README. (A forward pass alone takes sglang and vllm-omni 0.8 to 0.9 times as long.)
 SLOWEST = 3
-# milliseconds of the host for a block in a training pass: kept, computed again, that without its attention. Assumed: a
-# shared, busy core took 2 to 4 times as long, and the host of such a card is faster
-HOST = dict(kept=1.3, recomputed=3.5, selective=6.5)
+# milliseconds of the host for a block in a training pass: kept, computed again, that without its attention; and in a
+# forward pass alone. Assumed: a shared, busy core took 2 to 4 times as long for a training pass, and the host of such a
+# card is faster
+HOST = dict(kept=1.3, recomputed=3.5, selective=6.5, forward=0.6)
+DISK = 1 # GB/s, assumed: a network's disk is slower, an NVMe faster
+# seconds to read and encode a file, and to decode a picture, assumed: by FastVAE's README an A800's VAE reaches 75 and
+# 69 TFLOP/s, and of a megapixel it computes 7 and 11 TFLOP
+PICTURE = 0.1
 BYTES = dict(int8=1, fp8=1, nf4=0.5 + 4 / 64) # a weight; with 8 bits 4 more a row
 
 
@@ -140,79 +150,100 @@ def encoder_bytes(folder, dtype, quantize):
     return model_bytes(torch.nn.Module.to(vae, dtype)), model_bytes(torch.nn.Module.to(text, dtype), quantize)
 
 
-def free_bytes(device):
-    """What this process could still take on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
-
-
 def card_room(gb):
     """Bytes that tensors can have on a card that is sold with so many GB: torch finds 98 % of them or a little more."""
     return 0.98 * gb * GIB - fit.margin(0.98 * gb * GIB) - 0.6 * GIB # CUDA itself
 
-def step_seconds(transformer, lengths, card, recomputed, selective, copied, passes):
-    """-> (a step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all
-    other kernels, as eager code with a LoRA on the attention has them; its MFU: the useful share of the data sheet's
-    FLOPs in that time). It is the host's time, which gives the GPU its orders, if that is longer. Traffic between GPUs
-    and the unpacking of few bits are not counted. lengths: tokens of its samples; recomputed: share of the blocks;
-    selective: their attention is not; copied: bytes of --offload in all its passes."""
-    _, peak, matmul, forward, backward, memory, host = RATES[card]
+
+@dataclass
+class Work:
+    """What a training does. A round: for each process its forward passes, and of each the tokens of its samples."""
+    steps: list # rounds: the training's first steps, which are enough for an average
+    validations: int # with the one at the end
+    loss: list # the round of a validation's loss
+    sampling: list # the round of one sampling step of all pictures that a validation draws
+    pictures: int # so many
+    encoded: int # files that the cache lacks
+
+
+def make_round(tokens, dealt):
+    """dealt: for each process packs of places in `tokens`; an empty one is an idle pass, with the shortest sample."""
+    def tokens_in(pack):
+        return [tokens[place] for place in pack] or [min(tokens)]
+    return [list(map(tokens_in, packs)) for packs in dealt]
+
+
+def counts(args, epoch, val_samples, plan_step, deal_packs):
+    """-> Work. What it gets is print_plan's."""
+    def runs_of(sample, keys):
+        image = sum(h * w for _, h, w in sample.encodings[0]["img_shapes"])
+        return [image + sample.texts[key]["tokens"] for key in keys]
+
+    def pack(tokens):
+        return rope_patch.plan_packs(dict(enumerate(tokens)), args.max_tokens)
+
+    steps, jobs = [], []
+    for n in range(min(args.max_steps, 50)):
+        tokens = [p.tokens for p in plan_step(n)[0]]
+        steps.append(make_round(tokens, deal_packs(tokens)))
+    tokens = 4 * sum([runs_of(s, [(s.prompts[0], True)]) for s in val_samples], []) # at four noise levels
+    loss = make_round(tokens, deal_packs(tokens))
+    # predict.generate_samples deals jobs to the processes, and denoise packs the runs of each
+    runs = [runs_of(sample, text_keys_of(sample)) for sample in draw.chosen(val_samples, args).values()]
+    for job in pack(list(map(sum, runs))):
+        tokens = sum([runs[place] for place in job], [])
+        jobs += make_round(tokens, [pack(tokens)])
+    sampling = [sum(jobs if args.fsdp else jobs[rank::world()], []) for rank in range(world())]
+    # the one at the end is what range counts as that of step 0
+    validations = len(range(0, args.max_steps, args.sample_every or args.max_steps)) if val_samples else 0
+    files = {file for sample in epoch + val_samples for file in files_of(sample)} if args.use_cache else ()
+    return Work(steps, validations, loss, sampling, len(runs), sum(not file.is_file() for file in files))
+
+
+def step_seconds(transformer, packs, card, recomputed, selective, moving, learns=1):
+    """-> a step's time on one of RATES, counted and not measured: matrix products, attention, and the bytes of all
+    other kernels, as eager code with a LoRA on the attention has them. It is the host's time, which gives the GPU its
+    orders, or that of moving weights, if that is longer. The unpacking of few bits is not counted. packs: lists of the
+    tokens of its samples; recomputed: share of the blocks; selective: their attention is not; moving: seconds in which
+    a pass gets its weights, forward or backward; learns: 0 for forward passes alone, which compute what recomputed=1
+    computes again."""
+    _, matmul, forward, backward, memory, *_ = RATES[card]
     d, blocks, again = transformer.inner_dim, len(rope_patch.blocks_of(transformer)), 0 if selective else recomputed
-    seconds = useful = 0
-    for n in lengths:
-        products = 24 * d**2 * n * (2 + recomputed) / matmul # the frozen weights have no gradients
-        attention = 4 * d * n**2 * ((1 + again) / forward + 2.5 / backward)
-        others = d * n * (378 + 150 * recomputed) / memory
+    seconds = 0
+    for n in chain.from_iterable(packs):
+        products = 24 * d**2 * n * (2 * learns + recomputed) / matmul # the frozen weights have no gradients
+        attention = 4 * d * n**2 * ((learns + again) / forward + 2.5 * learns / backward)
+        others = d * n * (378 * learns + 150 * recomputed) / memory
         seconds += blocks * (products + attention + others) / 1e12
-        useful += blocks * (2 * 24 * d**2 * n + 3.5 * 4 * d * n**2) / 1e12
-    again_ms = HOST["selective" if selective else "recomputed"]
-    orders = passes * blocks * (recomputed * again_ms + (1 - recomputed) * HOST["kept"]) / 1000
-    seconds = max(seconds, copied / (host * 1e9), orders)
-    return seconds, useful / seconds / peak
+    again_ms = HOST["selective" if selective else "recomputed" if learns else "forward"]
+    orders = blocks * (recomputed * again_ms + (1 - recomputed) * HOST["kept"]) / 1000
+    return max(seconds, len(packs) * orders, len(packs) * (1 + learns) * moving)
 
-def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_loss):
-    """args: train.py's flags; transformer, with its LoRA, on the meta device; folder: the model's; epoch: its samples;
-    plan_step(n) -> step n's Picks and this process's packs of them; then train.py's own."""
-    processes, blocks = int(os.environ.get("WORLD_SIZE", 1)), len(rope_patch.blocks_of(transformer))
-    lengths, passes, padded = [], 0, 0
-    steps = min(args.max_steps, 50) # these are enough for an average
-    for step in range(steps):
-        picks, packs = plan_step(step)
-        tokens = sorted([p.tokens for p in picks], reverse=True)
-        lengths += tokens
-        passes += len(packs)
-        padded += sum(tokens[i - i % 4] for i in range(len(tokens))) # fours of neighbours in length
-    largest = fit.largest_pack(fit.lengths_of(epoch, Pick), args, processes)
-    lora_bytes, ordered = 4 * sum(p.numel() for p in transformer.parameters() if p.requires_grad), sorted(lengths)
-    say(f"tokens a sample: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}; padding fours of "
-        f"neighbours in length would compute {padded / sum(lengths):.2f} times as many tokens")
-    say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / len(epoch):.1f} "
-        f"epochs; {passes / steps:.1f} forward passes a step and process, the largest that can come of "
-        f"{sum(largest):,} tokens (--max_tokens {args.max_tokens:,})")
-    # LoRAs of --sample_lora
-    others = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" in name and not p.requires_grad)
-    parameters = sum(p.numel() for p in transformer.parameters()) - others
-    if args.dtype == "float32":
-        say("for a model in float32, as trained without a GPU; add --dtype bfloat16 for what a GPU takes")
-    say(f"parameters: {parameters:,}, of which {lora_bytes // 4:,} in the LoRA")
-    encoders = encoder_bytes(folder, transformer.dtype, args.quantize_text_encoder)
-    say(f"encoders, in GiB: VAE {encoders[0] / GIB:.1f}, text {encoders[1] / GIB:.1f}; "
-        + ("one after the other, before the training" if args.use_cache else "all the time, so in `base`"))
-    resident = others * transformer.dtype.itemsize + (0 if args.use_cache else sum(encoders))
 
-    shapes = list(map(fit.shape_of, largest))
+def say_tokens(args, work, samples, largest):
+    lengths = sum([sum(packs, []) for around in work.steps for packs in around], [])
+    passes = mean(len(packs) for around in work.steps for packs in around)
+    say(f"tokens a sample: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}")
+    say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / samples:.1f} "
+        f"epochs; {passes:.1f} forward passes a step and process, the largest that can come of {sum(largest):,} tokens "
+        f"(--max_tokens {args.max_tokens:,})")
 
+
+def adder(args, transformer, largest, Item, flow_loss):
+    """-> added(kept, selective=False, quantize=): bytes that the largest pack adds with so many blocks kept."""
+    blocks, shapes = len(rope_patch.blocks_of(transformer)), list(map(fit.shape_of, largest))
     small = deepcopy(transformer)
     del rope_patch.blocks_of(small)[5:] # `added` asks for five at most
 
     @cache
     def step_of_few(number, kept, selective, quantize):
-        """Bytes that the largest pack adds in a model of the first blocks alone."""
+        """Those that it adds in a model of the first blocks alone."""
         few = deepcopy(small)
         del rope_patch.blocks_of(few)[number:]
         return step_bytes(few, Item, flow_loss, shapes, number - kept, quantize, **fit.options_of(selective))
 
     def added(kept, selective=False, quantize=args.quantize):
-        """Bytes that it adds in the whole one: all blocks but the last are alike."""
+        """Those that it adds in the whole one: all blocks but the last are alike."""
         if blocks <= 5:
             return step_of_few(blocks, kept, selective, quantize)
         # what a block keeps for the backward pass does not depend on its weights' bits
@@ -221,13 +252,12 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
         kept_more = step_of_few(4, 3, selective, "none") - few
         more = (blocks - 4) * recomputed_more + max(0, kept - 2) * kept_more
         return step_of_few(4, min(kept, 2), selective, quantize) + more
+    return added
 
-    def weights(quantize, offload):
-        device, host = transformer_bytes(transformer, quantize, offload, processes if args.fsdp else 1)
-        return device + resident, host
 
+def say_memory(args, blocks, lora_bytes, added, weights):
     say("")
-    say("expected memory of a process, in GiB. an estimate; what CUDA and fragments take is in `card`")
+    say(f"expected memory of a process in GiB, in {args.dtype}. an estimate; what CUDA and fragments take is in `card`")
     say(f"{'base':>7} {'LoRA':>7} {'step':>7} {'total':>7} {'host':>7}  card  flags")
     recomputed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
     given = recomputed, args.quantize, min(args.offload, blocks)
@@ -243,35 +273,112 @@ def print_plan(args, transformer, folder, epoch, plan_step, Pick, Item, flow_los
         numbers = " ".join(f"{n / GIB:7.2f}" for n in (*device, sum(device), host))
         say(f"{numbers} {[*cards, '-'][0]:>6}  --gradient_checkpointing {again} --quantize {quantize} --offload "
             f"{offload}{' --fsdp' if args.fsdp else ''}{' (as given)' if row == given else ''}")
-    say(f"{args.device} has {free_bytes(args.device) / GIB:.1f} GiB free")
 
-    if transformer.dtype == torch.bfloat16:
-        say("")
-        say("expected time with the flags as given, counted and not measured (step_seconds in extras/plan.py). "
-            f"the lower end is a card that reaches the rates assumed there; others report up to {SLOWEST} times that")
-        base, host = weights(args.quantize, args.offload)
-        inputs = fit.input_bytes(transformer, largest)
-        for card, (gb, *_) in RATES.items():
-            free = card_room(gb) - base - fit.learning_bytes(transformer, args) - fit.table_bytes(epoch)
-            if args.gradient_checkpointing is None:
-                selective = not args.compile
 
-                def tried(kept, selective):
-                    seconds, _ = step_seconds(transformer, largest, card, 1 - kept / blocks, selective, 0, 1)
-                    return added(kept, selective), seconds
-                kept, selective, adds = fit.find_fit(blocks, free, inputs, tried, selective,
-                                                     edge=fit.EDGE if args.fsdp else 1)
-            else:
-                kept, selective, adds = blocks - recomputed, False, added(blocks - recomputed)
-            if adds > free:
-                say(f"{card:>9}: does not fit")
-                continue
-            copied = 2 * host * passes * processes
-            seconds, mfu = step_seconds(transformer, lengths, card, 1 - kept / blocks, selective, copied,
-                                        passes * processes)
-            seconds /= steps * processes
-            hours = seconds * args.max_steps / 3600
-            words = ", but not their attention" if selective else ""
-            say(f"{card:>9}: {seconds:6.1f} to {SLOWEST * seconds:.1f} s a step (at best {mfu:.0%} of its data sheet), "
-                f"{hours:.1f} to {SLOWEST * hours:.1f} h in all; {blocks - kept} of {blocks} blocks computed again"
-                f"{words}")
+def fit_on(card, args, transformer, largest, added, taken):
+    """-> (blocks that are kept on this card, whether the others keep their attention), as the flags say or else as
+    extras/fit.py finds them; None if it does not fit. taken: bytes beside a pass."""
+    free, blocks = card_room(RATES[card][0]) - taken, len(rope_patch.blocks_of(transformer))
+    if args.gradient_checkpointing is not None:
+        kept, selective = max(0, blocks - args.gradient_checkpointing), False
+        adds = added(kept)
+    else:
+        def tried(kept, selective):
+            return added(kept, selective), step_seconds(transformer, [largest], card, 1 - kept / blocks, selective, 0)
+        kept, selective, adds = fit.find_fit(blocks, free, fit.input_bytes(transformer, largest), tried,
+                                             not args.compile, edge=fit.EDGE if args.fsdp else 1)
+    return (kept, selective) if adds <= free else None
+
+
+def to_slowest(number):
+    return f"{number:.1f}-{SLOWEST * number:.1f}"
+
+
+def hours_on(card, args, work, transformer, fits, model, shared, copied, gathered):
+    """-> {row of the table: this card's text}; {} if fit_on, whose answer is `fits`, has found no way. model: bytes of
+    the model's files; shared: of gradients that come and go; copied, gathered: of a pass's weights, by --offload and by
+    --fsdp."""
+    if fits is None:
+        return {}
+    kept, selective = fits
+    *_, host, link = RATES[card]
+    blocks, moving = len(rope_patch.blocks_of(transformer)), max(copied / host, gathered / link) / 1e9
+    step, forward = (1 - kept / blocks, selective, moving), (1, False, moving, 0)
+
+    def seconds_of(around, how): # the processes wait for the one that has most to do
+        return max(step_seconds(transformer, packs, card, *how) for packs in around)
+    a_step, asking = [mean(seconds_of(around, how) for around in work.steps) for how in (step, forward)]
+    asked = 1 if args.fsdp and args.preserve else args.preserve # as in train.py's ask_base
+    pictures = work.pictures * PICTURE / world()
+    drawing = args.num_inference_steps * seconds_of(work.sampling, forward) + pictures
+    seconds = {
+        f"reading the model's files, {model / 1e9:.0f} GB": model / (DISK * 1e9),
+        f"encoding {work.encoded:,} files that the cache lacks": work.encoded * PICTURE / world(),
+        f"{args.max_steps:,} steps": args.max_steps * a_step,
+        "what the base answers to --preserve": args.max_steps * asked * asking,
+        f"gradients, added up over {world()} cards": args.max_steps * shared / (link * 1e9),
+        f"{work.validations} validations: loss": work.validations * seconds_of(work.loss, forward),
+        # and what the VAE alone makes of each target
+        f"{work.validations} validations: {work.pictures} pictures each": work.validations * (drawing + pictures),
+        f"the base's {work.pictures} pictures": drawing}
+    hours = {part: round(number / 3600, 2) for part, number in seconds.items() if number}
+    column = {"a step, in seconds": to_slowest(a_step),
+              f"of {blocks} blocks, computed again (*: not their attention)": f"{blocks - kept}{'*' * selective}"}
+    for part, number in hours.items():
+        column[part] = f"{number:.2f}"
+    return column | {"in all": to_slowest(sum(hours.values())),
+                     "card-hours": to_slowest(sum(hours.values()) * world())}
+
+
+def say_hours(columns):
+    """columns: {card: hours_on's}."""
+    say("")
+    say("expected hours with the flags as given, counted and not measured (hours_on in extras/plan.py)")
+    say(f"{'':55}" + "".join(f"{card:>13}" for card in columns))
+    for row in max(columns.values(), key=len):
+        say(f"{row:55}" + "".join(f"{column.get(row, '-'):>13}" for column in columns.values()))
+    say("-: does not fit. ranges: from a card that reaches the rates assumed there to "
+        f"{SLOWEST} times as long, as others report",
+        "not in it: the passes that find what fits, saving, --compile, --no_use_cache, the unpacking of few bits, "
+        "networks")
+
+
+def print_plan(args, transformer, folder, epoch, val_samples, plan_step, deal_packs, Item, flow_loss):
+    """args: train.py's flags; transformer, with its LoRA, on the meta device; folder: the model's; epoch: its samples;
+    plan_step(n) -> step n's Picks, and more; deal_packs: of samples of these lengths each process's packs; then
+    train.py's own."""
+    work, blocks = counts(args, epoch, val_samples, plan_step, deal_packs), len(rope_patch.blocks_of(transformer))
+    Pick = type(plan_step(0)[0][0]) # train.py's
+    largest = fit.largest_pack(fit.lengths_of(epoch, Pick), args, world())
+    say_tokens(args, work, len(epoch), largest)
+    lora_bytes = 4 * sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    # LoRAs of --sample_lora
+    others = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" in name and not p.requires_grad)
+    parameters = sum(p.numel() for p in transformer.parameters()) - others
+    if args.dtype == "float32":
+        say("for a model in float32, as trained without a GPU; add --dtype bfloat16 for what a GPU takes")
+    say(f"parameters: {parameters:,}, of which {lora_bytes // 4:,} in the LoRA")
+    encoders = encoder_bytes(folder, transformer.dtype, args.quantize_text_encoder)
+    say(f"encoders, in GiB: VAE {encoders[0] / GIB:.1f}, text {encoders[1] / GIB:.1f}; "
+        + ("one after the other, before the training" if args.use_cache else "all the time, so in `base`"))
+    resident = others * transformer.dtype.itemsize + (0 if args.use_cache else sum(encoders))
+    parts = world() if args.fsdp else 1
+
+    def weights(quantize, offload):
+        device, host = transformer_bytes(transformer, quantize, offload, parts)
+        return device + resident, host
+    added = adder(args, transformer, largest, Item, flow_loss)
+    say_memory(args, blocks, lora_bytes, added, weights)
+    if transformer.dtype != torch.bfloat16:
+        return
+    base, copied = weights(args.quantize, args.offload)
+    taken = base + fit.learning_bytes(transformer, args) + fit.table_bytes(epoch)
+    model = model_bytes(transformer) + sum(encoder_bytes(folder, transformer.dtype, "none"))
+    # of what there is every process gets the others' share
+    shared = 2 * lora_bytes * (world() - 1) / world()
+    gathered = blocks * model_bytes(rope_patch.blocks_of(transformer)[0], args.quantize) * (parts - 1) / parts
+    columns = {}
+    for card in RATES:
+        fits = fit_on(card, args, transformer, largest, added, taken)
+        columns[card] = hours_on(card, args, work, transformer, fits, model, shared, copied, gathered)
+    say_hours(columns)

@@ -48,6 +48,17 @@ MODELS = {"Qwen/Qwen-Image-Edit": ("QwenImageEditPipeline", {}),
           "Qwen/Qwen-Image-Edit-2511": ("QwenImageEditPlusPipeline", dict(zero_cond_t=True))}
 
 
+def settle(args):
+    """What --plan takes for granted, before a device decides it: configs that cannot be had, and bfloat16 for a model
+    as large as these, which only a card trains, on whatever machine it is planned."""
+    from predict import find_transformer # here, as it reads CONFIGS
+    stand_in(args)
+    folder, _ = find_transformer(args, weights=False)
+    file = "transformer/config.json"
+    if CONFIGS[file].items() <= json.loads((folder / file).read_bytes()).items():
+        args.dtype = args.dtype or "bfloat16"
+
+
 def stand_in(args):
     """Where --model or --transformer is one of MODELS, and its configs cannot be had, puts a temporary folder in its
     place, with those that are here."""
