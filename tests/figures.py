@@ -28,8 +28,8 @@ DOCUMENTS = "README.md", "README.zh.md", "GUIDE.md"
 TRAIN = "python train.py --seed $SEED --out_dir $OUT/run "
 # the real model's configs, without weights; each picture of tiny/val has one control, and then 8,315 or 8,404 tokens
 REAL = """python -c "from tests.fake_card.program import write_model; write_model('$OUT/real', 60, True)" && """
-PLAN = ("train.py --plan --model $OUT/real --data tiny/val --val_data --target_pixels 1024x1024 "
-        "--control_pixels 1024x1024 --dtype bfloat16 --device cpu --max_steps 1000 ")
+PLAN = ("train.py --plan --model $OUT/real --data tiny/val --val_data tiny/val --target_pixels 1024x1024 "
+        "--control_pixels 1024x1024 --device cpu --max_steps 1000 --sample_every 100 --val_pictures 4 ")
 FAULTS = "pytest -s tests/test_faults.py "
 # parts of outputs, in which # is a number
 VAL = r"^val +\d+ +[\d.]+ +[\d.]+ +#" # the LoRA's column
@@ -37,8 +37,17 @@ OUTPUT, GRADIENT = r"\d, from stock: #", "lora.*, from stock: #"
 PLANNED = r"^(?: +[\d.]+){3} +# +" # the total; then comes the host's memory
 LEAST, INT8, NF4 = [rf"{PLANNED}.*checkpointing 60 --quantize {kind} --offload 0" for kind in ("none", "int8", "nf4")]
 OFFLOADED = PLANNED + "#.*60 --quantize int8 --offload 20" # and the host's memory
-SECONDS = r" .as given[\s\S]*?{}: +# to "
-TIME = SECONDS + r"# s.*?# to # h"
+
+def cell(row, card):
+    """A card's range in a row of --plan, up to its lower end."""
+    return rf"^{row}" + r"(?: +\S+)" * ["H200", "H100", "A100", "5090", "4090"].index(card) + " +#-"
+
+def seconds(card):
+    return r" .as given[\s\S]*?" + cell("a step, in seconds", card)
+
+def time(card):
+    return seconds(card) + r"#[\s\S]*?" + cell("in all", card) + "#"
+
 PADDED_SORTED_SINGLE = r"\npadded .*? # \[.*\nsorted .*? # \[.*\nsingle .*? # \[" # relative to ours
 BOTH = r"\b{0}, outputs: # .*\s+.*\b{0}, LoRA gradients: # " # errors of a base in few bits
 
@@ -100,13 +109,13 @@ FIGURES = {
         ("| `--offload all` | # | # |", PLANNED + "#.*60 --quantize none --offload 60", "last", "3 %"),
         ("# GiB for the text encoder in bf16, # with", r"text #; one[\s\S]*?text #; one", "last", "3 %"),
         ("| `--quantize int8 --offload 20` | # | # |", OFFLOADED, "last", "3 %"),
-        ("| 24 GB (4090) | ... | # GiB | #-# s | #-# h |", PLANNED + ".*--offload 20" + TIME.format("4090"), "last",
+        ("| 24 GB (4090) | ... | # GiB | #-# s | #-# h |", PLANNED + ".*--offload 20" + time("4090"), "last",
          "5 %"),
-        ("# s a step, and `nf4` # s", SECONDS.format("4090") + r"[\s\S]*?nf4 --offload 0" + SECONDS.format("4090"),
+        ("# s a step, and `nf4` # s", seconds("4090") + r"[\s\S]*?nf4 --offload 0" + seconds("4090"),
          "last", "5 %"),
-        ("| 32 GB (5090) | ... | # GiB | #-# s | #-# h |", INT8 + TIME.format("5090"), "last", "5 %"),
-        ("| 80 GB (A100) | none | # GiB | #-# s | #-# h |", LEAST + TIME.format("A100"), "last", "5 %"),
-        ("| 80 GB (H100) | none | # GiB | #-# s | #-# h |", LEAST + TIME.format("H100"), "last", "5 %")]),
+        ("| 32 GB (5090) | ... | # GiB | #-# s | #-# h |", INT8 + time("5090"), "last", "5 %"),
+        ("| 80 GB (A100) | none | # GiB | #-# s | #-# h |", LEAST + time("A100"), "last", "5 %"),
+        ("| 80 GB (H100) | none | # GiB | #-# s | #-# h |", LEAST + time("H100"), "last", "5 %")]),
     "two": (f"{REAL} python {PLAN} --quantize nf4 --max_tokens 17000", [
         ("two such samples in one pass take #", NF4, "last", "3 %")]),
     "fsdp": (REAL + "torchrun --nproc_per_node=8 " + PLAN + "--fsdp", [
