@@ -13,7 +13,6 @@ $ python tools/page.py out/RUN --watch          # while it trains: keeps the pag
 $ python tools/page.py out/RUN out/OTHER --out both.html
 """
 import contextlib
-import difflib
 import json
 import math
 import os
@@ -31,7 +30,7 @@ import numpy as np
 
 import common
 from common import InputError, Parser, natural, tell
-from extras import best, indexes
+from extras import best, hints, indexes
 from tools.page_common import (PAGE, card, detail, fold, link, node, save_page, section, size_of, table, thumbnail,
                                tile)
 
@@ -600,10 +599,9 @@ def refuse_no_run(folder, watch):
     for run in runs:
         with contextlib.suppress(InputError): # another program may have a log.jsonl, too
             tell(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
-    near = [str(log.parent) for log in folder.parent.glob("*/log.jsonl")]
-    meant = runs[-1:] or difflib.get_close_matches(str(folder), near, 1)
+    meant = runs[-1] if runs else hints.near_run(folder)
     what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
-    raise InputError(f"{folder}: {what}; give {common.command(meant) or 'a run folder of train.py'}")
+    raise InputError(f"{folder}: {what}; give {common.command([meant]) if meant else 'a run folder of train.py'}")
 
 def main():
     parser = Parser(__doc__)
