@@ -14,7 +14,7 @@ import common
 
 # what others call a value of ours, and what a person should know of the one that comes nearest
 CHOICES = dict(
-    bf16="bfloat16", fp16="float16", fp32="float32", no="float32", true="int8", bnb="nf4", int4="nf4", fp4="nf4",
+    bf16="bfloat16", fp16="float16", fp32="float32", no="float32", true="fp8", bnb="nf4", int4="nf4", fp4="nf4",
     qint8="int8", qfloat8="fp8", float8="fp8", shift="qwen_shift", flux_shift="qwen_shift", sigmoid="logit_normal",
     lognorm="logit_normal", cosine_with_restarts="cosine", constant_with_warmup="constant", kohya="comfyui",
     merged="model")

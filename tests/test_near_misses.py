@@ -120,7 +120,7 @@ MISSES = [
     ("predict.py --target_pixels 160000001", "160000001 is too large; give 1024x1024"),
     ("predict.py --target_pixels 1k", "'1k' is no area; give 1024x1024, 1048576 or native"),
     (PAIRS + "--dtype bf16", "give bfloat16"), (PAIRS + "--quantize int4", "give nf4"),
-    (PAIRS + "--quantize true", "give int8"),
+    (PAIRS + "--quantize true", "give fp8"),
     (PAIRS + "--timestep_sampling shift", "give qwen_shift, which follows the picture's size"),
     (PAIRS + "--timestep_sampling sigmoid", "give logit_normal"),
     (PAIRS + "--lr_scheduler cosine_with_restarts", "give cosine, which falls once"),
