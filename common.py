@@ -265,7 +265,9 @@ def from_hub(name, fetch):
     try:
         return Path(fetch())
     except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-        raise InputError(f"{name}: not here, and the hub does not give it; {surroundings.offline()}check the name and "
+        from extras import hints
+        remedy = surroundings.offline() + hints.near_id(name)
+        raise InputError(f"{name}: not here, and the hub does not give it; {remedy}check the name and "
                          f"the network, or log in: hf auth login ({type(e).__name__}: {first_words(e)})")
 
 def is_tiny(model):
@@ -986,7 +988,7 @@ def open_image(path, content=None):
     which the file's bytes, read once, must have."""
     from extras import photos, strays
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
-        raise InputError(f"{path}: {strays.why_gone(path) or strays.no_picture(Path(path))}")
+        raise InputError(f"{path}: {strays.why_gone(path) or 'no file of that name; add it'}")
     source = path if content is None else None # what cannot be read is not opened without its hash, either
     try:
         if content is not None:

@@ -4,6 +4,7 @@ a wrong name is answered at once; and what a result says of itself.
 """
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ def read_samples(args):
     folder = args.image[0]
     if args.image[1:] and any(map(Path.is_dir, args.image)):
         raise InputError("--image: a folder stands alone; give one folder, or files")
+    for path in args.image:
+        if not os.path.lexists(path):
+            raise InputError(f"{path}: {strays.why_gone(path) or strays.no_picture(path)}")
     if not folder.is_dir():
         return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
     if args.out_dir.resolve().is_relative_to(folder.resolve()):

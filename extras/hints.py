@@ -144,6 +144,8 @@ def refuse_slips(parser):
             if flag == "--transformer" and re.fullmatch(r"cuda(:\d+)?|cpu|mps", value):
                 meant = "--transformer_device" if "--transformer_device" in known else "--device"
                 parser.error(f"argument --transformer: {value} is a device; here {meant} {value}")
+            if flag == "--transformer" and common.is_one_file(value) and not os.path.exists(value) and nearest(value):
+                parser.error(f"argument --transformer: {value} is no file; {near_path(value)}")
             if flag in ("--model", "--transformer") and (meant := near_model(value)):
                 parser.error(f"argument {flag}: {value} is no folder; give {meant}")
             if flag == "--model" and (Path(value) / "log.jsonl").is_file():
@@ -162,6 +164,13 @@ def near_model(name):
     parts = [known for known in short if len(model) > 3 and model.lower() in known] # qwen, 2509
     near = difflib.get_close_matches(model.lower(), short, 1, 0.8) or parts[-1:]
     return f"{short[near[0]]}{at}{revision}" if near else None
+
+
+def near_id(name):
+    """-> what a line adds about a hub's id, the last word of `name`, that is like one of MODELS."""
+    model = name.split()[-1]
+    near = difflib.get_close_matches(model, MODELS, 1, 0.9)
+    return f"give {near[0]}, " if near and near[0] != model else ""
 
 
 def near_run(name):

@@ -101,6 +101,7 @@ MISSES = [
     (PHOTO + "--transformer cuda:7", "here --transformer_device cuda:7"),
     ("train.py --transformer cpu", "--device cpu"),
     (PHOTO + "--device gpu", "only cuda and cpu"), (PAIRS + "--device 0", "only cuda and cpu"),
+    (PHOTO + "--transformer qwen_fp8.safetensors", "give qwen-fp8.safetensors"),
     # numbers, areas and choices in another form
     (PAIRS + "--lr 0,0001", "'0,0001' is no number; give 0.0001"), (PAIRS + "--lr 1e\u22124", "give 1e-4"),
     (PAIRS + "--lr 1*10^-4", "give 0.0001"), (PAIRS + "--lr fast", "'fast' is no number; give one, such as 0."),
@@ -205,7 +206,7 @@ def first_hour(tmp_path_factory):
     for place in (home / RUN, home / RUN / "checkpoint-000200"):
         place.mkdir(parents=True)
         lora_file(place, lora_tensors())
-    for name in (f"{RUN}/log.jsonl", "config.yaml", "jobs.jsonl"):
+    for name in (f"{RUN}/log.jsonl", "config.yaml", "jobs.jsonl", "qwen-fp8.safetensors"):
         (home / name).write_text("{}\n", "utf-8")
     (home / "cache").mkdir()
     return home
@@ -285,6 +286,20 @@ def test_import_data_needs_no_source_beside_control(tmp_path):
         assert "there is no SOURCE" in line and "import_data.py out --target src --control a b" in line
     line = answer("tools/import_data.py", "src", "out", "--target", "t", "--control", "a", status=2)
     assert "src: " in line and "--target" in line and "put a text in quotes" not in line
+
+def test_a_published_models_nearest_name_is_in_the_line_about_the_hub():
+    def fetch():
+        raise OSError("no network")
+    with refused("Qwen/Qwen-Image-Edit-2512", "; give Qwen/Qwen-Image-Edit-2511, check the name and the network"):
+        common.from_hub("--model Qwen/Qwen-Image-Edit-2512", fetch)
+    with refused("; check the name and the network"):
+        common.from_hub("--model Qwen/Qwen-Image-Edit-2511", fetch)
+
+def test_no_reason_is_cut_within_a_word():
+    """A line of CUDA's may be long; what it says next is about other things."""
+    error = RuntimeError("Found no NVIDIA driver on your system. " * 20 + "\nCUDA kernel errors")
+    for line in (common.first_line(error), common.first_words(error)):
+        assert set(line.split()) <= {*str(error).split(), "[...]"} and "kernel" not in line and 200 < len(line) <= 300
 
 # ---- warnings of sizes -----------------------------------------------------------------------------------------------
 
