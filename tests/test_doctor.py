@@ -292,15 +292,16 @@ def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     add_item(tmp_path / "photos_val", "v", [(300, 200)] * 2)
     result, _ = diagnose(data, tmp_path / "photos_val", out=tmp_path / "out")
     sizes = "--target_pixels 256x256 --control_pixels 256x256"
-    want = f"python train.py --model Qwen/Qwen-Image-Edit-2509 --data {data} --val_data {tmp_path / 'photos_val'} {sizes}"
+    start = "python train.py --model Qwen/Qwen-Image-Edit-2509 --data"
+    want = f"{start} {data} --val_data {tmp_path / 'photos_val'} {sizes}"
     assert result.out.splitlines()[-1] == f"next: {want}" and want in (tmp_path / "out/index.html").read_text("utf-8")
     enlarged, = [line for line in result.out.splitlines() if line.startswith("enlarged")]
     assert enlarged.endswith(f"; {sizes} enlarges none")
     (data / "target/b.txt").write_text(" ", "utf-8")
     result, _ = diagnose(data, *sizes.split(), "--mask", "auto", "--align", tmp_path / "aligned", out=tmp_path / "out",
                          status=1)
-    assert result.out.splitlines()[-1] == (f"next: correct the errors, then python train.py --model Qwen/Qwen-Image-Edit-"
-                                           f"2509 --data {tmp_path / 'aligned'} --mask auto {sizes}")
+    want = f"next: correct the errors, then {start} {tmp_path / 'aligned'} --mask auto {sizes}"
+    assert result.out.splitlines()[-1] == want
 
 def test_pairs_are_examined_side_by_side(tmp_path, data, monkeypatch):
     """Each waits for another one to begin."""

@@ -17,9 +17,9 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
     other target    the same control and prompt with another target
 
 The edit itself raises no alarm, but for a tone, which recolours. Errors make the exit status 1; findings do not: they
-are a reason to look. The last line is the command that comes next. Writes to OUT report.json (a line for each sample), index.html (a verdict, the pictures of each
-finding, and masks by hand, for a browser; click one to compare it with another at full size) and sheet_*.png (the same
-as contact sheets). It needs no model.
+are a reason to look. The last line is the command that comes next. Writes to OUT report.json (a line for each sample),
+index.html (a verdict, the pictures of each finding, and masks by hand, for a browser; click one to compare it with
+another at full size) and sheet_*.png (the same as contact sheets). It needs no model.
 
 --mask auto shows the masks that this flag of train.py would make. --align DIR writes a copy of the dataset in which
 moved targets are repaired: it warps the target onto its control, and crops both (and the mask) to the region that both
