@@ -53,7 +53,7 @@ WITH_VALUE = { # our flag with its value: what others give without one
     "--optimizer bitsandbytes.optim.AdamW8bit": "use_8bit_adam",
     "--offload all": "low_vram layer_offloading enable_model_cpu_offload"}
 INSTEAD = { # what does the same here: other trainers' flags that none of ours stands for
-    "there are no config files, only flags; tools/import_data.py reads the datasets of yours":
+    "there are no config files, only flags; tools/import_data.py CONFIG OUT prints those that yours means":
         "config config_file dataset_config data_backend_config",
     "tools/import_data.py TABLE OUT reads it, --columns names its columns":
         "dataset_metadata_path data_file_keys extra_inputs",
@@ -318,8 +318,8 @@ def explain_bare(parser, bare):
         other = f"; or give --no-{before[2:]}" if f"--no-{before[2:]}" in known else ""
         return f"{before} {word}: this flag takes no value; leave {word} out{other}"
     if Path(word).suffix.lower() in (".yaml", ".yml", ".toml"):
-        return (f"{word}: belongs to no flag, as there are no config files; of another trainer's, "
-                f"{common.command(['python', 'tools/import_data.py', word, 'OUT'])} makes a dataset")
+        line = common.command(["python", "tools/import_data.py", word, "OUT"])
+        return f"{word}: belongs to no flag, as there are no config files; {line} prints the flags that another's means"
     line = slips.meant_line(parser, bare)
     places = slips.groups(sys.argv[1:])[0][1]
     if {"--target", "--control"} <= known.keys() and len(places) == 3: # tools/import_data.py BEFORE AFTER OUT

@@ -183,7 +183,7 @@ MISSES = [
     (PAIRS + "--random_flip", "mirror.py"), (PAIRS + "--num_gpus 2", "torchrun --nproc_per_node=N"),
     (PAIRS + "--noise_offset 0.1", "leave it out"), (PAIRS + "--betas 0.9 0.99", "--optimizer_args betas"),
     ("train.py --dataset_base_path photos", "here --data photos"), ("train.py --config c.yaml", "no config files"),
-    ("train.py --dataset_config c.toml", "tools/import_data.py reads"),
+    ("train.py --dataset_config c.toml", "tools/import_data.py CONFIG OUT"),
     (PAIRS + "--save_lora x", "OUT_DIR/pytorch_lora"),
     (PAIRS + "--load_lora x", "here --pretrained_lora x"), (PAIRS + "--diff_output_preservation", "here --preserve"),
     (PAIRS + "--quantize_te x --qtype x", "here --quantize_text_encoder; --qtype: unknown; here --quantize"),

@@ -595,9 +595,9 @@ def main():
         print_findings(title, numbers, findings, verdict, judged_at(args), " ".join(sizes))
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
-        step = f"{'correct the errors, then ' if problems else ''}{next_training(sizes, args)}"
+        step = next_training(sizes, args)
         write_page(out, title, verdict, samples, numbers, findings, problems, aligned, f"Next: {step}", args)
-        tell(f"next: {step}")
+        tell("when the errors are corrected, next:" if problems else "next:", f"  {step}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":
