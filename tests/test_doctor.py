@@ -294,7 +294,8 @@ def test_the_last_line_is_the_training_that_comes_next(tmp_path):
     sizes = "--target_pixels 256x256 --control_pixels 256x256"
     start = "python train.py --model Qwen/Qwen-Image-Edit-2509 --data"
     want = f"{start} {data} --val_data {tmp_path / 'photos_val'} {sizes}"
-    assert result.out.splitlines()[-2:] == ["next:", f"  {want}"] and want in (tmp_path / "out/index.html").read_text("utf-8")
+    assert result.out.splitlines()[-2:] == ["next:", f"  {want}"]
+    assert want in (tmp_path / "out/index.html").read_text("utf-8")
     enlarged, = [line for line in result.out.splitlines() if line.startswith("enlarged")]
     assert enlarged.endswith(f"; {sizes} enlarges none")
     (data / "target/b.txt").write_text(" ", "utf-8")
