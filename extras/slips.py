@@ -143,8 +143,10 @@ def bare_words(parser):
     left = parser.parse_known_args()[1]
     found = []
     for flag, words in groups(sys.argv[1:]):
-        for word in filter(left.__contains__, words):
-            found.append((flag, word))
+        for word in words:
+            if word in left:
+                left.remove(word)
+                found.append((flag, word))
     return found
 
 
