@@ -5,6 +5,7 @@ $ python -m pytest -q tests/test_near_misses.py    # 10 seconds
 """
 import json
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -219,6 +220,25 @@ def test_a_near_miss_is_one_line_that_says_what_to_type(first_hour, typed, helps
     assert result.status and len(result.err.splitlines()) == 1 and is_one_line(result.errors[0], helps), result.err
     assert sorted(path for path in first_hour.rglob("*") if "cache" not in path.parts) == [
         path for path in before if "cache" not in path.parts]
+
+# flags of the script, and at the end a value that it never takes
+ODD = {
+    "train.py": "--data --lr --resume --target_pixels --quantize --lora_args --repeats --offload --optimizer --seed zz",
+    "predict.py": "--image --prompt --out --out_dir --lora --scales --jobs --sigmas --transformer --height zz",
+    "tools/doctor.py": "--out --mask --align --target_pixels zz", "tools/convert_lora.py": "--to --scale --rank zz"}
+WORDS = ["", "x", "photo.jpg", "photos", RUN, "-1", "0,5", "512", "--", "-", "=", "a=b", "a b", "\u201cq\u201d", "\\", "*",
+         "~", "'", "1,000", "%", "10^", "\udcff", "--rank", "--output", "--resolution", "--run", "--nope", "-i", "--=",
+         "--x=1", "--lora", "--dataset", "--fp8_base", "--data=photos", "--n"]
+
+@pytest.mark.parametrize("script", ODD)
+def test_no_order_of_odd_words_ends_in_a_traceback(first_hour, script):
+    """One line for each, whatever is misspelt at the same time."""
+    rng, (*flags, value) = random.Random(1), ODD[script].split()
+    for _ in range(60):
+        words = rng.choices([*flags, *WORDS], k=rng.randint(0, 8))
+        result = run_script(script, *words, flags[-1], value, folder=first_hour)
+        assert result.status in (1, 2) and len(result.err.splitlines()) == 1, (words, result.err)
+        assert is_one_line(result.errors[0]), (words, result.err)
 
 def test_every_script_of_a_first_hour_has_its_near_misses():
     """48 at least, by the measurement that asked for them."""
