@@ -180,9 +180,10 @@ def meant_line(parser, bare):
             texts.append(word)
         else:
             put(words, flag, word)
-    if texts and "--image" not in known: # of a script that edits nothing
-        return None
-    if texts and "--prompt" in words and ("--prompt", texts[0]) in bare: # without quotes it took the first word alone
+    before = "--prompt" in words
+    if texts and ("--image" not in known or before and ("--prompt", texts[0]) not in bare):
+        return None # of a script that edits nothing, or that has its instruction
+    if texts and before: # without quotes it took the first word alone
         at = words.index("--prompt")
         texts.insert(0, words.pop(at + 1))
         words.pop(at)

@@ -44,6 +44,7 @@ MISSES = [
     ("train.py config.yaml", "python tools/import_data.py config.yaml OUT"), ("train.py config.toml", "import_data.py"),
     ("cache.py photos", "cache.py --data photos"), ("tools/gpu_check.py speed", "gpu_check.py --stages speed"),
     ("tools/import_data.py before after pairs", "import_data.py pairs --target after --control before"),
+    (PHOTO + "--seed=1 1", "1: belongs to no flag; leave it out"),
     ("train.py --seed 1 '' ' '", "'': belongs to no flag; leave it out"),
     # a flag without its value, or a value without need
     ("predict.py --image photo.jpg", "no instruction; give --prompt"), ("predict.py --prompt x", "give --image"),
@@ -226,8 +227,8 @@ ODD = {
     "train.py": "--data --lr --resume --target_pixels --quantize --lora_args --repeats --offload --optimizer --seed zz",
     "predict.py": "--image --prompt --out --out_dir --lora --scales --jobs --sigmas --transformer --height zz",
     "tools/doctor.py": "--out --mask --align --target_pixels zz", "tools/convert_lora.py": "--to --scale --rank zz"}
-WORDS = ["", "x", "photo.jpg", "photos", RUN, "-1", "0,5", "512", "--", "-", "=", "a=b", "a b", "\u201cq\u201d", "\\", "*",
-         "~", "'", "1,000", "%", "10^", "\udcff", "--rank", "--output", "--resolution", "--run", "--nope", "-i", "--=",
+WORDS = ["", "x", "photo.jpg", "photos", RUN, "-1", "0,5", "512", "--", "-", "=", "a=b", "a b", "\u201cq\u201d", "\\",
+         "*", "~", "'", "1,000", "%", "10^", "\udcff", "--rank", "--output", "--resolution", "--run", "--nope", "-i", "--=",
          "--x=1", "--lora", "--dataset", "--fp8_base", "--data=photos", "--n"]
 
 @pytest.mark.parametrize("script", ODD)
