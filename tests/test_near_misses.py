@@ -228,8 +228,8 @@ ODD = {
     "predict.py": "--image --prompt --out --out_dir --lora --scales --jobs --sigmas --transformer --height zz",
     "tools/doctor.py": "--out --mask --align --target_pixels zz", "tools/convert_lora.py": "--to --scale --rank zz"}
 WORDS = ["", "x", "photo.jpg", "photos", RUN, "-1", "0,5", "512", "--", "-", "=", "a=b", "a b", "\u201cq\u201d", "\\",
-         "*", "~", "'", "1,000", "%", "10^", "\udcff", "--rank", "--output", "--resolution", "--run", "--nope", "-i", "--=",
-         "--x=1", "--lora", "--dataset", "--fp8_base", "--data=photos", "--n"]
+         "*", "~", "'", "1,000", "%", "10^", "\udcff", "--rank", "--output", "--resolution", "--run", "--nope", "-i",
+         "--=", "--x=1", "--lora", "--dataset", "--fp8_base", "--data=photos", "--n"]
 
 @pytest.mark.parametrize("script", ODD)
 def test_no_order_of_odd_words_ends_in_a_traceback(first_hour, script):
