@@ -143,7 +143,7 @@ def first_words(e):
 
 def first_line(e):
     """Of what an exception says the first line alone: CUDA's go on for several, about other things."""
-    return (str(e).strip() or type(e).__name__).splitlines()[0][:90]
+    return first_words((str(e).strip() or type(e).__name__).splitlines()[0])
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ def key_value(text):
     """For argparse's type=: 'use_rslora=true' -> ('use_rslora', True); the value is JSON, or else a string."""
     key, _, value = text.partition("=")
     if not key.isidentifier() or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; give all three, as in use_rslora=true")
     value = {"True": "true", "False": "false", "None": "null"}.get(value, value) # as Python writes them
     try:
         return key, json.loads(value)
@@ -237,12 +237,8 @@ class Parser(argparse.ArgumentParser): # a class because argparse calls its meth
         return flag
 
     def error(self, message):
-        line = message.removeprefix("argument ")
         from extras import hints
-        line = hints.explain(line, self._option_string_actions)
-        if ";" not in line: # argparse's own, which names no remedy
-            line += f"; see {self.prog} -h"
-        flag_error(line)
+        flag_error(hints.explain(message.removeprefix("argument "), self))
 
     def given(self):
         """The words of the command line, with --flag of --flag=value."""
@@ -269,7 +265,9 @@ def from_hub(name, fetch):
     try:
         return Path(fetch())
     except Exception as e: # a dozen kinds: no such name, no network, no login, ...
-        raise InputError(f"{name}: not here, and the hub does not give it; {surroundings.offline()}check the name and "
+        from extras import hints
+        remedy = surroundings.offline() + hints.near_id(name)
+        raise InputError(f"{name}: not here, and the hub does not give it; {remedy}check the name and "
                          f"the network, or log in: hf auth login ({type(e).__name__}: {first_words(e)})")
 
 def is_tiny(model):
@@ -369,6 +367,7 @@ def parse_args(parser, script):
     args = parser.parse_args()
     defaults.apply(parser, args.model, script)
     args = parser.parse_args()
+    surroundings.refuse_devices(args)
     for flag in ("quantize", "quantize_text_encoder", "tracker"):
         value = getattr(args, flag, None)
         if value in PACKAGES and not find_spec(PACKAGES[value]):
@@ -417,10 +416,8 @@ def progress(what, items=None, **options):
     return tqdm(items, desc=what, disable=quiet(), leave=False, **options)
 
 def check_device(flag, device):
-    """flag_error if torch cannot compute on this device, or if nobody has compared its numbers there."""
+    """flag_error if torch cannot compute on this device."""
     import torch
-    if device.partition(":")[0] not in ("cuda", "cpu"): # (mps is silently wrong: pytorch issues 189690, 195910)
-        flag_error(f"--{flag}: {device!r}: only cuda and cpu have been compared with stock; give one of these")
     try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError) as e:
@@ -721,9 +718,8 @@ def find_lora(path):
     if not file.is_file():
         if (folder / "optimizer.safetensors").exists(): # extras/resume.py writes it before the LoRA
             raise InputError(f"{path}: no LoRA, but a half-written checkpoint; give another one, or its run")
-        found = min(folder.glob("*.safetensors"), default=f"a .safetensors file, a folder with {LORA_FILE} or "
-                    "checkpoints, or user/repo of the hub")
-        raise InputError(f"{file}: no LoRA; give {found}")
+        from extras import hints
+        raise InputError(hints.no_lora(folder, file))
     if folder.is_dir() and not is_inside(file, folder): # a stranger's, to what is yours
         raise InputError(f"{file}: a link that leads out of {path}; give the file itself")
     return file
@@ -876,7 +872,7 @@ def read_text(path, most=2**20):
     most: bytes; the default is for a caption or a configuration. InputError names the file."""
     from extras import strays
     if not path.exists():
-        raise InputError(f"{path}: does not exist; check the name")
+        raise InputError(f"{path}: does not exist; {strays.near_path(path)}")
     with contextlib.suppress(OSError, ValueError):
         if path.stat().st_size > most:
             raise InputError(f"{path}: over {most:,} bytes, which is no text of this kind; shorten it")
@@ -992,9 +988,7 @@ def open_image(path, content=None):
     which the file's bytes, read once, must have."""
     from extras import photos, strays
     if not os.path.isfile(path): # a FIFO or socket would hang, a folder or dangling link cannot be read
-        remedy = "download it first" if re.match("https?:", str(path)) else "add it"
-        why = strays.why_gone(path)
-        raise InputError(f"{path}: {why or 'no file of that name; ' + remedy}")
+        raise InputError(f"{path}: {strays.why_gone(path) or 'no file of that name; add it'}")
     source = path if content is None else None # what cannot be read is not opened without its hash, either
     try:
         if content is not None:

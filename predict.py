@@ -85,11 +85,14 @@ def read_flags():
     given = set(parser.given())
     # without --model: tiny, with its newest LoRA, and without --image its validation pictures
     runs = sorted(Path("out").glob(f"tiny-*/{LORA_FILE}"), key=lambda path: path.stat().st_mtime)
-    if given and runs and not given & {"--model", "--lora"}:
-        sys.argv += ["--lora", str(runs[-1])] # each PNG tells this command
     args = common.parse_args(parser, "predict.py")
     if common.is_tiny(args.model) and not given & {"--image", "--jobs"}:
         args.jobs = common.TINY_DATA.with_name("val")
+    if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
+        parser.error("argument --image: give --image with --prompt, or --jobs")
+    if given and runs and not given & {"--model", "--lora"}:
+        args.lora = [str(runs[-1])]
+        sys.argv += ["--lora", *args.lora] # each PNG tells this command
 
     # LoRAs, each with its strength
     args.lora = [str(find_lora(path)) for path in args.lora if path]
@@ -102,8 +105,6 @@ def read_flags():
     # what is generated, and where it goes: either one file --out, or files in --out_dir
     if {"--sigmas", "--num_inference_steps"} <= given:
         parser.error("argument --sigmas: has a value for each step; leave out --num_inference_steps")
-    if bool(args.image) == bool(args.jobs) or bool(args.image) != (args.prompt is not None):
-        parser.error("argument --image: give --image with --prompt, or --jobs")
     if args.out:
         if args.jobs or args.image[0].is_dir() or "--out_dir" in given:
             parser.error("argument --out: is for one result; leave it out, or give --image FILES without --out_dir")

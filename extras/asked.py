@@ -4,6 +4,7 @@ a wrong name is answered at once; and what a result says of itself.
 """
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,11 @@ def read_samples(args):
     if args.image[1:] and any(map(Path.is_dir, args.image)):
         raise InputError("--image: a folder stands alone; give one folder, or files")
     if not folder.is_dir():
-        return [make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])], []
+        sample = make_sample("--prompt", folder, folder.stem, None, args.image, [args.prompt])
+        for path in args.image:
+            if not os.path.lexists(path):
+                raise InputError(f"{path}: {strays.why_gone(path) or strays.no_picture(path)}")
+        return [sample], []
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt

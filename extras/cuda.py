@@ -3,8 +3,6 @@
 """
 import contextlib
 import os
-import re
-import sys
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common import InputError, first_line, flag_error, world
+from extras import surroundings
 
 
 def check(flag, device, dtype):
@@ -32,15 +31,10 @@ CUDA_BUILD = 'pip install -U "torch<2.15" --index-url https://download.pytorch.o
 
 
 def refuse_cpu(args):
-    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used."""
-    weights = [file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")]
-    small = args.model == "tiny" or (Path(args.model).exists() and sum(weights) < 4e9)
-    small |= not Path(args.model).exists() and not re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) # a slip of the pen
-    if small or args.device or getattr(args, "plan", False) or torch.cuda.is_available():
+    """InputError if a large model would go to the CPU, in float32, only because no GPU can be used. (A machine without
+    one is refused before torch is imported: surroundings.refuse_devices.)"""
+    if not surroundings.wants_card(args) or torch.cuda.is_available():
         return
-    if sys.platform == "darwin":
-        raise InputError("--device: the real model needs CUDA, which no Mac has; take a machine with such a card, or "
-                         "give --device cpu, which takes hours a step")
     if not (torch.version.cuda or torch.version.hip): # what PyPI has for Windows
         raise InputError(f"--device: torch {torch.__version__} is built without CUDA; {CUDA_BUILD}, or give --device "
                          "cpu")

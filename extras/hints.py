@@ -15,7 +15,8 @@ from pydoc import locate
 
 import common
 from common import InputError
-from extras import best, optimizers, strays
+from extras import best, optimizers, slips, strays
+from extras.strays import near_path, nearest
 
 # bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -23,93 +24,109 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
     lr="learning_rate", lora_rank="r rank network_dim linear", lora_alpha="alpha linear_alpha network_alpha",
     lora_dropout="dropout network_dropout",
-    max_steps="steps max_train_steps", offload="blocks_to_swap layer_offloading enable_model_cpu_offload "
+    max_steps="steps max_train_steps num_steps", offload="blocks_to_swap layer_offloading enable_model_cpu_offload "
     "musubi_blocks_to_swap low_vram",
     num_inference_steps="steps infer_steps sample_steps", true_cfg_scale="cfg cfg_scale guidance_scale",
-    target_pixels="resolution image_size max_pixels multi_resolutions", vae_device="vae_encoder_device",
-    lora="adapter lora_path load_lora lora_weight", negative_prompt="neg",
-    image="control_image_path prompt_image input input_image image_path ctrl_img_1",
-    pretrained_lora="network_weights init_lora lora_path lora_checkpoint load_lora pretrained_weight",
-    batch_size="gradient_accumulation_steps gradient_accumulation train_batch_size",
-    lora_scale="lora_multiplier network_multiplier",
-    data="dataset_config dataset_path train_data_dir dataset_base_path folder_path image_dir reg_data",
-    model="pretrained_model_name_or_path name_or_path", transformer="dit", out="output output_path save_path",
+    target_pixels="resolution image_size max_pixels multi_resolutions size target target_size",
+    vae_device="vae_encoder_device", out="output output_path save_path out_dir output_dir o",
+    out_dir="output_dir output output_path save_path out save_dir output_name training_folder name run_name",
+    cache_dir="output output_dir out out_dir", lora_scale="lora_multiplier network_multiplier lora_weight strength "
+    "lora_strength", lora="adapter lora_path load_lora lora_weight", negative_prompt="neg", prompt="p",
+    image="control_image_path prompt_image input input_image image_path ctrl_img_1 i",
+    pretrained_lora="network_weights init_lora lora lora_path lora_checkpoint load_lora pretrained_weight",
+    batch_size="gradient_accumulation_steps gradient_accumulation train_batch_size batch bs",
+    data="dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d",
+    model="pretrained_model_name_or_path name_or_path m", transformer="dit",
     save_every="checkpointing_steps save_every_n_steps", keep="checkpoints_total_limit max_step_saves_to_keep",
     preserve="diff_output_preservation",
-    dtype="mixed_precision", tracker="report_to log_with", warmup_steps="lr_warmup_steps",
+    dtype="mixed_precision precision", tracker="report_to log_with", warmup_steps="lr_warmup_steps",
     quantize="fp8_base fp8_scaled quant_options base_model_precision qtype",
-    quantize_text_encoder="quantize_te qtype_te fp8_vl", out_dir="save_dir output_name training_folder",
-    jobs="from_file", resume="resume_from_checkpoint", repeats="dataset_repeat num_repeats",
-    val_data="validation_prompts sample_prompts", sample_every="validation_step_interval sample_every_n_steps",
+    quantize_text_encoder="quantize_te qtype_te fp8_vl",
+    jobs="from_file data", resume="resume_from_checkpoint", repeats="dataset_repeat num_repeats",
+    val_data="val validation_data val_dir", sample_every="validation_step_interval sample_every_n_steps",
     lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
     timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme",
-    shift="discrete_flow_shift flow_shift", ema="use_ema ema_decay")
-NO_CONFIG = "there are no config files, only flags; tools/import_data.py CONFIG OUT prints those that yours means"
-NOT_FLAGS = dict( # other trainers' flags, and what does the same here
-    config=NO_CONFIG, config_file=NO_CONFIG,
-    enable_bucket="no buckets are needed: any sizes share a batch", bucket_no_upscale="give --no-upscale",
-    loss_norm="each sample's loss is the mean over its own tokens; flow_loss in train.py is the place for another",
-    betas="--optimizer_args betas=[0.9,0.99]", init_lora_weights="--lora_args init_lora_weights=...",
-    vae="it is --model's, in vae/; --vae_device says where it runs",
-    text_encoder="it is --model's, in text_encoder/; --text_encoder_device says where it runs",
-    trigger_word="write it into the captions",
-    **dict.fromkeys("edit_plus model_version network_module arch".split(),
-                    "not needed: --model's files say what it is"),
-    **dict.fromkeys("sdpa xformers split_attn flash_attn".split(),
-                    "not needed: attention takes the fastest kernel here"),
-    **dict.fromkeys("cache_latents cache_latents_to_disk cache_text_embeddings".split(), "not needed: always done"),
-    save_state="not needed: a checkpoint always holds it", flip_x="README's mirror.py makes a mirrored dataset",
-    logging="--out_dir says where the log is, --tracker where else",
-    save_lora="a run's LoRA is OUT_DIR/pytorch_lora_weights.safetensors, and --save_every writes checkpoints",
-    **dict.fromkeys("merge_lora base_lora base_weights assistant_lora_path preset_lora_path".split(),
-                    "python tools/convert_lora.py LORA --to model --model MODEL --out DIR, then --transformer DIR"))
+    shift="flow_shift", ema="use_ema ema_decay")
+WITH_VALUE = { # our flag with its value: what others give without one
+    "--quantize fp8": "fp8_base fp8_scaled", "--quantize_text_encoder fp8": "fp8_vl", "--ema 0.99": "use_ema",
+    "--dtype bfloat16": "bf16 full_bf16 fp16", "--tracker wandb": "wandb", "--plan": "dry_run", "--device cpu": "cpu",
+    "--optimizer bitsandbytes.optim.AdamW8bit": "use_8bit_adam",
+    "--offload all": "low_vram layer_offloading enable_model_cpu_offload"}
+INSTEAD = { # what does the same here: other trainers' flags that none of ours stands for
+    "there are no config files, only flags; tools/import_data.py CONFIG OUT prints those that yours means":
+        "config config_file dataset_config data_backend_config",
+    "tools/import_data.py TABLE OUT reads it, --columns names its columns":
+        "dataset_metadata_path data_file_keys extra_inputs",
+    "write it into the captions, NAME.txt beside each target": "trigger_word instance_prompt caption captions prompt",
+    "--data takes the folder of all pairs": "image", "here --control": "before", "here --target": "after",
+    "validations draw the pairs of --val_data, with their captions, from step 0 on":
+        "validation_prompt validation_prompts sample_prompts sample_at_first",
+    "--align DIR writes a repaired copy": "fix repair",
+    "no buckets are needed: any sizes share a batch": "enable_bucket", "give --no-upscale": "bucket_no_upscale",
+    "pictures stay as they are; changes/mirror.diff mirrors pairs": "flip_x random_flip center_crop",
+    "each sample's loss is the mean over its own tokens; flow_loss in train.py is the place for another": "loss_norm",
+    "it is for models that predict noise; leave it out": "noise_offset min_snr_gamma snr_gamma",
+    "--optimizer_args betas=[0.9,0.99]": "betas adam_beta1 adam_beta2",
+    "--lora_args init_lora_weights=...": "init_lora_weights",
+    "it is --model's, in vae/; --vae_device says where it runs": "vae",
+    "it is --model's, in text_encoder/; --text_encoder_device says where it runs": "text_encoder",
+    "not needed: --model's files say what it is":
+        "edit_plus model_version network_module arch model_type model_family lora_type model_id_with_origin_paths "
+        "lora_base_model remove_prefix_in_ckpt",
+    "not needed: attention takes the fastest kernel here":
+        "sdpa xformers split_attn flash_attn enable_xformers_memory_efficient_attention",
+    "not needed: always done": "cache_latents cache_latents_to_disk cache_text_embeddings",
+    "not needed here; leave it out":
+        "workers num_workers dataloader_num_workers dataset_num_workers max_data_loader_n_workers "
+        "persistent_data_loader_workers find_unused_parameters allow_tf32 scale_lr vae_dtype",
+    "automatic here; leave it out": "use_gradient_checkpointing use_gradient_checkpointing_offload",
+    "--device cuda:1 takes another GPU, torchrun --nproc_per_node=N as many as you say":
+        "gpu gpus num_gpus num_processes gpu_ids",
+    "--seed 0 1 2 makes three": "num_images num_samples num_images_per_prompt n",
+    "it is the model's own; --shift and --sigmas change it": "sampler scheduler sample_solver",
+    "not needed: a checkpoint always holds it": "save_state",
+    "hf upload YOU/NAME OUT_DIR, when it is trained": "push_to_hub hub_model_id",
+    "--out_dir says where the log is, --tracker where else": "logging logging_dir",
+    "a run's LoRA is OUT_DIR/pytorch_lora_weights.safetensors, and --save_every writes checkpoints": "save_lora",
+    "python tools/convert_lora.py LORA --to model --model MODEL --out DIR, then --transformer DIR":
+        "merge_lora base_lora base_weights assistant_lora_path preset_lora_path"}
 OPTIMIZERS = dict(adamw="torch.optim.AdamW", adam="torch.optim.Adam", adamw8bit="bitsandbytes.optim.AdamW8bit",
                   prodigy="prodigyopt.Prodigy", adafactor="torch.optim.Adafactor",
                   lion8bit="bitsandbytes.optim.Lion8bit")
-VALUES = [ # argparse's message, and what it means
-    ("--gradient_checkpointing: invalid int value", "0 is off; leave it out, and what does not fit is recomputed"),
-    ("--offload: invalid number_of_blocks value", "give a number of blocks, or all"),
-    ("--max_grad_norm: ", "inf turns it off")]
 MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Edit-2511".split()
 NAMED = "--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)" # flags whose value is a name
+PLAIN = "--optimizer", "--lora", "--pretrained_lora" # likewise, but an empty one means none
 FEW = 3 # so many lines that are alike are printed one by one
 
 
-def explain(message, known):
-    """argparse's "unrecognized arguments: --a 1 --b" -> what to say about each flag; "--c: invalid int value" with what
-    it takes; another message stays as it is. known: the script's own flags, {flag: argparse's action}."""
-    begin = "unrecognized arguments: "
-    m = re.match(r"--optimizer: found no '(\w+)'", message)
-    if m and m[1].lower() in OPTIMIZERS:
-        message = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}"
-    message = explain_area(message) or explain_missing(message) or message
-    for start, remedy in VALUES:
-        message += f"; {remedy}" if message.startswith(start) else ""
-    if not message.startswith(begin):
-        return message
-    words = message.removeprefix(begin).split()
-    flags = [word for word in words if word.startswith("--")] or words[:1] or ["''"] # a blank one, of --flag "$EMPTY"
-    return "; ".join(explain_word(word, known) for word in flags)
+def explain(message, parser):
+    """What argparse, or a script, says about its flags -> the same with what to do about it."""
+    known = parser._option_string_actions
+    if message.startswith("unrecognized arguments: "):
+        line = explain_flags(parser) or explain_bare(parser, slips.bare_words(parser))
+    elif message.startswith(needs := "the following arguments are required: "):
+        line = explain_flags(parser) or f"{message.removeprefix(needs)}: missing; {slips.how_to_call(parser)}"
+    else:
+        line = slips.explain_value(message, known) or explain_missing(message, parser) or message
+        m = re.match(r"--optimizer: found no '(\w+)'", message)
+        if m and m[1].lower() in OPTIMIZERS:
+            line = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}"
+        if message.startswith("--max_grad_norm: "):
+            line += "; inf turns it off"
+    # nobody's flag, or a message of argparse that names no remedy
+    return line if ";" in line and not line.endswith(": unknown") else f"{line}; leave it out, or see {parser.prog} -h"
 
 
-def explain_area(message):
-    """What is wrong with a number of pixels that common.pixels refuses."""
-    if m := re.match(r"(--\w+): '(\d+)([*x]\d+)?' is no area", message):
-        flag, first, other = m.groups()
-        area = math.prod(map(int, re.findall(r"\d+", f"{first}{other or ''}")))
-        if not other and 32 <= area <= 4096: # as other trainers give it
-            return f"{flag}: {first} is a side; give {first}x{first}"
-        fault = "small" if area < common.MAX_PIXELS else "large"
-        return f"{flag}: {first}{other or ''} is too {fault}; give 1024x1024"
-
-
-def explain_missing(message):
+def explain_missing(message, parser):
     """Which one of predict.py's flags is missing that belong together."""
     if message.startswith("--image: give --image with --prompt") and not is_given("--jobs"):
-        if not is_given("--prompt"):
-            return "--image: no instruction; give --prompt"
         if not is_given("--image"):
             return "--prompt: nothing to edit; give --image"
+        if not is_given("--prompt"):
+            values = dict(slips.groups(sys.argv[1:]))["--image"]
+            text = [("--image", word) for word in values if not (os.path.exists(word) or Path(word).suffix)]
+            remedy = f"put a text in quotes: {slips.meant_line(parser, text)}" if text else "give --prompt"
+            return f"--image: no instruction; {remedy}"
 
 
 def refuse_slips(parser):
@@ -118,26 +135,24 @@ def refuse_slips(parser):
         examples = [line for line in parser.description.splitlines() if line.startswith("$")]
         lines = ["usage: predict.py FLAGS; predict.py -h lists them. For instance:", *examples[:4], ""]
         parser.exit(2, "\n".join(lines))
-    for flag, value in values_given():
-        if not value and re.fullmatch(NAMED, flag):
-            parser.error(f"argument {flag}: empty; give a name, or leave it out") # it would mean this folder
-        if flag == "--transformer" and re.fullmatch(r"cuda(:\d+)?|cpu|mps", value):
-            known = parser._option_string_actions
-            meant = "--transformer_device" if "--transformer_device" in known else "--device"
-            parser.error(f"argument --transformer: {value} is a device; here {meant} {value}")
-        if flag in ("--model", "--transformer") and (meant := near_model(value)):
-            parser.error(f"argument {flag}: {value} is no folder; give {meant}")
-
-
-def values_given():
-    """Yields (flag, value) for each value of the command line, also of --flag=value."""
-    flag = ""
-    for word in sys.argv[1:]:
-        if word.startswith("--"):
-            flag, equals, word = word.partition("=")
-            if not equals:
-                continue
-        yield flag, word
+    slips.refuse_marks(parser)
+    known = parser._option_string_actions
+    for flag, values in slips.groups(sys.argv[1:]):
+        for value in values:
+            if not value and re.fullmatch(NAMED, flag):
+                parser.error(f"argument {flag}: empty; give a name, or leave it out") # it would mean this folder
+            if flag == "--transformer" and re.fullmatch(r"cuda(:\d+)?|cpu|mps", value):
+                meant = "--transformer_device" if "--transformer_device" in known else "--device"
+                parser.error(f"argument --transformer: {value} is a device; here {meant} {value}")
+            if flag == "--transformer" and common.is_one_file(value) and not os.path.exists(value) and nearest(value):
+                parser.error(f"argument --transformer: {value} is no file; {near_path(value)}")
+            if flag in ("--model", "--transformer") and (meant := near_model(value)):
+                parser.error(f"argument {flag}: {value} is no folder; give {meant}")
+            if flag == "--model" and (Path(value) / "log.jsonl").is_file():
+                lora = "--lora" if "--lora" in known else "--pretrained_lora"
+                parser.error(f"argument --model: {value} is a run; give it as {lora}, and its own --model")
+            if flag == "--out_dir" and value.endswith(".png") and not os.path.exists(value):
+                parser.error(f"argument --out_dir: {value} is a picture's name, and this a folder; give --out {value}")
 
 
 def near_model(name):
@@ -146,16 +161,43 @@ def near_model(name):
         return None
     model, at, revision = name.partition("@")
     short = {known.split("/")[-1].lower(): known for known in MODELS}
-    near = difflib.get_close_matches(model.lower(), short, 1, 0.8)
+    parts = [known for known in short if len(model) > 3 and model.lower() in known] # qwen, 2509
+    near = difflib.get_close_matches(model.lower(), short, 1, 0.8) or parts[-1:]
     return f"{short[near[0]]}{at}{revision}" if near else None
 
 
-def near_path(path):
-    """What to do about a path where nothing is: "give photos" for photo, if photos is there."""
-    path = Path(path)
-    names = [other.name for other in path.parent.glob("[!.]*") if other.suffix == path.suffix]
-    near = difflib.get_close_matches(path.name, names, 1)
-    return f"give {common.command([path.with_name(near[0])])}" if near else "check the name"
+def near_id(name):
+    """-> what a line adds about a hub's id, the last word of `name`, that is like one of MODELS."""
+    model = name.split()[-1]
+    near = difflib.get_close_matches(model, MODELS, 1, 0.9)
+    return f"give {near[0]}, " if near and near[0] != model else ""
+
+
+def near_run(name):
+    """-> the run that is meant by a name where none is, or None: in the same folder, or in out/."""
+    path = Path(name)
+    for log in (path, path.parent / "log.jsonl", path.parent.parent / "log.jsonl"): # a file in a run
+        if log.name == "log.jsonl" and log.is_file():
+            return log.parent
+    runs = {}
+    for folder in (Path("out"), path.parent):
+        runs |= {log.parent.name.lower(): log.parent for log in folder.glob("*/log.jsonl")}
+    near = difflib.get_close_matches(path.name.lower(), runs, 1, 0.7)
+    return runs[near[0]] if near else None
+
+
+def no_lora(path, file):
+    """Why there is no LoRA at `path`, where `file` was looked for, and what may be meant."""
+    runs = [log.parent for log in sorted(path.glob("*/log.jsonl"), key=os.path.getmtime)]
+    found = [*sorted(path.glob("*.safetensors"))[:1], *runs[-1:]]
+    if not found and not path.exists():
+        near = [place for place in (nearest(path), near_run(path)) if place]
+        for place in near:
+            if place.is_file() or (place / common.LORA_FILE).is_file() or common.checkpoints(place):
+                found.append(place)
+    give = common.command(found[:1]) or (f"a .safetensors file, a folder with {common.LORA_FILE} or checkpoints, or "
+                                         "user/repo of the hub")
+    return f"{file}: no LoRA; give {give}"
 
 
 def no_dataset(root):
@@ -256,23 +298,84 @@ def common_files(sample):
     return [encoding["file"] for encoding in sample.encodings] + (texts if sample.controls else [])
 
 
-def explain_word(word, known):
-    if not word.startswith("-"):
-        before = sys.argv[sys.argv.index(word) - 1] if word in sys.argv else ""
-        if before in known and getattr(known[before], "nargs", None) == 0: # of --use_cache true
-            other = f"; or give --no-{before[2:]}" if f"--no-{before[2:]}" in known else ""
-            return f"{before} {word}: this flag takes no value; leave {word} out{other}"
-        places = "--data takes datasets, --out_dir runs; " if "--data" in known else ""
-        return f"{word}: belongs to no flag; {places}put a text in quotes"
-    name = word.split("=")[0].strip("-").replace("-", "_")
+def explain_flags(parser):
+    """-> what to give in place of each flag that this script does not have; "" if it has all."""
+    remedies = {}
+    for flag, values in slips.groups(sys.argv[1:])[1:]:
+        if flag not in parser._option_string_actions:
+            remedies.setdefault(explain_word(flag, values, parser), []).append(flag)
+    lines = [f"{', '.join(flags)}: unknown" + (f"; {remedy}" if remedy else "") for remedy, flags in remedies.items()]
+    return "; ".join(sorted(lines, key=lambda line: line.endswith(": unknown")))
+
+
+def explain_bare(parser, bare):
+    """-> what to do about words [(the flag before it, word)] that no flag takes."""
+    known = parser._option_string_actions
+    before, word = bare[0]
+    if not word.strip():
+        return f"{word!r}: belongs to no flag; leave it out (at the end of a line nothing may follow its \\)"
+    if before in known and known[before].nargs == 0: # of --use_cache true
+        other = f"; or give --no-{before[2:]}" if f"--no-{before[2:]}" in known else ""
+        return f"{before} {word}: this flag takes no value; leave {word} out{other}"
+    if Path(word).suffix.lower() in (".yaml", ".yml", ".toml"):
+        line = common.command(["python", "tools/import_data.py", word, "OUT"])
+        return f"{word}: belongs to no flag, as there are no config files; {line} prints the flags that another's means"
+    line = slips.meant_line(parser, bare)
+    places = slips.groups(sys.argv[1:])[0][1]
+    if {"--target", "--control"} <= known.keys() and len(places) == 3: # tools/import_data.py BEFORE AFTER OUT
+        line = common.command(["python", sys.argv[0], places[2], "--target", places[1], "--control", places[0]])
+    remedy = f"you may mean: {line}" if line else "leave it out, or put a text in quotes"
+    return f"{word}: belongs to no flag; {remedy}"
+
+
+def explain_word(word, values, parser):
+    """-> what to give in place of a flag that this script does not have, or "". values: the words behind it."""
+    known = parser._option_string_actions
+    name = word.strip("-").replace("-", "_").lower()
     if "epoch" in name:
-        return f"{word}: unknown; count in steps: --max_steps, --save_every, --sample_every"
-    if name in NOT_FLAGS:
-        return f"{word}: unknown; {NOT_FLAGS[name]}"
-    meant = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split() and f"--{k}" in known]
-    if len(name) > 3: # a shorter one is like too many
-        meant += difflib.get_close_matches(f"--{name}", known, 1, 0.8)
-    return f"{word}: unknown" + (f"; here {meant[0]}" if meant else "")
+        return "count in steps: --max_steps, --save_every, --sample_every"
+    if f"--{name}" in known:
+        return f"here {with_values([f'--{name}'], values, known)}"
+    for remedy, names in INSTEAD.items():
+        if name in names.split():
+            return remedy
+    for remedy, names in WITH_VALUE.items():
+        if name in names.split() and remedy.split()[0] in known:
+            return f"here {remedy}"
+    ours = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split()]
+    meant = [flag for flag in ours if flag in known]
+    places = [action.dest for action in parser._actions if not action.option_strings]
+    if not meant and difflib.get_close_matches(name, places, 1, 0.65):
+        words = []
+        for flag, others in slips.groups(sys.argv[1:]):
+            words += [flag, *others] if flag in known else others
+        return f"give the value alone: {common.command(['python', sys.argv[0], *words])}"
+    if not meant and (script := owner([f"--{name}", *ours])):
+        return f"it is a flag of {script}, leave it out"
+    if not meant and len(name) > 3: # a shorter one is like too many
+        meant = difflib.get_close_matches(f"--{name}", known, 1, 0.8)
+    return f"here {with_values(meant, values, known)}" if meant else ""
+
+
+def with_values(flags, values, known):
+    """-> the first of our flags that takes these values, as they are or mended, with them; or the first one alone."""
+    values = [OPTIMIZERS.get(value.lower(), value) for value in values]
+    flags = sorted(flags, key=lambda flag: not all(slips.takes(known[flag], value) for value in values))
+    action = known[flags[0]]
+    texts = [slips.mended(action, value) for value in values]
+    # not of a text, nor of a batch, which is a step's, over all that others accumulate
+    plain = action.type or action.choices or re.fullmatch(NAMED, flags[0]) or flags[0] in PLAIN
+    if flags[0] == "--batch_size" or action.nargs == 0 or None in texts or not plain:
+        return flags[0]
+    return common.command([flags[0], *texts])
+
+
+def owner(flags):
+    """-> the one of our scripts that has one of these flags, or None."""
+    for name in ("train.py", "common.py", "predict.py"):
+        source = Path(common.__file__).with_name(name).read_text("utf-8")
+        if any(f'flag("{flag}"' in source for flag in flags):
+            return name.replace("common", "train") # which has all of its flags
 
 
 # ---- warnings: they yield lines, or raise InputError. The table at the end says which flags each gets ----------------

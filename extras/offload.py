@@ -16,7 +16,7 @@ import psutil # comes with accelerate
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
-from common import InputError
+from common import InputError, first_line
 from rope_patch import blocks_of
 
 
@@ -58,8 +58,7 @@ def place(transformer, device, offloaded_blocks, quantize_block):
             try:
                 host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
             except RuntimeError as e: # a system may allow less pinned memory than is free
-                first_line = str(e).partition("\n")[0][:90]
-                raise too_little(len(offloaded_blocks), need, f"which cannot be pinned ({first_line})")
+                raise too_little(len(offloaded_blocks), need, f"which cannot be pinned ({first_line(e)})")
             hosts.append(host)
             if len(buffers) < 2:
                 buffers.append(torch.empty_like(host, device=device))

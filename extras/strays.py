@@ -8,6 +8,7 @@ Only a name without any suffix is looked into. One that we do not know often say
 not whole yet, cat.jpg_original and cat.jpg~ are copies from before an edit. Taken, they would be trained, or edited,
 beside cat; so the line names them as the pictures that they are, and a person may rename them.
 """
+import difflib
 import functools
 import os
 import re
@@ -95,6 +96,41 @@ def why_gone(path):
     for (before, after), cloud in AWAY.items():
         if not os.path.exists(path) and os.path.exists(path.parent / f"{before}{path.name}{after}"):
             return f"is in {cloud}, and not on this disk; download it first"
+
+
+def nearest(path):
+    """-> the path that is there and is meant by one where nothing is, or None: in other letters, a picture with another
+    suffix, a like name."""
+    path, by_stem = Path(path), {}
+    names = [other.name for other in path.parent.glob("[!.]*")]
+    for name in names:
+        if Path(name).suffix.lower() == path.suffix.lower():
+            by_stem[Path(name).stem.lower()] = name
+    pictures = [name for name in names if common.KINDS.get(Path(name).suffix.lower()) == "picture"]
+    near = [name for name in names if name.lower() == path.name.lower()]
+    if common.KINDS.get(path.suffix.lower()) == "picture":
+        near += [name for name in pictures if Path(name).stem.lower() == path.stem.lower()]
+    near += [by_stem[stem] for stem in difflib.get_close_matches(path.stem.lower(), by_stem, 1, 0.7)]
+    near += difflib.get_close_matches(path.name, names, 1, 0.9)
+    return path.with_name(near[0]) if near else None
+
+
+def near_path(path):
+    """What to do about a path where nothing is: "give photos" for photo, if photos is there."""
+    meant = nearest(path)
+    return f"give {common.command([meant])}" if meant else "check the name"
+
+
+def no_picture(path):
+    """What to do where no picture is."""
+    if re.match("https?:", str(path)):
+        return "no file of that name; download it first"
+    if "*" in path.name:
+        return "no file of that name, as this shell leaves * to programs; give the folder"
+    if str(path).startswith("~") and path.expanduser().exists():
+        return f"no file of that name, as this shell leaves ~ to programs; give {path.expanduser()}"
+    meant = nearest(path if path.suffix else path.with_suffix(".png"))
+    return f"no file of that name; {f'give {common.command([meant])}' if meant else 'add it'}"
 
 
 def why_not(path):

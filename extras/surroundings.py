@@ -10,6 +10,8 @@ import platform
 import re
 import sys
 from datetime import timedelta
+from glob import glob
+from pathlib import Path
 from threading import Timer
 
 from PIL import ImageFile
@@ -71,6 +73,42 @@ def meet(backend):
                          f"there ({first_line(e)}); give the first one's address and a free port, or use torchrun")
     finally:
         waiting.cancel()
+
+
+CARDS = "nvidia nvhost nvgpu dxg kfd".split() # how names of cards begin in Linux's /dev: also Jetson's, WSL's, AMD's
+
+
+def no_card():
+    """Whether this machine has no card that torch could use, as far as can be told without torch."""
+    system = platform.system()
+    return system == "Darwin" or system == "Linux" and not any(glob(f"/dev/{name}*") for name in CARDS)
+
+
+def wants_card(args):
+    """Whether a large model would be computed, and no flag says where."""
+    if args.device or getattr(args, "plan", False) or args.model == "tiny":
+        return False
+    if Path(args.model).exists():
+        return sum(file.stat().st_size for file in Path(args.model).glob("*/*.safetensors")) >= 4e9
+    return re.fullmatch(r"[^/.][^/]*/[^/]+", args.model) is not None # else a slip of the pen
+
+
+def refuse_devices(args):
+    """Ends the script if its flags ask for a device that this machine lacks, or on which nobody has compared the
+    numbers. It needs no torch, which takes ten seconds."""
+    from common import InputError, flag_error
+    for name, device in vars(args).items():
+        if not name.endswith("device") or not device:
+            continue
+        kind = device.partition(":")[0]
+        if kind not in ("cuda", "cpu"): # (mps is silently wrong: pytorch issues 189690, 195910)
+            flag_error(f"--{name}: {device!r}: only cuda and cpu have been compared with stock; give one of these")
+        if kind == "cuda" and no_card():
+            flag_error(f"--{name}: {device!r} cannot be used, as this machine has no card of NVIDIA; give cpu")
+    if no_card() and wants_card(args):
+        who = "no Mac has" if platform.system() == "Darwin" else "this machine (or its container) lacks"
+        raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "
+                         "give --device cpu, which takes hours a step")
 
 
 def put_back():

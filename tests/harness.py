@@ -321,15 +321,16 @@ def stock_answer(batch, variant, dtype):
 
 # ---- scripts and datasets --------------------------------------------------------------------------------------------
 
-def run_script(script, *flags):
-    """It runs `python SCRIPT FLAGS` in an empty folder, and returns exit status, what it wrote, and its errors."""
+def run_script(script, *flags, folder=None):
+    """It runs `python SCRIPT FLAGS` in this folder, or an empty one, and returns exit status, what it wrote, and its
+    errors."""
     # In this process, because imports take seconds; cache.py and predict.py as the imported modules, so that a test may
     # replace functions.
     out, err = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
     gc.collect() # a run that failed holds the lock of its folder until then
-    with (tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch,
+    with (tempfile.TemporaryDirectory() as empty, pytest.MonkeyPatch.context() as patch,
           contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
-        patch.chdir(folder)
+        patch.chdir(folder or empty)
         patch.setattr(sys, "argv", [script, *map(str, flags)])
         names, status = {}, 0
         try:

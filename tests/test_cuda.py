@@ -12,7 +12,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import cuda
+from extras import cuda, surroundings
 from extras import quantize as low_bit
 from tests.harness import HERE, TINY, encoder_flags, is_one_line, refused
 
@@ -20,6 +20,7 @@ from tests.harness import HERE, TINY, encoder_flags, is_one_line, refused
 def card(monkeypatch):
     """A machine with an H100, as far as flags are concerned; a test may change its capability."""
     found = SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(surroundings, "no_card", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
@@ -129,6 +130,7 @@ def test_a_card_before_ampere_is_refused_before_a_model_is_loaded(card, monkeypa
 def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
     """It would take 82 GB in float32, and hours a step; the usual reason is a driver older than the CUDA build."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False) # on a machine with a card too
+    monkeypatch.setattr(surroundings, "no_card", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (tmp_path / "transformer").mkdir()
     with open(tmp_path / "transformer/model.safetensors", "wb") as f:
@@ -143,19 +145,25 @@ def test_a_real_model_does_not_go_to_the_cpu_by_itself(tmp_path, monkeypatch):
     assert parse(monkeypatch, "--model", tmp_path).device == "cpu"
 
 def test_who_has_no_card_is_told_what_his_system_needs(monkeypatch):
-    """PyPI's torch for Windows is built without CUDA, and a Mac has no driver to update."""
+    """PyPI's torch for Windows is built without CUDA, and without a card there is no driver to update."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(surroundings.platform, "system", lambda: "Windows")
     monkeypatch.setattr(torch.version, "cuda", None)
     words = 'pip install -U "torch<2.15" --index-url https://download.pytorch.org/whl/cu130'
     with refused("--device", "without CUDA", words, "--device cpu"):
         parse(monkeypatch, "--model", "Qwen/Qwen-Image-Edit-2509")
     bound = re.search("^torch>=.*,(<.*?) ", (HERE / "requirements.txt").read_text(encoding="utf-8"), re.M)[1]
     assert f"torch{bound}" in words
-    monkeypatch.setattr(cuda, "sys", SimpleNamespace(platform="darwin"))
-    with pytest.raises(common.InputError) as e:
+    monkeypatch.setattr(surroundings, "glob", lambda pattern: [])
+    for system, words in dict(Darwin="no Mac", Linux="this machine (or its container) lacks").items():
+        monkeypatch.setattr(surroundings.platform, "system", lambda: system)
+        with pytest.raises(common.InputError) as e:
+            parse(monkeypatch, "--model", "Qwen/Qwen-Image-Edit-2509")
+        assert is_one_line(str(e.value), "--device", words, "--device cpu")
+        assert not re.search("(?i)nvidia|driver|index-url", str(e.value))
+    monkeypatch.setattr(surroundings, "glob", lambda pattern: ["/dev/dxg"] * (pattern == "/dev/dxg*")) # WSL's
+    with refused("--device", "without CUDA"):
         parse(monkeypatch, "--model", "Qwen/Qwen-Image-Edit-2509")
-    assert is_one_line(str(e.value), "--device", "no Mac", "--device cpu")
-    assert not re.search("(?i)nvidia|driver|index-url", str(e.value))
 
 def test_what_is_set_before_the_first_tensor(card, monkeypatch):
     """cuDNN's attention off (one family of kernels, no plan for each shape), room for variants of a compiled block, an

@@ -699,7 +699,7 @@ def test_invert_mask_inverts_and_alpha_mask_takes_the_target_s_alpha(tmp_path):
         assert (out / "target/a.png").samefile(tmp_path / "after/a.png") # as it is
 
 CHANGES = dict( # settings that change the data, and what the line about them says
-    flip_x=(True, "mirror.py"), random_crop=(True, "as they are"), augments=(["ColorJitter"], "as they are"),
+    flip_x=(True, "mirror.diff"), random_crop=(True, "as they are"), augments=(["ColorJitter"], "as they are"),
     shuffle_tokens=(True, "as they are"), augmentations=([dict(method="Blur")], "as they are"),
     control_transparent_color=([0, 0, 0], "becomes white"), inpaint_path=("x", "folders of their own"),
     is_reg=(True, "as they are"), loss_multiplier=(2, "counterpart"), some_new_setting=("on", "unknown"),

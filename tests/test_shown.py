@@ -32,7 +32,7 @@ def run_shown(script, *flags, status=0):
     result = run_script(script, *flags)
     assert result.status == status, result.err
     for text in (result.out, result.err):
-        for own in ("predict.py", "tools/doctor.py"): # with which our own lists of commands begin
+        for own in ("predict.py", "tools/doctor.py", "train.py"): # with which our own lists of commands begin
             text = text.replace(f"\nnext:\n  python {own} ", "\n")
         assert is_shown(text), repr(text)
     return result

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
+from extras import surroundings
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text
 PRESETS = dict(
@@ -49,6 +50,7 @@ flag("--checkpointing", None, "recompute this many blocks in the backward pass; 
      "(default: none; with --size full all)", type=common.natural, metavar="BLOCKS")
 flag("--compile", False, "torch.compile the blocks of packed")
 args = parser.parse_args()
+surroundings.refuse_devices(args)
 
 # What follows takes seconds to import, so it comes behind the flags.
 import numpy as np

@@ -230,9 +230,9 @@ def main():
     if args.to == "model" and not is_utf8(args.out):
         raise InputError(f"--out {args.out}: a name that is no UTF-8, which safetensors cannot write; give another one")
 
+    sources = list(map(common.find_lora, args.lora))
     import predict
     from extras import lora_files
-    sources = [predict.find_lora(path) for path in args.lora]
     loras, factored = [], False # no file is read a second time
     for source in sources:
         if args.rank or args.unchecked: # otherwise predict.py makes its LoRA of a LoKr or LoHa

@@ -9,17 +9,17 @@ prints a table of sizes and lengths, and looks for pairs that teach the wrong th
     moved           the target shows the scene shifted, zoomed or turned: the LoRA would learn to move pictures
     recoloured      the target's colours have changed everywhere, not only where it was edited
     other shape     target and control have different aspects, or one has more than twice the other's side
-    enlarged        training would enlarge the picture to 1.5 times its sides or more, which teaches blur: train with
-                    --no-upscale, or with other --target_pixels and --control_pixels
+    enlarged        training would enlarge the picture to 1.1 times its sides or more, which teaches blur: train with
+                    the flags that the finding names
     empty mask      a mask by hand that selects nothing or everything
     duplicate       the same pair and prompt twice
     other caption   the same pair with another prompt
     other target    the same control and prompt with another target
 
 The edit itself raises no alarm, but for a tone, which recolours. Errors make the exit status 1; findings do not: they
-are a reason to look. Writes to OUT report.json (a line for each sample), index.html (a verdict, the pictures of each
-finding, and masks by hand, for a browser; click one to compare it with another at full size) and sheet_*.png (the same
-as contact sheets). It needs no model.
+are a reason to look. The last line is the command that comes next. Writes to OUT report.json (a line for each sample),
+index.html (a verdict, the pictures of each finding, and masks by hand, for a browser; click one to compare it with
+another at full size) and sheet_*.png (the same as contact sheets). It needs no model.
 
 --mask auto shows the masks that this flag of train.py would make. --align DIR writes a copy of the dataset in which
 moved targets are repaired: it warps the target onto its control, and crops both (and the mask) to the region that both
@@ -52,20 +52,21 @@ import common
 from common import InputError, fit_size, mask_is_empty, pixels, read_image, read_mask, tell
 from extras import disk
 from extras.flight import room_for
-from extras.hints import how_many
+from extras.hints import MODELS, how_many
 from extras.mask import (affine_of, auto_mask, copy_size, find_change, find_motion, fit_motion, inverse,
                          remaining_motion, same_shape)
 from extras.sheet import contact_sheet, shown_prompt, thumbnail
 from tools.doctor_pairs import looks_of, odd_pairs, small_copy, swapped_pairs
 from tools.import_data import places_of, write_sample
-from tools.page_common import (OURS, PAGE, card, chapters, detail, fold, link, node, save_page, section, square, table,
-                               tile, to_jpeg)
+from tools.page_common import (OURS, PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section,
+                               table, tile, to_jpeg)
 
 # identical: limits in levels of 0 to 255. JPEG of quality 70 reaches 4.5 and 8
 SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
 SCALE = 2.0 # other shape: ratio of the two sides (extras/mask.py's ASPECT: ratio of the two aspects)
-ENLARGED = 1.5 # ratio of the side in training to the side in the file
+ENLARGED = 1.1 # ratio of the side in training to the side in the file
+SQUARES = [side * side for side in range(1024, 128, -64)] # areas that size_flags tries
 # --align: what counts as repaired
 TURNED = 4.0 # most degrees: tests/test_mask.py plants up to 3
 REMAINS = 0.5 # most pixels that a corner may still seem to move, in copies of up to 1024: right fits stay below 0.4
@@ -88,8 +89,8 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "Otherwise two exports or white balances differ: make both pictures with the same settings, or leave the pair out.",
     "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if "
     "the edit crops or extends pictures; otherwise crop both alike.",
-    "enlarged": "Training would enlarge these pictures, which teaches blur. Train with --no-upscale, or at other "
-    "--target_pixels and --control_pixels.",
+    "enlarged": "Training would enlarge these pictures, which teaches blur. The command at the top of this page "
+    "has sizes at which none is; --no-upscale leaves small ones at theirs.",
     "empty mask": "The mask selects nothing or everything, and then it says nothing: the pair is trained as one "
     "without a mask. Paint the edited region white on black, or delete the mask.",
     "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
@@ -99,7 +100,6 @@ KINDS = { # {kind of finding: what it means, and what to do}
 PERHAPS = "That is perhaps the edit, and then there is nothing to do."
 NUMBERS = ("aspect: width / height of the target. rounding: by how much that changes, as sides are rounded to 32. "
            "tokens: what a sample costs in memory and time; the image's are 16x16 pixels each.")
-ADVICE = dict(enlarged="; train with --no-upscale, or at other --target_pixels and --control_pixels")
 
 # ---- one pair; pairs that are nearly the same ------------------------------------------------------------------------
 
@@ -165,7 +165,10 @@ def distances(a, b):
 def enlargement(uses):
     """uses: [(name of a picture, its size, its size in training)] -> {"enlarged": description of the picture that is
     enlarged most}, or {} if that is less than ENLARGED."""
-    factors = [math.sqrt(to_w * to_h / (w * h)) for _, (w, h), (to_w, to_h) in uses]
+    factors = []
+    for _, (w, h), (to_w, to_h) in uses:
+        rounded = (to_w, to_h) == fit_size((w, h), "native") # a small picture, which is not enlarged but to 32 pixels
+        factors.append(1 if rounded else math.sqrt(to_w * to_h / (w * h)))
     worst = max(factors)
     whose, (w, h), (to_w, to_h) = uses[factors.index(worst)]
     return {"enlarged": f"{whose}{w}x{h} -> {to_w}x{to_h}"} if worst >= ENLARGED else {}
@@ -473,12 +476,41 @@ def verdict_of(samples, findings):
 
 def judged_at(args):
     """-> at which sizes the pictures were judged, in a sentence."""
-    def name(area):
-        return "their own sizes" if area == "native" else square(area) or f"{area} pixels"
-    sizes = ", ".join(dict.fromkeys(map(name, [*args.target_pixels, args.control_pixels])))
+    sizes = ", ".join(dict.fromkeys(map(area_words, [*args.target_pixels, args.control_pixels])))
+    sizes = sizes.replace("native", "their own sizes")
     return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
 
-def print_findings(title, numbers, findings, verdict, judged):
+def size_flags(rows, args):
+    """-> words: the flags of train.py with which no picture of these rows of report.json is enlarged."""
+    words, remain = [], False
+    for name, n, areas in (("target_pixels", slice(1), args.target_pixels),
+                           ("control_pixels", slice(1, None), [args.control_pixels])):
+        sizes = [tuple(size) for row in rows for size in row["sizes"][n]]
+
+        def enlarged(area):
+            return sum(bool(enlargement([("", size, fit_size(size, area, args.upscale))])) for size in sizes)
+        # for a few small pictures the others need not be small, too
+        fitting = [area for area in [*areas, *SQUARES] if 4 * enlarged(area) <= len(sizes)]
+        areas = [area for area in areas if area in fitting] or fitting[:1] or areas
+        remain |= any(map(enlarged, areas))
+        if areas != [1024 * 1024]: # train.py's default
+            words += [f"--{name}", *map(area_words, areas)]
+    if remain or not args.upscale:
+        words.append("--no-upscale")
+    return words
+
+def next_training(sizes, args):
+    """-> the command of the training that comes next. sizes: size_flags."""
+    held_out = [root for root in args.data if common.root_name(root).endswith("_val")]
+    trained = [args.align] if args.align else [root for root in args.data if root not in held_out]
+    words = ["python", "train.py", "--model", args.model or MODELS[2], "--data", *(trained or args.data)]
+    if held_out and trained:
+        words += ["--val_data", *held_out]
+    if args.mask:
+        words += ["--mask", args.mask]
+    return common.command([*words, *sizes])
+
+def print_findings(title, numbers, findings, verdict, judged, sizes):
     tell(title)
     tell(f"{'':16}     min  median     max")
     for name, *values in numbers:
@@ -486,12 +518,13 @@ def print_findings(title, numbers, findings, verdict, judged):
     for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
             tell(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
-                 f"{ADVICE.get(kind, '')}")
+                 + (f"; {sizes} enlarges none" if kind == "enlarged" else ""))
     tell(verdict.strip())
     tell(judged)
 
-def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args):
-    """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None."""
+def write_page(out, title, verdict, samples, numbers, findings, problems, aligned, step, args):
+    """Writes the sheets, and index.html, which shows them. aligned: a section of the page, or None; step: what comes
+    next."""
     of_kinds = {}
     for kind, entries in findings.items():
         shown = []
@@ -516,7 +549,8 @@ def write_page(out, title, verdict, samples, numbers, findings, problems, aligne
         heading, *rest = probably_meant
         parts.append(section(heading.text, fold("show", *rest), id=probably_meant.get("id")))
     head = node("header", node("h1", f"Before training: {', '.join(map(common.root_name, args.data))}"),
-                node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), chapters(parts))
+                node("p", node("b", verdict)), node("p", f"{title}. {judged_at(args)}"), node("p", step),
+                chapters(parts))
     errors = section("Errors", *[node("p", problem) for problem in problems])
     counts = table([[kind, str(len(entries) or "")] for kind, entries in findings.items()], ["finding", "how many"])
     tables = section("Numbers", table(numbers, ["", "least", "median", "greatest"]), detail(NUMBERS), counts)
@@ -551,10 +585,13 @@ def main():
         title = how_many(samples)
         numbers = numbers_of(rows)
         verdict = verdict_of(samples, findings)
-        print_findings(title, numbers, findings, verdict, judged_at(args))
+        sizes = size_flags(rows, args)
+        print_findings(title, numbers, findings, verdict, judged_at(args), " ".join(sizes))
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
-        write_page(out, title, verdict, samples, numbers, findings, problems, aligned, args)
+        step = next_training(sizes, args)
+        write_page(out, title, verdict, samples, numbers, findings, problems, aligned, f"Next: {step}", args)
+        tell("when the errors are corrected, next:" if problems else "next:", f"  {step}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
 
 if __name__ == "__main__":

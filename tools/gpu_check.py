@@ -38,7 +38,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # without this, cuBL
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from extras import disk
+from extras import disk, surroundings
 
 # per sample, in tokens: height x width of its target and of its controls, and the length of its text
 PACKS = dict(
@@ -61,6 +61,7 @@ flag("--minutes", 10.0, "stop after this time, with the results so far; the stag
 flag("--device", "cuda", "cuda, cuda:1, ...; cpu: shows only that this script runs")
 flag("--out", Path("gpu_check.json"), "the JSON file with all results", type=Path)
 args = parser.parse_args()
+surroundings.refuse_devices(args)
 OURS = rb'\A\{\n "about": \{\n  "command": "python ' # how the file of --out begins
 common.refuse_to_replace(args.out, OURS)
 disk.try_out(args.out.absolute().parent)

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, tell
+from extras import hints
 
 OURS = rb'\A\{\n "[^"]*": \{\n  "pictures": \d+' # how the file of --json begins
 
@@ -45,6 +46,8 @@ def read_flags():
     flag("--device", None, "where the VAE runs (default: cuda if there is one)", choices=["cpu", "cuda"])
     flag("--json", None, "also write the numbers to this file (default: none)", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if not args.dataset.exists():
+        raise InputError(hints.no_dataset(args.dataset))
     if args.json:
         common.refuse_to_replace(args.json, OURS)
     return args

@@ -13,7 +13,6 @@ $ python tools/page.py out/RUN --watch          # while it trains: keeps the pag
 $ python tools/page.py out/RUN out/OTHER --out both.html
 """
 import contextlib
-import difflib
 import json
 import math
 import os
@@ -31,8 +30,8 @@ import numpy as np
 
 import common
 from common import InputError, Parser, natural, tell
-from extras import best, indexes
-from tools.page_common import (PAGE, card, chapters, detail, fold, link, node, save_page, section, size_of, square,
+from extras import best, hints, indexes
+from tools.page_common import (PAGE, area_words, card, chapters, detail, fold, link, node, save_page, section, size_of,
                                table, thumbnail, tile)
 
 COLUMNS = 300 # a curve with more points shows the least, the mean and the greatest value of each column
@@ -477,8 +476,8 @@ def flag_words(name, value):
     for item in value if isinstance(value, list) else [value]:
         pair = isinstance(item, list) and len(item) == 2
         words.append(f"{item[0]}={json.dumps(item[1])}" if pair else to_share(item))
-        if name.endswith("_pixels") and square(item):
-            words[-1] = square(item)
+        if name.endswith("_pixels"):
+            words[-1] = area_words(item)
     return words
 
 def command_words(run):
@@ -611,10 +610,9 @@ def refuse_no_run(folder, watch):
     for run in runs:
         with contextlib.suppress(InputError): # another program may have a log.jsonl, too
             tell(f"{run}: {len((read := read_log(run)).steps):,} steps {how_far(read)}")
-    near = [str(log.parent) for log in folder.parent.glob("*/log.jsonl")]
-    meant = runs[-1:] or difflib.get_close_matches(str(folder), near, 1)
+    meant = runs[-1] if runs else hints.near_run(folder)
     what = "holds runs, and is none itself" if runs else "is no run folder, with a log.jsonl"
-    raise InputError(f"{folder}: {what}; give {common.command(meant) or 'a run folder of train.py'}")
+    raise InputError(f"{folder}: {what}; give {common.command([meant]) if meant else 'a run folder of train.py'}")
 
 def main():
     parser = Parser(__doc__)

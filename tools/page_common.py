@@ -97,10 +97,10 @@ def table(rows, head=None):
     top = node("thead", node("tr", *[node("th", cell) for cell in head])) if head else None
     return node("div", node("table", top, body), class_="scroll")
 
-def square(area):
-    """-> "160x160" for an area of 25600 pixels; None for what is not the area of a square."""
+def area_words(area):
+    """-> an area as --target_pixels takes it: "160x160" for 25600 pixels, "25601", "native"."""
     side = math.isqrt(area) if type(area) is int and area > 0 else 0
-    return f"{side}x{side}" if side and side * side == area else None
+    return f"{side}x{side}" if side and side * side == area else str(area)
 
 def chapters(sections):
     """-> links to these sections of the page; those that are None are left out. Each gets an id that it lacks."""

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras # first, so that no other folder is taken for one of our modules
 import common
-from extras import disk, indexes
+from extras import disk, hints, indexes
 
 def is_file(path):
     """Whether it is a file, or a link, which is deleted itself. A folder of such a name is none of ours."""
@@ -26,10 +26,10 @@ def main():
     parser.add_argument("cache_dir", type=Path, help="cache.py's --cache_dir")
     parser.group("flags")("--delete", False, "delete these files")
     args = parser.parse_args()
-    import cache # takes seconds; -h does not need it
     if not (args.cache_dir / "latents").is_dir():
-        raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; give cache.py's "
-                                "--cache_dir")
+        meant = "give cache.py's --cache_dir" if args.cache_dir.exists() else hints.near_path(args.cache_dir)
+        raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; {meant}")
+    import cache # takes seconds; a slip does not need it
     lists, plans = [list(args.cache_dir.glob(pattern)) for pattern in ("*.json", ".planned-*")]
     folders = [args.cache_dir / name for name in ("latents", "text")]
     for place in (*folders, *lists, *plans): # a foreign cache does not choose what is deleted elsewhere

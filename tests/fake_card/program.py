@@ -31,7 +31,7 @@ from transformers import Qwen2_5_VLConfig
 import cache
 import common
 import predict
-from extras import fit, fsdp, indexes, offload, plan, quantize # noqa: F401 (imported once, and not by each run)
+from extras import fit, fsdp, indexes, offload, plan, quantize, surroundings # noqa: F401 (imported once)
 from tests.fake_card import card as fake
 
 HERE = Path(cache.__file__).parent
@@ -144,6 +144,7 @@ def run(script, flags, folder, card, env={}, prelude=""):
         if card:
             on = fake.Card(**card)
             cache.load_part = empty_part(on)
+            surroundings.no_card = lambda: False
             host = SimpleNamespace(available=2**39, total=2**39) # what is pinned takes no memory, too
             psutil.virtual_memory = lambda: host
             on.__enter__()

@@ -1,0 +1,208 @@
+"""
+What a person may have meant by words of a command line that argparse does not take: a value in another form, a value
+that is missing, a name without its flag. (hints.py has the flags of other trainers.)
+"""
+import contextlib
+import difflib
+import math
+import re
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import common
+
+# what others call a value of ours, and what a person should know of the one that comes nearest
+CHOICES = dict(
+    bf16="bfloat16", fp16="float16", fp32="float32", no="float32", true="fp8", bnb="nf4", int4="nf4", fp4="nf4",
+    qint8="int8", qfloat8="fp8", float8="fp8", shift="qwen_shift", flux_shift="qwen_shift", sigmoid="logit_normal",
+    lognorm="logit_normal", cosine_with_restarts="cosine", constant_with_warmup="constant", kohya="comfyui",
+    merged="model")
+REASONS = dict(shift="which follows the picture's size, as inference does", flux_shift="likewise by size",
+               sigmoid="which is the same", cosine_with_restarts="which falls once",
+               constant_with_warmup="and --warmup_steps")
+MISSING = {"--gradient_checkpointing": "automatic here; leave it out, or give a number of blocks (0: off)",
+           "--offload": "no number; give all, or a number of blocks"}
+UNITS = {"k": 1000, "%": 0.01}
+KINDS = dict(int="whole number", float="number")
+DASHES = re.compile("[\u2010-\u2015\u2212]+") # a word processor makes these of - and --
+QUOTES = "\u201c\u201d\u201e\u2018\u2019'\"" # ' does not quote in cmd.exe
+
+
+def takes(action, value):
+    """Whether this flag takes this text."""
+    with contextlib.suppress(ValueError, TypeError, ArgumentTypeError):
+        made = action.type(value) if action.type else value
+        return not action.choices or made in action.choices
+    return False
+
+
+def mended(action, value):
+    """-> the text nearest to `value` that this flag takes, or None."""
+    plain = DASHES.sub("-", value.strip().lower())
+    near = [value, CHOICES.get(plain, plain), *difflib.get_close_matches(plain, action.choices or (), 1)]
+    if action.type is common.pixels: # 512, 1024,1024, 1024x1024px
+        sides = re.findall(r"\d+", plain)
+        near.append("x".join(sides * 2 if len(sides) == 1 else sides))
+    elif action.type is common.png_name:
+        near += [str(Path(value).with_suffix(".png"))] if Path(value).name else []
+    elif not action.choices and action.type:
+        near += number_of(plain)
+    if action.nargs == "+":
+        near.append(value.replace(",", " "))
+    return next((text for text in near if all(takes(action, part) for part in text.split() or [text])), None)
+
+
+def number_of(text):
+    """[the number that 0,5, 2,000, 1k, 80%, 1000px or 1*10^-4 stand for, as Python writes it], or []."""
+    text = re.sub(r"[*x\u00d7]?10\^", "e", text).strip(",;")
+    found = re.fullmatch(r"([-+]?[\d.,_']+)(e[-+]?\d+)?\s*(k|%|px|steps?)?", text)
+    if not found:
+        return []
+    digits, power, unit = found.groups()
+    if re.fullmatch(r"[1-9]\d{0,2}([,._']\d{3})+", digits): # thousands
+        digits = re.sub(r"\D", "", digits)
+    with contextlib.suppress(ValueError, OverflowError):
+        value = float(digits.replace(",", ".") + (power or "")) * UNITS.get(unit, 1)
+        return [str(int(value) if value == int(value) else value)]
+    return []
+
+
+def explain_value(message, known):
+    """argparse's message about a flag's value -> what to give; None for another message."""
+    if found := re.match(r"(--\w+)(?:/\S+)?: ignored explicit argument '(.*)'", message):
+        flag, value = found.groups()
+        off = f"--no-{flag[2:]}" if value.lower() in ("false", "0", "no") else None
+        return f"{flag}={value}: this flag takes no value; give {off if off in known else flag} alone"
+    if found := re.match(r"(--\w+): expected (one|at least one) argument", message):
+        flag, action = found[1], known[found[1]]
+        first = re.split("; | [(]", action.help)[0]
+        give = f"give {listed(action.choices)}" if action.choices else f"give one: {first}"
+        return f"{flag}: {MISSING.get(flag, f'its value is missing; {give}')}"
+    found = re.match(r"(--\w+): (?:invalid (\w+)(?: value)?: )?'(.*?)'(?: [(]choose| is no |$)", message)
+    if not found or found[1] not in known:
+        return None
+    flag, kind, value = found.groups()
+    action = known[flag]
+    meant = mended(action, value)
+    if action.type is common.png_name:
+        folder = f", or --out_dir {common.command([value])} for a folder" if not Path(value).suffix else ""
+        return f"{flag}: {value!r} is no .png name; give {common.command([meant or 'NAME.png'])}{folder}"
+    if action.type is common.pixels and meant:
+        return f"{flag}: {value} is {'a side' if value.isdigit() else 'no area'}; give {meant}"
+    if action.type is common.pixels and re.fullmatch(r"\d+([*x]\d+)?", value):
+        area = math.prod(map(int, re.findall(r"\d+", value)))
+        return f"{flag}: {value} is too {'small' if area < common.MAX_PIXELS else 'large'}; give 1024x1024"
+    if kind == "choice":
+        reason = f", {REASONS[value]}" if value in REASONS else ""
+        give = f"{meant}{reason}" if meant else listed(action.choices)
+        return f"{flag}: {value!r} is not one of {', '.join(map(str, action.choices))}; give {give}"
+    if flag in MISSING and not meant:
+        return f"{flag}: {MISSING[flag]}"
+    default = action.default[0] if isinstance(action.default, list) and action.default else action.default
+    usual = "a number" if default is None else f"one, such as {default}"
+    return kind and f"{flag}: {value!r} is no {KINDS.get(kind, 'number')}; give {meant or usual}"
+
+
+def listed(choices):
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}"
+
+
+def refuse_marks(parser):
+    """Ends the script if a word is a mark of a word processor, or of another shell."""
+    for word in sys.argv[1:]:
+        flag = f"--{DASHES.sub('', word, 1)}"
+        if DASHES.match(word) and flag.split("=")[0] in parser._option_string_actions:
+            parser.error(f"argument {word}: begins with a long dash, of a word processor; type {flag}")
+        if word in ("\\", "`", "^"):
+            parser.error(f"argument {word}: is of another shell; where a line goes on, end it with \\ in bash, ` in "
+                         "PowerShell, ^ in cmd.exe, and nothing behind it")
+
+
+def how_to_call(parser):
+    """-> the first example of the script's docstring."""
+    line = next(line for line in parser.description.splitlines() if line.startswith("$ ") and parser.prog in line)
+    return f"for instance: {re.split('  +#|  +->', line[2:])[0].strip()}"
+
+
+def groups(words):
+    """Words of a command line -> [(a flag, or '' before the first one, [the words behind it, or behind its =])]."""
+    found = [("", [])]
+    for word in words:
+        if re.match("--?[A-Za-z]", word) and not common.NEGATIVE.match(word):
+            flag, equals, value = word.partition("=")
+            found.append((flag, [value] if equals else []))
+        else:
+            found[-1][1].append(word)
+    return found
+
+
+def bare_words(parser):
+    """-> [(the flag before it, or '', a word that no flag takes)]."""
+    left = parser.parse_known_args()[1]
+    found = []
+    for flag, words in groups(sys.argv[1:]):
+        for word in words:
+            if word in left:
+                left.remove(word)
+                found.append((flag, word))
+    return found
+
+
+def flag_of(word, known):
+    """The flag that this word may be a value of, by what lies there and by its form; or None."""
+    path, suffix = Path(word), Path(word).suffix.lower()
+    lora = "--lora" if "--lora" in known else "--pretrained_lora"
+    data = "--jobs" if "--jobs" in known else "--data"
+    if word.startswith("Qwen/") or (path / "model_index.json").is_file():
+        wanted = "--model"
+    elif suffix == ".safetensors" or (path / "log.jsonl").is_file(): # the latter is a run
+        wanted = lora
+    elif "--image" in known and (path.is_dir() or common.KINDS.get(suffix) in ("picture", "other")):
+        wanted = "--image"
+    elif suffix == ".jsonl" or "--data" in known and re.fullmatch(r"[\w./\\-]+", word):
+        wanted = data
+    else:
+        chosen = [flag for flag, action in known.items() if action.choices and word in map(str, action.choices)]
+        wanted = next(iter(chosen), None)
+    return wanted if wanted in known else None
+
+
+def meant_line(parser, bare):
+    """-> the command that is meant by one with these words that belong to no flag; None if that cannot be told. bare:
+    as of bare_words."""
+    known, words, texts = parser._option_string_actions, list(sys.argv[1:]), []
+    for _, word in bare:
+        words.remove(word)
+        flag = flag_of(word, known)
+        if flag is None:
+            texts.append(word)
+        else:
+            put(words, flag, word)
+    before = "--prompt" in words
+    if texts and ("--image" not in known or before and ("--prompt", texts[0]) not in bare):
+        return None # of a script that edits nothing, or that has its instruction
+    if texts and before: # without quotes it took the first word alone
+        at = words.index("--prompt")
+        texts.insert(0, words.pop(at + 1))
+        words.pop(at)
+    if texts:
+        put(words, "--prompt", " ".join(texts).strip(QUOTES))
+    given = [flag for flag, _ in groups(words)]
+    if "--image" in known and "--jobs" not in given: # these two go together
+        for flag, name in (("--image", "PICTURE"), ("--prompt", "TEXT")):
+            if flag not in given:
+                put(words, flag, name)
+    return common.command(["python", sys.argv[0], *words])
+
+
+def put(words, flag, value):
+    """Adds a value to the words of a command: behind the flag's others, or with the flag at the end."""
+    if flag not in words:
+        words += [flag, value]
+        return
+    at = words.index(flag) + 1
+    while at < len(words) and not words[at].startswith("-"):
+        at += 1
+    words.insert(at, value)
