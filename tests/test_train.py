@@ -361,7 +361,7 @@ def test_the_next_step_is_read_while_one_computes(small, tmp_path, monkeypatch, 
         step = len(computed) // 2 # of two packs
         computed.append(1)
         ahead = 0 if live else 1
-        until(lambda: len(loaded) == min(2 * (step + 1 + ahead), 6), seconds=10)
+        until(lambda: len(loaded) == min(2 * (step + 1 + ahead), 6))
         return real(*args)
     monkeypatch.setattr(rope_patch, "run_packed", run_packed)
     monkeypatch.setattr(cache, "load_text", lambda *args: (load(*args), loaded.append(threading.current_thread()))[0])
