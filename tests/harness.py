@@ -845,6 +845,15 @@ def steps_of(out_dir):
 
 # ---- fixtures --------------------------------------------------------------------------------------------------------
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_searched():
+    """The garbage collector leaves alone what is there when a module of tests has ended: imports, and what is kept."""
+    # A compiler's imports are millions of objects, and each gc.collect() would take half a second from then on: a test
+    # of a training has ten of them.
+    yield
+    gc.collect()
+    gc.freeze()
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
     """There are three pictures of different sizes and aspects."""
