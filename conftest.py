@@ -40,4 +40,4 @@ def pytest_collection(session):
 
 def pytest_collection_finish(session):
     gc.collect()
-    gc.freeze() # what the imports made need not be searched by each gc.collect() of a test, of which there are thousands
+    gc.freeze() # the imports need not be searched by each gc.collect() of a test
