@@ -1,4 +1,5 @@
 """Options of test_consistency.py and tests/, which import OPTIONS from here; and the fixtures of tests/harness.py."""
+import gc
 import os
 import sys
 
@@ -35,3 +36,8 @@ def pytest_collection(session):
     # test_consistency.py` has imported it even before pytest began, and that one knows the defaults only
     sys.modules.pop("tests.harness", None)
     session.config.pluginmanager.import_plugin("tests.harness")
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze() # the imports need not be searched by each gc.collect() of a test

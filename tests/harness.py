@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import zlib
 from html.parser import HTMLParser
 from math import prod
@@ -321,13 +322,18 @@ def stock_answer(batch, variant, dtype):
 
 # ---- scripts and datasets --------------------------------------------------------------------------------------------
 
+def release_lock(names):
+    """It releases the lock of a run's folder, as the end of a process does. names: train.py's globals, or others."""
+    if names.get("__name__") == "__main__" and "lock" in names:
+        names["lock"].release()
+
 def run_script(script, *flags, folder=None):
     """It runs `python SCRIPT FLAGS` in this folder, or an empty one, and returns exit status, what it wrote, and its
     errors."""
     # In this process, because imports take seconds; cache.py and predict.py as the imported modules, so that a test may
     # replace functions.
     out, err = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
-    gc.collect() # a run that failed holds the lock of its folder until then
+    gc.collect() # models of earlier runs: memory, which some tests measure
     with (tempfile.TemporaryDirectory() as empty, pytest.MonkeyPatch.context() as patch,
           contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
         patch.chdir(folder or empty)
@@ -339,12 +345,15 @@ def run_script(script, *flags, folder=None):
                 module.main(module.read_flags())
             else:
                 names = runpy.run_path(str(HERE / script), run_name="__main__")
-        except SystemExit as e: # as the interpreter does it
-            status = e.code if isinstance(e.code, int) else int(e.code is not None)
+        except BaseException as e:
+            for frame, _ in traceback.walk_tb(e.__traceback__): # a thread may hold these for a while
+                release_lock(frame.f_globals)
+            if not isinstance(e, SystemExit):
+                raise
+            status = e.code if isinstance(e.code, int) else int(e.code is not None) # as the interpreter does it
             if isinstance(e.code, str):
                 print(e.code, file=err)
-    if "lock" in names:
-        names["lock"].release() # a process would end here
+    release_lock(names)
     tqdm._instances.clear() # bars that a script left open must not move those of the next
     texts = []
     for stream in (out, err):
@@ -500,6 +509,10 @@ def assert_same(got, want):
     for name in want:
         assert got[name].dtype == want[name].dtype and torch.equal(got[name].cpu(), want[name].cpu()), name
 
+def files_of(folder):
+    """It returns the paths of all files in a folder."""
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
 def cached_files(cache_dir):
     """It returns the files of a cache with their times, which change when a file is written again."""
     return {p.relative_to(cache_dir): p.stat().st_mtime_ns for p in Path(cache_dir).glob("*/*")}
@@ -551,16 +564,21 @@ def refused(*named):
 
 @contextlib.contextmanager
 def within(seconds):
-    """The test fails if the block hangs, as reading a FIFO does."""
-    def stop(*_):
-        pytest.fail(f"hangs for {seconds} s")
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    """The test fails if the block computes for so many seconds, or waits for long, as one does that reads a FIFO."""
+    # processor time, as other work of a busy machine must not count
+    clocks = (signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, 10 * seconds)
+
+    def stop(number, _):
+        pytest.fail(f"computes for {seconds} s" if number == signal.SIGPROF else f"waits for {10 * seconds} s")
+    before = [signal.signal(number, stop) for _, number, _ in clocks]
     try:
+        for clock, _, limit in clocks:
+            signal.setitimer(clock, limit)
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for (clock, number, _), handler in zip(clocks, before):
+            signal.setitimer(clock, 0)
+            signal.signal(number, handler)
 
 # ---- damages ---------------------------------------------------------------------------------------------------------
 
@@ -685,8 +703,12 @@ def starter(folder):
 
 def free_port():
     """It returns a port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    # below those that the system hands out (Linux from 32768, others from 49152): until ours is used, no connection of
+    # another program gets it
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 def start_ranks(start, *flags, preludes=(None, None), script="train.py"):
     """It starts a script with a process per prelude, as torchrun does."""
@@ -722,8 +744,8 @@ def killed_runs(start, small, unbroken, folder, seed, prelude=None, numbers=(9,)
             yield out_dir, process, status, number
     print(f"{kills} kills of train.py in {runs} runs: all end as the unbroken one")
 
-def until(condition, seconds=60):
-    """It waits until the condition holds."""
+def until(condition, seconds=180):
+    """It waits until the condition holds; the limit is for what never comes, not for a slow machine."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -824,6 +846,15 @@ def steps_of(out_dir):
 
 # ---- fixtures --------------------------------------------------------------------------------------------------------
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_searched():
+    """The garbage collector leaves alone what is there when a module of tests has ended: imports, and what is kept."""
+    # A compiler's imports are millions of objects, and each gc.collect() would take half a second from then on: a test
+    # of a training has ten of them.
+    yield
+    gc.collect()
+    gc.freeze()
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
     """There are three pictures of different sizes and aspects."""
@@ -885,7 +916,9 @@ def small(tmp_path_factory):
     training = ["--data", folder / "cache/tiny-data.json", "--val_data", *EXACT, "--device", "cpu", "--max_steps", 12,
                 "--save_every", 2, "--batch_size", 2, "--lora_rank", 2, "--lora_targets", "to_q", "to_v",
                 "--lr_scheduler", "constant", "--warmup_steps", 4]
-    return SimpleNamespace(folder=folder, cache=folder / "cache", cache_flags=flags, flags=training)
+    before = files_of(folder)
+    yield SimpleNamespace(folder=folder, cache=folder / "cache", cache_flags=flags, flags=training)
+    assert files_of(folder) == before, "a test has written into what all tests share"
 
 @pytest.fixture(scope="session")
 def unbroken(small, start, tmp_path_factory):

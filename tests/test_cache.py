@@ -168,7 +168,7 @@ def test_pictures_are_read_while_the_encoder_works_but_not_far_ahead(tmp_path, m
     def watched(kind, encode):
         def watch(*args):
             encoded.append(kind)
-            until(lambda: len(begun) >= min(len(encoded) + 8, 24), seconds=10)
+            until(lambda: len(begun) >= min(len(encoded) + 8, 24))
             leads.append(len(begun) - len(encoded))
             return encode(*args)
         return watch
@@ -188,7 +188,7 @@ def test_a_thread_writes_what_is_encoded_and_the_last_file_is_there_before_an_in
 
     def write_tensors(path, *args):
         if path.parent.name == "latents":
-            until(lambda: len(encoded) >= min(len(written) + 5, 12), seconds=10)
+            until(lambda: len(encoded) >= min(len(written) + 5, 12))
             behind.append(len(encoded) - len(written))
         time.sleep(0.02)
         write(path, *args)

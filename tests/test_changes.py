@@ -26,9 +26,10 @@ README = (HERE / "README.md").read_text("utf-8").split("## How do I change")[1].
 
 # One process imports the libraries, which takes seconds; each command is a fork of it, with nothing of ours imported.
 FORKS = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
 import diffusers, peft, transformers.models.qwen2_5_vl.modeling_qwen2_5_vl # and with them torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+gc.freeze() # what is imported need not be searched by each gc.collect() of a run
 for line in sys.stdin:
     folder, files, sys.argv = json.loads(line)
     pid = os.fork()

@@ -40,7 +40,10 @@ def slow(module, name, seconds):
     real = getattr(module, name)
     setattr(module, name, lambda *args, **kwargs: time.sleep(seconds) or real(*args, **kwargs))
 
-slow_disk = functools.partial(slow, "os", "fsync", 0.05)
+def slow_steps():
+    """For a child process: a checkpoint, and each step, take so long that a signal comes before the next one."""
+    slow("os", "fsync", 0.05)
+    slow("torch.nn.utils", "clip_grad_norm_", 0.2)
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ def test_a_signal_ends_a_training_after_the_step_with_a_checkpoint(tmp_path, sma
     out_dir = tmp_path / "run"
     for n, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)):
         process = start("train.py", *small.flags, "--out_dir", out_dir, "--save_every", 100, *["--resume"] * (n > 0),
-                        prelude=slow_disk)
+                        prelude=slow_steps)
         before = max(steps_of(out_dir), default=0)
         until(lambda: lines_of(out_dir) > before + 1)
         kill(process, number)
@@ -192,8 +195,9 @@ def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
     process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c",
                     prelude=functools.partial(slow, "common", "write_tensors", 0.2))
     until(files)
+    kill(process, signal.SIGSTOP) # while we count
     before = len(files())
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         kill(process, number)
     assert process.wait() == 128 + signal.SIGINT # so that `cache.py && train.py` does not go on
     assert "stopped by a signal" in process.output() and "complete" not in process.output()
@@ -324,6 +328,7 @@ def test_two_runs_do_not_share_a_folder_and_the_dead_hold_no_lock(tmp_path, smal
     out_dir = tmp_path / "run"
     first = start("train.py", *small.flags, "--out_dir", out_dir, prelude=functools.partial(slow, "os", "fsync", 0.1))
     until(lambda: steps_of(out_dir))
+    kill(first, signal.SIGSTOP) # so that it is at work still, however long the second takes to begin
     second = start("train.py", *small.flags, "--out_dir", out_dir, "--resume")
     assert second.wait() == 1 and is_one_line(error_of(second), out_dir, "another run")
     kill(first)
@@ -356,11 +361,11 @@ def spoiled_samples():
 def test_a_rank_that_fails_says_why_and_the_other_ends_too(tmp_path, small, start):
     t0 = time.monotonic()
     ranks = start_ranks(start, *small.flags, "--out_dir", tmp_path / "run", preludes=[None, spoiled_samples])
-    assert [r.wait() for r in ranks] == [1, 1] and time.monotonic() - t0 < 30
+    assert [r.wait() for r in ranks] == [1, 1] and time.monotonic() - t0 < 200 # (gloo waits for half an hour)
     assert ranks[1].output().splitlines()[-1] == "error: b.png: spoiled; mend it"
 
 def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, small):
-    """Under torchrun, in less than 30 s."""
+    """Under torchrun, long before gloo would give up: in seconds, on a machine that is not busy."""
     out_dir = tmp_path / "run"
     job = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", HERE / "train.py",
@@ -371,7 +376,7 @@ def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, small):
     victim, = [int(pid) for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     t0 = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=200)
     print(f"ended after {time.monotonic() - t0:.1f} s")
     assert job.returncode != 0 and re.search(r"rank *: 1 ", err) and "Signal 9" in err
 

@@ -23,9 +23,11 @@ from tools import bench_common, gpu_numbers
 on_imitated_card = pytest.mark.skipif(bool(guard.why_not()), reason=f"{guard.why_not()}")
 TWO_CARDS = dict(gib=140.4, cards=2)
 # Two blocks; FA3 is there; nothing is compiled (test_compile.py does that); other programs end at once, with what the
-# tool reads of them; and each step is timed once.
+# tool reads of them; each step is timed once; and the memory of a third block, times no block, is not counted.
 PRELUDE = """
 import subprocess
+from extras import plan
+from rope_patch import blocks_of
 from tools import bench_common, gpu_numbers
 
 def start(*command):
@@ -43,7 +45,10 @@ def timed(f, device, before):
     added = bench_common.peak_gib(lambda: seen.loaded.append(bench_common.seconds(f, device)), device)
     return {"first call": 1.0, "seconds": 1.0, "added GiB": added}
 
-bench_common.start, bench_common.timed = start, timed
+def step_bytes(model, *pack, **options):
+    return real_bytes(model, *pack, **options) if len(blocks_of(model)) == 2 else 0
+
+bench_common.start, bench_common.timed, plan.step_bytes, real_bytes = start, timed, step_bytes, plan.step_bytes
 bench_common.MODELS["full"]["num_layers"] = gpu_numbers.BLOCKS = 2
 torch.nn.Module.compile = lambda self, **options: seen.loaded.append("compiled")
 torch.nn.attention.current_flash_attention_impl = lambda: "FA3"

@@ -327,7 +327,7 @@ def sees_one_validation_sample_less():
 @pytest.mark.parametrize("view, named", [(sees_one_sample_less, "data_hash"), (sees_another_model, "model_hash"),
                                          (sees_one_validation_sample_less, "val_data")])
 def test_processes_with_different_views_are_refused(tmp_path, small, start, view, named):
-    flags = [*small.flags, "--val_data", small.folder / "data", "--cache_dir", small.cache, "--max_steps", 2]
+    flags = [*small.flags, "--val_data", small.folder / "data", "--cache_dir", tmp_path / "c", "--max_steps", 2]
     ranks = start_ranks(start, *flags, "--out_dir", tmp_path / "run", preludes=[None, view])
     assert [r.wait() for r in ranks] == [1, 1]
     assert is_one_line(ranks[0].output().strip().splitlines()[-1], "process 1", named), ranks[0].output()

@@ -37,7 +37,8 @@ def whole(small, tmp_path_factory):
     result = run_script("train.py", *flags, "--save_every", 1, "--keep", 9, "--out_dir", folder / "run")
     assert result.status == 0, result.err
     loras = {step: predict.read_lora(folder / f"run/checkpoint-{step:06d}")[0] for step in range(1, STEPS + 1)}
-    return SimpleNamespace(run=folder / "run", flags=[*flags, "--save_every", 100], loras=loras)
+    return SimpleNamespace(run=folder / "run", flags=[*flags, "--save_every", 100], loras=loras,
+                           cache=shutil.copytree(small.cache, folder / "cache")) # for pictures of a validation
 
 class Planted(Exception):
     """What no line of ours expects."""
@@ -215,7 +216,7 @@ def test_a_log_that_cannot_be_read_deletes_no_checkpoint_and_ends_no_run(whole, 
 def test_a_validation_that_fails_is_a_warning_and_changes_no_step(whole, small, tmp_path, monkeypatch, place):
     """Its pictures, their report, its loss; what worked is in the log."""
     flags = [*whole.flags, "--val_data", small.folder / "data", "--val_pictures", 1, "--sample_every", 2,
-             "--num_inference_steps", 2, "--cache_dir", small.cache]
+             "--num_inference_steps", 2, "--cache_dir", whole.cache]
     where = dict(pictures=(predict, "generate_samples"), base=(draw.Drawer, "compare"), best=(best, "describe"),
                  report=(draw.Drawer, "report"), loss=(common, "progress"), disk=(predict, "save_png"))[place]
     error = common.InputError("samples/x.png: cannot be written; mend it") if place == "disk" else Planted("planted")
@@ -388,6 +389,6 @@ def no_room_in_validation():
 def test_a_validation_that_fails_on_one_process_ends_on_all_and_the_log_says_why(tmp_path, small, start):
     """Wherever it fails: none waits for the other."""
     flags = [*small.flags, "--max_steps", 1, "--val_data", small.folder / "data", "--out_dir", tmp_path / "run"]
-    ranks = start_ranks(start, *flags, "--cache_dir", small.cache, preludes=[None, no_room_in_validation])
+    ranks = start_ranks(start, *flags, "--cache_dir", tmp_path / "cache", preludes=[None, no_room_in_validation])
     assert [process.wait() for process in ranks] == [0, 0], [process.output() for process in ranks]
     assert "planted (on process 1)" in (tmp_path / "run/log.jsonl").read_text("utf-8")

@@ -500,10 +500,10 @@ def test_many_patterns_and_wildcards_end_soon(tmp_path):
     layers = {f"transformer_blocks.{b}.attn.x{n}": n for b in range(60) for n in range(14)}
     for patterns in ({f".*{n}.*x{n}": 1 for n in range(20)}, {name: 1 for name in layers},
                      {f"^({'|'.join(layers)})": 1}, {f"x\\d+{n}": 1 for n in range(2000)}):
-        begun = time.monotonic()
+        begun = time.process_time()
         read = lora_files.read_patterns(patterns, "rank_pattern")
         assert [lora_files.of_layer(read, layer, 0) for layer in layers]
-        assert time.monotonic() - begun < 10
+        assert time.process_time() - begun < 10
     for patterns in ({f".*{n}": 1 for n in range(50)}, {f"x{n}": 1 for n in range(3000)}, {"x" * 300_000: 1}):
         with pytest.raises(ValueError, match="too many"):
             lora_files.read_patterns(patterns, "rank_pattern")
@@ -564,9 +564,9 @@ def test_a_long_name_of_a_tensor_is_one_short_line_at_once(tmp_path, key):
 def test_the_words_for_another_model_are_found_in_no_time():
     """foreign.family's patterns, over names that each of them nearly fits."""
     names = [word * 20 for word in ("transformer_blocks.1.", "layers_1_", "single_", "te1_te2_", "decoder.", "1" * 40)]
-    begun = time.monotonic()
+    begun = time.process_time()
     foreign.family(names * 3000)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 def test_more_tensors_than_a_lora_has_are_one_line(tmp_path):
     path = save(tmp_path / "x.safetensors", {f"x{n}": torch.zeros(0) for n in range(20_001)})

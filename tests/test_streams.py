@@ -36,7 +36,7 @@ def run_in_shell(tmp_path, redirect, c=False, python="python"):
     result, script = tmp_path / "result", tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(HERE), result=str(result), c=c), encoding="utf-8")
     line = f"set -o pipefail; {python.replace('python', sys.executable)} {script} {redirect}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, encoding="utf-8", timeout=60)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, encoding="utf-8", timeout=300)
     text = result.read_text(encoding="utf-8")
     warnings, number = json.loads(text)
     return done.returncode, done.stdout + done.stderr, warnings, number
@@ -94,8 +94,9 @@ def test_ctrl_c_in_a_terminal_with_tee_ends_with_a_checkpoint_and_status_0(tmp_p
     if not child:
         signal.signal(signal.SIGINT, signal.SIG_DFL) # pytest's may be ignored, and is inherited
         os.execvp("bash", ["bash", "-c", line, "bash", *words_of(small, tmp_path / "run", *LONG)])
-    while b"step 2/" not in os.read(terminal, 10_000):
-        pass
+    shown = b""
+    while b"step 2/" not in shown: # (which may come in two parts)
+        shown += os.read(terminal, 10_000)
     os.write(terminal, b"\x03")
     until(lambda: (tmp_path / "status").exists())
     os.close(terminal)

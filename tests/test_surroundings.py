@@ -122,7 +122,7 @@ def test_one_process_of_one_is_a_process(monkeypatch, data, tmp_path):
 def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     """Or one alone, in a shell where a complete set is left, would wait for hours in silence."""
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: time.sleep(0.2))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: time.sleep(1))
     with_environment(monkeypatch, HERE_IS | dict(RANK="1", WORLD_SIZE="2"))
     for patience, said in ((0.01, True), (20, False)):
         monkeypatch.setattr(surroundings, "PATIENCE", patience)

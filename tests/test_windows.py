@@ -112,7 +112,8 @@ def test_one_road_from_foreign_folders_to_a_page(tmp_path, source, start, window
 
 def test_ctrl_break_and_a_closed_console_end_a_run_with_its_checkpoint(tmp_path, small, start):
     """Both are SIGBREAK there, which SIGUSR2 stands for."""
-    process = start("train.py", *small.flags, "--out_dir", tmp_path, "--save_every", 100, prelude=install)
+    process = start("train.py", *small.flags, "--out_dir", tmp_path, "--max_steps", 5000, "--save_every", 5000,
+                    prelude=install)
     until(lambda: (tmp_path / "log.jsonl").exists() and log_of(tmp_path)[1:] or not process.alive())
     kill(process, signal.SIGUSR2)
     assert process.wait() == 0 and "stopped by a signal" in process.output() and steps_of(tmp_path), process.output()
@@ -141,7 +142,7 @@ def test_gpu_check_runs_there_and_ends_what_it_has_started(tmp_path, monkeypatch
     result = run_script("tools/gpu_check.py", "--device", "cpu", "--stages", "claims", "--out", tmp_path / "found.json")
     assert result.status == 0 and result.out.count("1 passed") >= 2, result.err
     assert process.poll() is not None
-    until(lambda: not grandchild.is_running() or grandchild.status() == "zombie", 10) # the kernel takes a moment
+    until(lambda: not grandchild.is_running() or grandchild.status() == "zombie") # the kernel takes a moment
     assert math.isnan(bench_common.peak_gib(list, "cpu")) and bench_common.used_gib("cpu") > 0
 
 HERE_ONLY = {"gpu_check.py: signal.pthread_kill", # behind os.name
