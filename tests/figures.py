@@ -120,6 +120,8 @@ FIGURES = {
         ("two such samples in one pass take #", NF4, "last", "3 %")]),
     "fsdp": (REAL + "torchrun --nproc_per_node=8 " + PLAN + "--fsdp", [
         ("--fsdp` | #", PLANNED + ".*as given", "last", "3 %")]),
+    "eight": (REAL + "torchrun --nproc_per_node=8 " + PLAN + "--batch_size 8", [
+        ("`--batch_size 8` take #-# card-hours", cell("card-hours", "H100") + "#", "last", "5 %")]),
     "card": ("pytest -s tests/test_fake_card.py --full -k plan", [("counts the same within # %", "", "", "")]),
     "low_bit": ("pytest -s tests/test_extras.py -k low_bit_base", [
         (f"| `{kind}` | # / # | # / # |", BOTH.format(kind) + r"[\s\S]*?" + BOTH.format(kind), "last", "6 %")
