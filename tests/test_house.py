@@ -170,7 +170,7 @@ def test_the_names_in_the_guides_table_are_answered_with_ours():
             if f"--{name}" not in known: # what is spelled alike is no question
                 assert hints.explain_word(f"--{name}", [], parser).split()[:2] == ["here", ours]
                 answered += 1
-    assert answered > 20
+    assert answered > 10
 
 @pytest.mark.parametrize("tool", [
     "bench", "convert_lora", "doctor", "gpu_check", "import_data", "lean_train", "measure", "page", "prune"])
