@@ -260,46 +260,37 @@ def test_pictures_that_training_would_enlarge_are_found(tmp_path):
                             small_control=["enlarged: control 96x64 -> 288x192"])
     assert "\nenlarged, 2: coffee: 192x128 -> 288x192; small_control: " in result.out
     line, = [line for line in result.out.splitlines() if line.startswith("enlarged")]
-    assert "--no-upscale" in line and "--target_pixels" in line and (tmp_path / "out/sheet_enlarged_1.png").exists()
+    assert "--no-upscale" in line and (tmp_path / "out/sheet_enlarged_1.png").exists()
     plain, _ = diagnose(tmp_path / "data", *area, "--no-upscale", out=tmp_path / "out")
     assert "enlarged" not in plain.out and re.search(r"image tokens +(\d+)", plain.out)[1] == "192"
     whole, _ = diagnose(tmp_path / "data", out=tmp_path / "out")
     assert "enlarged, 3: big: 272x192 -> 1216x864; coffee: 192x128 -> 1248x832" in whole.out
 
-@pytest.mark.parametrize("sizes, flags, want", [
-    ({(900, 600): 4}, {}, "--target_pixels 768x768 --control_pixels 768x768"), # 1.39 times
-    ({(1000, 1000): 4}, {}, ""), # 1.02 times
-    ({(1000, 1000): 4, (400, 300): 1}, {}, "--no-upscale"), # for a few the others need not be small
-    ({(900, 600): 4, (400, 300): 1}, {}, "--target_pixels 768x768 --control_pixels 768x768 --no-upscale"),
-    ({(900, 600): 4}, dict(target_pixels=[2**18, 2**20]), "--target_pixels 512x512 --control_pixels 768x768"),
-    ({(900, 600): 4}, dict(upscale=False), "--no-upscale"), ({(96, 64): 2}, {}, "--no-upscale"),
-    ({(80, 48): 2}, dict(target_pixels=["native"], control_pixels="native"),
-     "--target_pixels native --control_pixels native")]) # rounding to 32 pixels enlarges nothing
-def test_the_sizes_that_the_doctor_names_enlarge_nothing(sizes, flags, want):
-    rows = [dict(sizes=[size, size]) for size, count in sizes.items() for _ in range(count)]
-    args = SimpleNamespace(**dict(target_pixels=[2**20], control_pixels=2**20, upscale=True) | flags)
-    assert " ".join(doctor.size_flags(rows, args)) == want
-    for row in rows:
-        for area in [word for word in want.split() if word[0] != "-"] or ["1024x1024"]:
-            size = tuple(row["sizes"][0])
-            made = common.fit_size(size, common.pixels(area), upscale="--no-upscale" not in want)
-            assert not doctor.enlargement([("", size, made)])
+@pytest.mark.parametrize("sizes, want", [
+    ([(900, 600)] * 4, "768x768"), # at the default 1.39 times
+    ([(1000, 1000)], "1024x1024"), # 1.02 times
+    ([(1000, 1000), (400, 300)], "384x384"), ([(80, 48)], None)])
+def test_the_area_that_the_doctor_names_enlarges_nothing_and_is_the_largest(sizes, want):
+    assert doctor.area_without([dict(sizes=[size, size]) for size in sizes]) == want
+    for area in [want] if want else []:
+        for size in sizes:
+            assert not doctor.enlargement([("", size, common.fit_size(size, common.pixels(area), True))])
 
 def test_the_last_line_is_the_training_that_comes_next(tmp_path):
-    """At sizes that enlarge nothing, held-out pairs apart, with the copy that was aligned; errors come first. The
-    page says it, and the finding of enlarged pictures names the sizes."""
+    """At the sizes that were judged, without enlarging; held-out pairs apart, with the copy that was aligned; errors
+    come first. The page says it, and the finding of enlarged pictures names an area that enlarges none."""
     data = tmp_path / "photos"
     for name in "abc":
         add_item(data, name, [(300, 200)] * 2)
     add_item(tmp_path / "photos_val", "v", [(300, 200)] * 2)
     result, _ = diagnose(data, tmp_path / "photos_val", out=tmp_path / "out")
     sizes = "--target_pixels 256x256 --control_pixels 256x256"
-    start = "python train.py --model Qwen/Qwen-Image-Edit-2509 --data"
-    want = f"{start} {data} --val_data {tmp_path / 'photos_val'} {sizes}"
+    start = "python train.py --model Qwen/Qwen-Image-Edit-2511 --data"
+    want = f"{start} {data} --val_data {tmp_path / 'photos_val'} --no-upscale"
     assert result.out.splitlines()[-2:] == ["next:", f"  {want}"]
     assert want in (tmp_path / "out/index.html").read_text("utf-8")
     enlarged, = [line for line in result.out.splitlines() if line.startswith("enlarged")]
-    assert enlarged.endswith(f"; {sizes} enlarges none")
+    assert enlarged.endswith(f"; --no-upscale leaves them at their sizes, {sizes} makes all others as small")
     (data / "target/b.txt").write_text(" ", "utf-8")
     result, _ = diagnose(data, *sizes.split(), "--mask", "auto", "--align", tmp_path / "aligned", out=tmp_path / "out",
                          status=1)

@@ -66,7 +66,7 @@ SAME_RMS = 5.0 # root mean square of the difference
 SAME_BLOCK = 9.0 # largest mean difference of a block of 8x8 pixels, so that a small edit counts
 SCALE = 2.0 # other shape: ratio of the two sides (extras/mask.py's ASPECT: ratio of the two aspects)
 ENLARGED = 1.1 # ratio of the side in training to the side in the file
-SQUARES = [side * side for side in range(1024, 128, -64)] # areas that size_flags tries
+SQUARES = [side * side for side in range(1024, 128, -64)] # areas that area_without tries
 # --align: what counts as repaired
 TURNED = 4.0 # most degrees: tests/test_mask.py plants up to 3
 REMAINS = 0.5 # most pixels that a corner may still seem to move, in copies of up to 1024: right fits stay below 0.4
@@ -89,8 +89,8 @@ KINDS = { # {kind of finding: what it means, and what to do}
     "Otherwise two exports or white balances differ: make both pictures with the same settings, or leave the pair out.",
     "other shape": "Target and control have different aspects, or one is more than twice as large. That is right if "
     "the edit crops or extends pictures; otherwise crop both alike.",
-    "enlarged": "Training would enlarge these pictures, which teaches blur. The command at the top of this page "
-    "has sizes at which none is; --no-upscale leaves small ones at theirs.",
+    "enlarged": "Training would enlarge these pictures, which teaches blur. With --no-upscale, which "
+    "the command at the top of this page has, they keep their sizes.",
     "empty mask": "The mask selects nothing or everything, and then it says nothing: the pair is trained as one "
     "without a mask. Paint the edited region white on black, or delete the mask.",
     "duplicate": "The pair is there twice, and so it counts twice. Delete one, unless you want that.",
@@ -480,37 +480,32 @@ def judged_at(args):
     sizes = sizes.replace("native", "their own sizes")
     return f"Judged for a training at {sizes}; give its --target_pixels and --control_pixels if it has others."
 
-def size_flags(rows, args):
-    """-> words: the flags of train.py with which no picture of these rows of report.json is enlarged."""
-    words, remain = [], False
-    for name, n, areas in (("target_pixels", slice(1), args.target_pixels),
-                           ("control_pixels", slice(1, None), [args.control_pixels])):
-        sizes = [tuple(size) for row in rows for size in row["sizes"][n]]
+def area_without(rows):
+    """-> the largest area of SQUARES, as --target_pixels takes it, at which no picture of these rows of report.json is
+    enlarged; None if there is none."""
+    sizes = [tuple(size) for row in rows for size in row["sizes"]]
+    for area in SQUARES:
+        if not any(enlargement([("", size, fit_size(size, area, True))]) for size in sizes):
+            return area_words(area)
 
-        def enlarged(area):
-            return sum(bool(enlargement([("", size, fit_size(size, area, args.upscale))])) for size in sizes)
-        # for a few small pictures the others need not be small, too
-        fitting = [area for area in [*areas, *SQUARES] if 4 * enlarged(area) <= len(sizes)]
-        areas = [area for area in areas if area in fitting] or fitting[:1] or areas
-        remain |= any(map(enlarged, areas))
-        if areas != [1024 * 1024]: # train.py's default
-            words += [f"--{name}", *map(area_words, areas)]
-    if remain or not args.upscale:
-        words.append("--no-upscale")
-    return words
-
-def next_training(sizes, args):
-    """-> the command of the training that comes next. sizes: size_flags."""
+def next_training(args, enlarged):
+    """-> the command of the training that comes next, at the sizes that were judged. enlarged: whether some pictures
+    are, with these flags."""
     held_out = [root for root in args.data if common.root_name(root).endswith("_val")]
     trained = [args.align] if args.align else [root for root in args.data if root not in held_out]
-    words = ["python", "train.py", "--model", args.model or MODELS[2], "--data", *(trained or args.data)]
+    words = ["python", "train.py", "--model", args.model or MODELS[-1], "--data", *(trained or args.data)]
     if held_out and trained:
         words += ["--val_data", *held_out]
     if args.mask:
         words += ["--mask", args.mask]
-    return common.command([*words, *sizes])
+    for name, areas in (("--target_pixels", args.target_pixels), ("--control_pixels", [args.control_pixels])):
+        if areas != [1024 * 1024]: # train.py's default
+            words += [name, *map(area_words, areas)]
+    if enlarged or not args.upscale: # small pictures beside large ones are what a batch here can have
+        words.append("--no-upscale")
+    return common.command(words)
 
-def print_findings(title, numbers, findings, verdict, judged, sizes):
+def print_findings(title, numbers, findings, verdict, judged, area):
     tell(title)
     tell(f"{'':16}     min  median     max")
     for name, *values in numbers:
@@ -518,7 +513,9 @@ def print_findings(title, numbers, findings, verdict, judged, sizes):
     for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
             tell(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
-                 + (f"; {sizes} enlarges none" if kind == "enlarged" else ""))
+                 + ("; --no-upscale leaves them at their sizes" if kind == "enlarged" else "")
+                 + (f", --target_pixels {area} --control_pixels {area} makes all others as small"
+                    if kind == "enlarged" and area else ""))
     tell(verdict.strip())
     tell(judged)
 
@@ -585,11 +582,10 @@ def main():
         title = how_many(samples)
         numbers = numbers_of(rows)
         verdict = verdict_of(samples, findings)
-        sizes = size_flags(rows, args)
-        print_findings(title, numbers, findings, verdict, judged_at(args), " ".join(sizes))
+        print_findings(title, numbers, findings, verdict, judged_at(args), area_without(rows))
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
-        step = next_training(sizes, args)
+        step = next_training(args, bool(findings["enlarged"]))
         write_page(out, title, verdict, samples, numbers, findings, problems, aligned, f"Next: {step}", args)
         tell("when the errors are corrected, next:" if problems else "next:", f"  {step}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
