@@ -13,7 +13,7 @@ from PIL import PngImagePlugin
 
 import common
 from common import InputError, make_sample
-from extras import strays
+from extras import foreign, strays
 
 
 def read_samples(args):
@@ -31,6 +31,10 @@ def read_samples(args):
             if not os.path.lexists(path):
                 raise InputError(f"{path}: {strays.why_gone(path) or strays.no_picture(path)}")
         return [sample], []
+    from extras import hints # here, as it imports others that read datasets
+    if hints.is_dataset(folder):
+        raise InputError(f"--image {folder}: a dataset, with its targets; give {folder / 'control'}, or --jobs {folder} "
+                         "without --prompt, which takes its captions")
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt
@@ -50,10 +54,12 @@ def read_samples(args):
 
 
 def refuse_nothing(args):
-    """Ends the script if nothing of what the flags ask for can be drawn: no picture can be read, no line is right. (Of
-    several processes none looks: the first one says it later.)"""
+    """Ends the script if nothing of what the flags ask for can be drawn: no picture can be read, no line is right; or
+    if a LoRA is of another model. (Of several processes none looks: the first one says it later.)"""
     if common.world() > 1:
         return
+    for file in args.lora:
+        foreign.refuse_family(file)
     samples, problems = read_samples(args)
     look, _ = common.looks([replace(sample, others={}) for sample in samples], args.cache_dir)
     good = 0

@@ -1,9 +1,11 @@
 """
 What a file of another kind is, in words: for --lora (extras/lora_files.py) and --transformer (extras/transformer.py).
 """
+import contextlib
 import os
 import re
 
+import common
 from extras.strangers import open_tensors
 
 # how files begin that are no safetensors files
@@ -35,6 +37,18 @@ def family(names):
         if re.search(pattern, text, re.M):
             return words, pattern
     return None, None
+
+def refuse_family(path):
+    """InputError for a LoRA all of whose tensors have names of another model. Its header tells, before torch is
+    imported; of any other file those say what is wrong who read it."""
+    names = []
+    with contextlib.suppress(Exception): # a foreign file can fail in any way
+        with open(path, "rb") as f:
+            names = common.read_header(f).keys() - {"__metadata__"}
+    families = [family([name])[0] for name in names]
+    if families and all(families):
+        raise common.InputError(f"{path}: a LoRA of another model, which looks like {families[-1]} ({max(names)}); take "
+                                "one of Qwen-Image-Edit")
 
 def open_file(path, error_of, of_gguf):
     """-> the file, mapped by safetensors. Raises error_of(what the file is instead, what to do). of_gguf: what to do

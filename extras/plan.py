@@ -262,7 +262,8 @@ def say_memory(args, blocks, lora_bytes, added, weights):
     recomputed = blocks if args.gradient_checkpointing is None else min(blocks, args.gradient_checkpointing)
     given = recomputed, args.quantize, min(args.offload, blocks)
     others = [(0, "none", 0), (blocks, "none", 0), (blocks, "int8", 0), (blocks, "nf4", 0),
-              (blocks, "none", blocks // 2), (blocks, "none", blocks), (blocks, "int8", blocks)]
+              (blocks, "none", blocks // 2), (blocks, "none", blocks), (blocks, "int8", min(20, blocks)),
+              (blocks, "int8", blocks)]
     for row in dict.fromkeys([given, *others]):
         again, quantize, offload = row
         base, host = weights(quantize, offload)
@@ -337,10 +338,10 @@ def say_hours(columns):
     say(f"{'':55}" + "".join(f"{card:>13}" for card in columns))
     for row in max(columns.values(), key=len):
         say(f"{row:55}" + "".join(f"{column.get(row, '-'):>13}" for column in columns.values()))
-    say("-: does not fit. ranges: from a card that reaches the rates assumed there to "
+    say("-: does not fit with these flags; see `card` above. ranges: from a card that reaches the rates assumed there to "
         f"{SLOWEST} times as long, as others report",
-        "not in it: the passes that find what fits, saving, --compile, --no_use_cache, the unpacking of few bits, "
-        "networks")
+        "not in it: downloads, the passes that find what fits, saving, --compile, --no_use_cache, the unpacking of few "
+        "bits")
 
 
 def print_plan(args, transformer, folder, epoch, val_samples, plan_step, deal_packs, Item, flow_loss):

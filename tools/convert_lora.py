@@ -223,7 +223,8 @@ def main():
         parser.error(f"argument --to: {args.to} works with one LoRA, without --model, --scale and --dtype; leave the "
                      "others out")
     if args.to != "model" and args.out.suffix != ".safetensors":
-        parser.error(f"argument --out: {args.out} does not end in .safetensors; add that")
+        parser.error(f"argument --out: {args.out} does not end in .safetensors; give "
+                     + str(args.out / "NAME.safetensors" if args.out.is_dir() else f"{args.out}.safetensors"))
     if args.scale and len(args.scale) != len(args.lora):
         parser.error(f"argument --scale: {len(args.scale)} numbers for {len(args.lora)} LoRAs; give one for each")
     common.refuse_to_replace(args.out)

@@ -46,6 +46,12 @@ def read_flags():
     flag("--device", None, "where the VAE runs (default: cuda if there is one)", choices=["cpu", "cuda"])
     flag("--json", None, "also write the numbers to this file (default: none)", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if (args.results / "log.jsonl").exists():
+        draw = common.command(["python", "predict.py", "--lora", args.results, "--jobs", args.dataset, "--out_dir",
+                               "edited"])
+        raise InputError(f"{args.results}: is a run; first {draw}, then measure edited")
+    if not args.results.is_dir():
+        raise InputError(f"{args.results}: no folder of results; {hints.near_path(args.results)}")
     if not args.dataset.exists():
         raise InputError(hints.no_dataset(args.dataset))
     if args.json:

@@ -509,6 +509,8 @@ def resume_command(run):
             raise ValueError(f"{flag} {value} is left to you")
         if flag not in ("--resume", "--out_dir"):
             again.append(word)
+    if not any(word.startswith("--batch_size") for word in words) and "batch_size" in run.flags:
+        again += option("batch_size", run.flags["batch_size"]) # whose default depends on the number of processes
     return [*again, "--resume", "--out_dir", run.folder]
 
 def option(name, value):
@@ -545,8 +547,8 @@ def predict_command(run):
 def convert_command(run):
     return ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out", f"{run.name}.safetensors"]
 
-COMMANDS = {"Continue it (if it is finished: give a larger --max_steps; its learning rate must be constant)":
-            resume_command,
+COMMANDS = {"Continue it (behind torchrun if it was; a finished run with a larger --max_steps, if its learning rate is "
+            "constant, and else as a new run with --pretrained_lora)": resume_command,
             "Edit a picture with it": predict_command,
             "Convert it for ComfyUI (a finished run's LoRA works there as it is)": convert_command}
 

@@ -28,6 +28,8 @@ def main():
     args = parser.parse_args()
     if not (args.cache_dir / "latents").is_dir():
         meant = "give cache.py's --cache_dir" if args.cache_dir.exists() else hints.near_path(args.cache_dir)
+        if any((folder / "log.jsonl").exists() for folder in (args.cache_dir, args.cache_dir.parent)):
+            meant += ". of a run delete what you do not need; train.py --keep N keeps fewer checkpoints"
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; {meant}")
     import cache # takes seconds; a slip does not need it
     lists, plans = [list(args.cache_dir.glob(pattern)) for pattern in ("*.json", ".planned-*")]
