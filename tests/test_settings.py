@@ -274,7 +274,7 @@ PROGRAMS = dict(
         "--true_cfg_scale 3 --save_every 250 --keep 4"),
     musubi=(place("flags.toml", MUSUBI_FLAGS, dataset_toml=MUSUBI), """datasets.resolution datasets.batch_size
         datasets.bucket_no_upscale datasets.num_repeats datasets.qwen_image_edit_control_resolution dit model_version
-        optimizer_type optimizer_args learning_rate lr_scheduler lr_warmup_steps max_grad_norm
+        optimizer_type optimizer_args learning_rate lr_warmup_steps max_grad_norm
         gradient_accumulation_steps network_dim max_train_epochs seed fp8_base fp8_vl blocks_to_swap
         save_every_n_epochs sample_every_n_epochs""", """datasets.caption_extension datasets.image_directory
         datasets.control_directory dataset_config""",

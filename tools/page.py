@@ -485,23 +485,17 @@ def command_words(run):
     words = run.command if isinstance(run.command, list) else []
     return [word for word in words if isinstance(word, str)]
 
-def flags_of_train():
-    """-> the names of train.py's flags, as its text and common.py's have them: to import it would train."""
-    texts = [Path(common.__file__).with_name(name).read_text(encoding="utf-8") for name in ("train.py", "common.py")]
-    found = {name for text in texts for name in re.findall(r'flag\((?:flag, )?"--([a-z_]+)"', text)}
-    return found | (common.SAMPLING.keys() & common.SAMPLE_FLAGS.keys())
-
 def resume_command(run):
     """-> the words that continue a run, made of train.py's flags in its log. ValueError says why there are none."""
     script, *words = command_words(run) or [""]
     if Path(script).name != "train.py" or len(words) + 1 < len(run.command):
         raise ValueError("it is not train.py's")
-    again, flag, known = ["python", "train.py"], "", flags_of_train()
+    again, flag, known = ["python", "train.py"], "", hints.flags_of("train.py")
     for word in words:
         value = word
         if word.startswith("--"):
             flag, _, value = word.partition("=") # (of --flag VALUE this value is "", and the next word is one)
-            if flag.removeprefix("--").removeprefix("no-") not in known:
+            if flag.replace("--no-", "--") not in known:
                 raise ValueError(f"train.py has no {flag}")
         elif not flag or re.match(r"-(?![\d.])", word):
             raise ValueError(f"{word} belongs to no flag")
