@@ -296,14 +296,23 @@ def describe(samples, val_samples):
     return lines
 
 
+# train.py's flags that predict.py has, too, and needs for the same pictures
+DRAWING = ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *common.SAMPLING]
+
+
+def option(name, value):
+    """-> the words of a command that give a flag this value, which may look like a flag itself."""
+    value = "all" if value == common.ALL_BLOCKS else str(value)
+    return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
+
+
 def next_commands(args, out_dir, default):
     """-> lines: what a person may want to do with a finished run of train.py. default(flag): its default value."""
     lines, flags = [], []
-    for name in ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *common.SAMPLING]:
+    for name in DRAWING:
         value = vars(args).get(name)
-        if value != default(name): # these are predict.py's flags, too
-            value = "all" if value == common.ALL_BLOCKS else str(value)
-            flags += [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value] # else it were a flag
+        if value != default(name):
+            flags += option(name, value)
     chosen = out_dir
     for folder, names in best.better_checkpoints(out_dir).items():
         lines.append(f"{folder} is better than the last one by {' and '.join(names)}; compare them")
