@@ -203,16 +203,17 @@ def near_run(name):
     for log in (path, path.parent / "log.jsonl", path.parent.parent / "log.jsonl"): # a file in a run
         if log.name == "log.jsonl" and log.is_file():
             return log.parent
-    runs = {}
-    for folder in (Path("out"), path.parent):
-        runs |= {log.parent.name: log.parent for log in folder.glob("*/log.jsonl")}
-    return closest(path.name, runs)
+    return closest(path.name, {run.name: run for run in runs_in(Path("out")) + runs_in(path.parent)})
+
+
+def runs_in(folder):
+    """-> the runs in a folder, the one that was trained last behind the others."""
+    return [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
 
 
 def no_lora(path, file):
     """Why there is no LoRA at `path`, where `file` was looked for, and what may be meant."""
-    runs = [log.parent for log in sorted(path.glob("*/log.jsonl"), key=os.path.getmtime)]
-    found = [*sorted(path.glob("*.safetensors"))[:1], *runs[-1:]]
+    found = sorted(path.glob("*.safetensors"))[:1] + runs_in(path)[-1:]
     if not found and not path.exists():
         near = [place for place in (nearest(path), near_run(path)) if place]
         for place in near:

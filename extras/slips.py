@@ -59,7 +59,6 @@ MISSING = {"--gradient_checkpointing": "automatic here; leave it out, or give a 
            "--offload": "no number; give all, or a number of blocks"}
 NEEDED = {"--image": "PICTURE", "--prompt": "TEXT"} # what predict.py wants beside --jobs
 UNITS = {"k": 1000, "%": 0.01}
-KINDS = dict(int="whole number", float="number")
 DASHES = re.compile("[\u2010-\u2015\u2212]+") # a word processor makes these of - and --
 QUOTES = "\u201c\u201d\u201e\u2018\u2019'\"" # ' does not quote in cmd.exe
 
@@ -158,7 +157,8 @@ def explain_value(message, known):
         return f"{flag}: {MISSING[flag]}"
     default = action.default[0] if isinstance(action.default, list) and action.default else action.default
     usual = "a number" if default is None else f"one, such as {default}"
-    return kind and f"{flag}: {value!r} is no {KINDS.get(kind, 'number')}; give {meant or usual}"
+    number = "whole number" if kind == "int" else "number"
+    return kind and f"{flag}: {value!r} is no {number}; give {meant or usual}"
 
 
 def listed(choices):
@@ -210,20 +210,16 @@ def bare_words(parser):
 def flag_of(word, known):
     """The flag that this word may be a value of, by what lies there and by its form; or None."""
     path, suffix = Path(word), Path(word).suffix.lower()
-    lora = "--lora" if "--lora" in known else "--pretrained_lora"
-    data = "--jobs" if "--jobs" in known else "--data"
+    wanted = [flag for flag, action in known.items() if action.choices and word in map(str, action.choices)]
     if word.startswith("Qwen/") or (path / "model_index.json").is_file():
-        wanted = "--model"
+        wanted = ["--model"]
     elif suffix == ".safetensors" or (path / "log.jsonl").is_file(): # the latter is a run
-        wanted = lora
+        wanted = ["--lora", "--pretrained_lora"]
     elif "--image" in known and (path.is_dir() or common.KINDS.get(suffix) in ("picture", "other")):
-        wanted = "--image"
+        wanted = ["--image"]
     elif suffix == ".jsonl" or "--data" in known and re.fullmatch(r"[\w./\\-]+", word):
-        wanted = data
-    else:
-        chosen = [flag for flag, action in known.items() if action.choices and word in map(str, action.choices)]
-        wanted = next(iter(chosen), None)
-    return wanted if wanted in known else None
+        wanted = ["--jobs", "--data"]
+    return next((flag for flag in wanted if flag in known), None)
 
 
 def meant_line(parser, bare):

@@ -14,6 +14,7 @@ from PIL import Image
 import common
 from extras.strangers import CONTROLS
 from tests.harness import is_one_line, paint_picture, paste, run_script, save
+from tools import settings
 
 def dataset(folder, names="abcd", **folders):
     """Pairs in FOLDER/after and FOLDER/before, or in folders that are named so."""
@@ -473,6 +474,21 @@ def test_flags_of_musubi_tuner_mean_what_they_mean_there(tmp_path, lines):
     train = commands(result)[1]
     assert flag_in(train, flag) == want, result.out
     parsed(train, tmp_path)
+
+@pytest.mark.parametrize("program, key, flag, want", [
+    ("onetrainer", "dynamic_timestep_shifting", "timestep_sampling", "qwen_shift"),
+    ("simpletuner", "flow_schedule_auto_shift", "timestep_sampling", "qwen_shift"),
+    ("simpletuner", "flow_use_uniform_schedule", "timestep_sampling", "uniform"),
+    ("simpletuner", "enable_group_offload", "offload", "all"),
+    ("diffsynth", "enable_model_cpu_offload", "offload", "all")])
+def test_a_switch_means_one_value_whatever_else_is_set(program, key, flag, want):
+    """Before or behind it; switched off it means nothing."""
+    others = dict(timestep_distribution=["UNIFORM"], musubi_blocks_to_swap=[3])
+    for values in (others | {key: [True]}, {key: [True]} | others):
+        facts, _ = settings.translate(settings.Settings("a.json", program, values))
+        assert facts[flag] == want
+    facts, answers = settings.translate(settings.Settings("a.json", program, {key: [False]}))
+    assert not facts and answers == {settings.NOTHING: [f"{key} = False"]}
 
 @pytest.mark.parametrize("value, want", [(1.0, "1000000"), ("0.5", "500000"), (768, "768x768"), ("1024", "1024x1024")])
 def test_simpletuners_resolution_is_a_side_or_an_area_in_megapixels(tmp_path, value, want):

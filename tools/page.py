@@ -593,7 +593,7 @@ def make_page(folders, page, most, watched=False, roots=()):
 
 def refuse_no_run(folder, watch):
     """InputError if `folder` is no run's; if it holds runs, they are listed first. watch: it may become one."""
-    runs = [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
+    runs = hints.runs_in(folder)
     if (folder / "log.jsonl").is_file() or watch and folder.is_dir() and not runs:
         return
     for run in runs:

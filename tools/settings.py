@@ -3,13 +3,13 @@ What the settings of another trainer mean here: the line of train.py, with their
 counterpart. tools/import_configs.py reads the files, tools/import_data.py prints these lines.
 
 A row of a table is KEYS: ANSWER; indented lines continue it. A * in a key stands for any letters. An answer in one word
-is a sentence of WORDS, a flag of train.py, FLAG=VALUE for a switch that means this, or what `finish` makes flags of,
-such as batch, accumulation and epochs; other answers are printed. KEY=VALUE|VALUE: with these values nothing is lost.
-The names and defaults are those of the
-programs, in October 2025 to August 2026: ai-toolkit's toolkit/config_modules.py and ui/.../jobConfig.ts, musubi-tuner's
-training/parser_common.py and docs/dataset_config.md, sd-scripts' library/train_util.py and docs/config_README-en.md,
-OneTrainer's modules/util/config/, SimpleTuner's documentation/ (OPTIONS.md, DATALOADER.md, quickstart/QWEN_EDIT.md) and
-helpers/configuration/env_file.py, DiffSynth-Studio's diffsynth/diffusion/parsers.py.
+is a sentence of WORDS, a flag of train.py, FLAG=VALUE for a switch that means this whatever else is set, or what
+`finish` makes flags of, such as batch, accumulation and epochs; other answers are printed. KEY=VALUE|VALUE: with these
+values nothing is lost. The names and defaults are those of the programs, in October 2025 to August 2026: ai-toolkit's
+toolkit/config_modules.py and ui/.../jobConfig.ts, musubi-tuner's training/parser_common.py and docs/dataset_config.md,
+sd-scripts' library/train_util.py and docs/config_README-en.md, OneTrainer's modules/util/config/, SimpleTuner's
+documentation/ (OPTIONS.md, DATALOADER.md, quickstart/QWEN_EDIT.md) and helpers/configuration/env_file.py,
+DiffSynth-Studio's diffsynth/diffusion/parsers.py.
 """
 import json
 import math
@@ -135,7 +135,7 @@ image_directory control_directory image_jsonl_file multiple_target image_dir con
 train_data_dir reg_data_dir in_json: no counterpart, name the folders; import_data.py OUT --target DIR --control DIR
 resolution: size
 control_resolution qwen_image_edit_control_resolution: control_size
-no_resize_control qwen_image_edit_no_resize_control: control_pixels=native
+no_resize_control qwen_image_edit_no_resize_control: native
 num_repeats dataset_repeats: repeats
 bucket_no_upscale: no-upscale
 batch_size train_batch_size: batch
@@ -359,6 +359,7 @@ diffsynth.no-upscale: true"""
 
 # their words for values, beside those that a command line may have, too
 CHOICES = slips.VALUES | dict(
+    native="true: native",
     model="""
 edit editv1: Qwen/Qwen-Image-Edit
 edit2509 editv2: Qwen/Qwen-Image-Edit-2509
@@ -522,7 +523,7 @@ NUMBERS = {name: kind for kind, names in KINDS.items() for name in names.split()
 WAYS = dict(target_pixels=areas, control_pixels=areas, size=partial(areas, is_pair=True),
             control_size=partial(areas, is_pair=True), model=model, lora_targets=layers, quantize=low_bits,
             quantize_text_encoder=low_bits, transformer=only_name, pretrained_lora=only_name, negative_prompt=only_name)
-SAME = dict(size="target_pixels", control_size="control_pixels") # but for what two numbers mean
+SAME = dict(size="target_pixels", control_size="control_pixels", native="control_pixels") # flags of these meanings
 # what use_ema, ... switch on, and its value where nothing else says one
 SWITCHES = dict(mask_background_weight=0, ema=0.999, quantize="fp8", quantize_text_encoder="fp8", offload_share=1)
 
@@ -565,7 +566,7 @@ def find_meaning(settings, rows, key, values):
     on = [value for value in values if not is_off(value, usual)]
     if "repeats" in answer and len(on) < settings.datasets:
         on.append(answer == "repeats") # a dataset without counts once
-    if NUMBERS.get(answer, common.positive) is common.positive:
+    if NUMBERS.get(answer) in (None, common.positive): # a 0 is none
         on = [value for value in on if value]
     if answer == "data" or answer == "jobs" and settings.jobs:
         return answer, []
@@ -610,7 +611,7 @@ def translate(settings):
         meaning, on = find_meaning(settings, rows, key, values)
         text = f"{key} = {', '.join(dict.fromkeys(map(str, values))):.80}"
         answer = take(meaning, key, on, text) if on and " " not in meaning else meaning
-        if " " in answer:
+        if " " in answer: # one word says that something else reads it
             answers[answer].append(text)
     for name, _, value in slips.read_table(DEFAULTS) if is_training(facts) else ():
         program, _, key = name.partition(".")
@@ -649,8 +650,10 @@ def finish(facts, count, held_out):
         elif name in facts:
             lines.append(f"{facts[name]} epochs are --{flag} {facts[name]} x samples x repeats / {batch}; add it")
     if "warmup" in facts:
-        share = facts["warmup"] * (flags.get("max_steps", 2000) if facts["warmup"] < 1 else 1)
-        flags["warmup_steps"] = round(share)
+        steps = facts["warmup"]
+        if steps < 1: # a share
+            steps *= flags.get("max_steps", 2000)
+        flags["warmup_steps"] = round(steps)
     if facts.get("max_grad_norm") == 0:
         flags["max_grad_norm"] = "inf"
     if "mask_background_weight" in facts:
