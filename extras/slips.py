@@ -4,10 +4,13 @@ that is missing, a name without its flag. (hints.py has the flags of other train
 """
 import contextlib
 import difflib
+import errno
 import math
+import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from copy import copy
 from pathlib import Path
 
 import common
@@ -120,6 +123,15 @@ def refuse_marks(parser):
                          "PowerShell, ^ in cmd.exe, and nothing behind it")
 
 
+def is_too_long(word):
+    """Whether no file can have this name, as it is longer than the disk takes one."""
+    try:
+        os.lstat(word)
+    except OSError as e:
+        return e.errno == errno.ENAMETOOLONG
+    return False
+
+
 def how_to_call(parser):
     """-> the first example of the script's docstring."""
     line = next(line for line in parser.description.splitlines() if line.startswith("$ ") and parser.prog in line)
@@ -139,7 +151,7 @@ def groups(words):
 
 
 def bare_words(parser):
-    """-> [(the flag before it, or '', a word that no flag takes)]."""
+    """-> [(the flag before it, or '', a word that no flag takes)], at least one."""
     left = parser.parse_known_args()[1]
     found = []
     for flag, words in groups(sys.argv[1:]):
@@ -147,7 +159,7 @@ def bare_words(parser):
             if word in left:
                 left.remove(word)
                 found.append((flag, word))
-    return found
+    return found or [("", left[-1])] # of -- --seed argparse takes neither for a flag
 
 
 def flag_of(word, known):
@@ -155,11 +167,12 @@ def flag_of(word, known):
     path, suffix = Path(word), Path(word).suffix.lower()
     lora = "--lora" if "--lora" in known else "--pretrained_lora"
     data = "--jobs" if "--jobs" in known else "--data"
-    if word.startswith("Qwen/") or (path / "model_index.json").is_file():
+    # (a text is longer than any name: of one Path.is_file raises, and os.path.isfile is False)
+    if word.startswith("Qwen/") or os.path.isfile(path / "model_index.json"):
         wanted = "--model"
-    elif suffix == ".safetensors" or (path / "log.jsonl").is_file(): # the latter is a run
+    elif suffix == ".safetensors" or os.path.isfile(path / "log.jsonl"): # the latter is a run
         wanted = lora
-    elif "--image" in known and (path.is_dir() or common.KINDS.get(suffix) in ("picture", "other")):
+    elif "--image" in known and (os.path.isdir(path) or common.KINDS.get(suffix) in ("picture", "other")):
         wanted = "--image"
     elif suffix == ".jsonl" or "--data" in known and re.fullmatch(r"[\w./\\-]+", word):
         wanted = data
@@ -173,10 +186,10 @@ def meant_line(parser, bare):
     """-> the command that is meant by one with these words that belong to no flag; None if that cannot be told. bare:
     as of bare_words."""
     known, words, texts = parser._option_string_actions, list(sys.argv[1:]), []
-    for _, word in bare:
+    wanted = [flag_of(word, known) for _, word in bare]
+    for (_, word), flag in zip(bare, wanted):
         words.remove(word)
-        flag = flag_of(word, known)
-        if flag is None:
+        if flag is None or None in wanted and known[flag].choices: # "make it 2 times larger" names no kernel
             texts.append(word)
         else:
             put(words, flag, word)
@@ -189,12 +202,23 @@ def meant_line(parser, bare):
         words.pop(at)
     if texts:
         put(words, "--prompt", " ".join(texts).strip(QUOTES))
-    given = [flag for flag, _ in groups(words)]
+    given = dict(groups(words))
     if "--image" in known and "--jobs" not in given: # these two go together
         for flag, name in (("--image", "PICTURE"), ("--prompt", "TEXT")):
-            if flag not in given:
+            if not given.get(flag):
                 put(words, flag, name)
-    return common.command(["python", sys.argv[0], *words])
+    return common.command(["python", sys.argv[0], *words]) if is_taken(parser, words) else None
+
+
+def is_taken(parser, words):
+    """Whether these words are a command that the script takes."""
+    def refuse(message):
+        raise ValueError(message)
+    trial, flags = copy(parser), [flag for flag, _ in groups(words)]
+    trial.error = refuse
+    with contextlib.suppress(ValueError):
+        return len(set(flags)) == len(flags) and not trial.parse_known_args(words)[1]
+    return False
 
 
 def put(words, flag, value):
