@@ -56,7 +56,7 @@ MISSES = [
     ("predict.py photo.jpg make it 2 times larger", "--image photo.jpg --prompt 'make it 2 times larger'"),
     ("predict.py --image=photo.jpg cat.png 'make it warm'", "cat.png: belongs to no flag; leave it out, or put a text"),
     (PAIRS + f"--model {MODEL} {MODEL}", "2509: belongs to no flag; leave it out, or put"),
-    (PAIRS + "-- --seed", "--seed: belongs to no flag; leave it out"),
+    (PAIRS + "-- --seed", ": belongs to no flag; leave it out"),
     ("tools/import_data.py before after pairs --prompt x", "pairs --target after --control before --prompt x"),
     ("train.py --seed 1 '' ' '", "'': belongs to no flag; leave it out"),
     # a flag without its value, or a value without need
