@@ -143,7 +143,8 @@ def explain_missing(message, parser):
         if not is_given("--prompt"):
             values = dict(slips.groups(sys.argv[1:]))["--image"]
             text = [("--image", word) for word in values if not (os.path.exists(word) or Path(word).suffix)]
-            remedy = f"put a text in quotes: {slips.meant_line(parser, text)}" if text else "give --prompt"
+            line = text and slips.meant_line(parser, text)
+            remedy = f"put a text in quotes: {line}" if line else "give --prompt"
             return f"--image: no instruction; {remedy}"
 
 
@@ -154,9 +155,15 @@ def refuse_slips(parser):
         lines = ["usage: predict.py FLAGS; predict.py -h lists them. For instance:", *examples[:4], ""]
         parser.exit(2, "\n".join(lines))
     slips.refuse_marks(parser)
+    known = parser._option_string_actions
+    places = any(not action.option_strings for action in parser._actions)
     for flag, values in slips.groups(sys.argv[1:]):
+        # (of --image without --prompt it is the instruction, as explain_missing says)
+        is_name = re.fullmatch(NAMED, flag) and (flag != "--image" or is_given("--prompt")) or flag in PLAIN
         for value in values:
-            if slip := slip_of(flag, value, parser._option_string_actions):
+            if (is_name or places and not flag) and slips.is_too_long(value):
+                parser.error(f"argument {flag or value[:40]}: longer than a file's name can be; shorten it")
+            if slip := slip_of(flag, value, known):
                 parser.error(f"argument {flag}: {slip}")
 
 
@@ -356,7 +363,8 @@ def explain_bare(parser, bare):
     line = slips.meant_line(parser, bare)
     places = slips.groups(sys.argv[1:])[0][1]
     if {"--target", "--control"} <= known.keys() and len(places) == 3: # tools/import_data.py BEFORE AFTER OUT
-        line = common.command(["python", sys.argv[0], places[2], "--target", places[1], "--control", places[0]])
+        words = [places[2], "--target", places[1], "--control", places[0], *sys.argv[4:]]
+        line = common.command(["python", sys.argv[0], *words])
     remedy = f"you may mean: {line}" if line else "leave it out, or put a text in quotes"
     return f"{word}: belongs to no flag; {remedy}"
 

@@ -4,10 +4,13 @@ that is missing, a name without its flag. (hints.py has the flags of other train
 """
 import contextlib
 import difflib
+import errno
 import math
+import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from copy import copy
 from pathlib import Path
 
 import common
@@ -177,6 +180,15 @@ def refuse_marks(parser):
                          "PowerShell, ^ in cmd.exe, and nothing behind it")
 
 
+def is_too_long(word):
+    """Whether no file can have this name, as it is longer than the disk takes one."""
+    try:
+        os.lstat(word)
+    except OSError as e:
+        return e.errno == errno.ENAMETOOLONG
+    return False
+
+
 def how_to_call(parser):
     """-> the first example of the script's docstring."""
     line = next(line for line in parser.description.splitlines() if line.startswith("$ ") and parser.prog in line)
@@ -196,7 +208,7 @@ def groups(words):
 
 
 def bare_words(parser):
-    """-> [(the flag before it, or '', a word that no flag takes)]."""
+    """-> [(the flag before it, or '', a word that no flag takes)], at least one."""
     left = parser.parse_known_args()[1]
     found = []
     for flag, words in groups(sys.argv[1:]):
@@ -204,18 +216,19 @@ def bare_words(parser):
             if word in left:
                 left.remove(word)
                 found.append((flag, word))
-    return found
+    return found or [("", left[-1])] # of -- --seed argparse takes neither for a flag
 
 
 def flag_of(word, known):
     """The flag that this word may be a value of, by what lies there and by its form; or None."""
     path, suffix = Path(word), Path(word).suffix.lower()
+    # (a text is longer than any name: of one Path.is_file raises, and os.path.isfile is False)
     wanted = [flag for flag, action in known.items() if action.choices and word in map(str, action.choices)]
-    if word.startswith("Qwen/") or (path / "model_index.json").is_file():
+    if word.startswith("Qwen/") or os.path.isfile(path / "model_index.json"):
         wanted = ["--model"]
-    elif suffix == ".safetensors" or (path / "log.jsonl").is_file(): # the latter is a run
+    elif suffix == ".safetensors" or os.path.isfile(path / "log.jsonl"): # the latter is a run
         wanted = ["--lora", "--pretrained_lora"]
-    elif "--image" in known and (path.is_dir() or common.KINDS.get(suffix) in ("picture", "other")):
+    elif "--image" in known and (os.path.isdir(path) or common.KINDS.get(suffix) in ("picture", "other")):
         wanted = ["--image"]
     elif suffix == ".jsonl" or "--data" in known and re.fullmatch(r"[\w./\\-]+", word):
         wanted = ["--jobs", "--data"]
@@ -228,12 +241,13 @@ def meant_line(parser, bare):
     known, command, texts = parser._option_string_actions, {}, []
     for flag, values in groups(sys.argv[1:]):
         command.setdefault(flag, []).extend(values)
-    for before, word in bare:
+    wanted = [flag_of(word, known) for _, word in bare]
+    for (before, word), flag in zip(bare, wanted):
         command[before].remove(word)
-        if flag := flag_of(word, known):
-            command.setdefault(flag, []).append(word)
-        else:
+        if flag is None or None in wanted and known[flag].choices: # "make it 2 times larger" names no kernel
             texts.append(word)
+        else:
+            command.setdefault(flag, []).append(word)
     behind_prompt = texts and ("--prompt", texts[0]) in bare # without quotes it took the first word alone
     if texts and ("--image" not in known or "--prompt" in command and not behind_prompt):
         return None # of a script that edits nothing, or that has its instruction
@@ -241,6 +255,17 @@ def meant_line(parser, bare):
         text = " ".join(command.pop("--prompt", []) + texts)
         command["--prompt"] = [text.strip(QUOTES)]
     if "--image" in known and "--jobs" not in command: # these two go together
-        command = command | {flag: command.get(flag, [name]) for flag, name in NEEDED.items()}
-    words = [word for flag, values in command.items() for word in (flag, *values)]
-    return common.command(["python", sys.argv[0], *words[1:]]) # the first is '', for what stands before all flags
+        command = command | {flag: command.get(flag) or [name] for flag, name in NEEDED.items()}
+    words = [word for flag, values in command.items() for word in (flag, *values)][1:] # the first is ''
+    return common.command(["python", sys.argv[0], *words]) if is_taken(parser, words) else None
+
+
+def is_taken(parser, words):
+    """Whether these words are a command that the script takes."""
+    def refuse(message):
+        raise ValueError(message)
+    trial = copy(parser)
+    trial.error = refuse
+    with contextlib.suppress(ValueError):
+        return not trial.parse_known_args(words)[1]
+    return False

@@ -436,6 +436,8 @@ VALUES = { # what is set: the flag and its values, a part of a line
     "no number": (dict(lr="fast", steps=9), "--lr", None, "no counterpart for this value"),
     "no clipping": (dict(lr=1, max_grad_norm=0), "--max_grad_norm", ["inf"], ""),
     "not above 1": (dict(lr=1, prompt_dropout_prob=1.5), "--caption_dropout_rate", None, "train.prompt_dropout_prob"),
+    "too large together": (dict(lr=1, batch_size=10**8, gradient_accumulation=11), "--batch_size", None,
+                           "--batch_size 1100000000 is more than train.py takes"),
     "no held-out pairs": (dict(lr=1, steps=10), "--sample_every", None, "--sample_every 5 needs pairs"),
     "a validation": (dict(lr=1, steps=10), "--sample_every", ["5"], "", "--hold_out", 2)}
 
@@ -458,6 +460,7 @@ FLAGS = { # lines of a musubi-tuner toml behind `resolution = 512`: a flag, its 
     "timestep_sampling = 'sigmoid'": ("--timestep_sampling", ["logit_normal"]),
     "network_dim = 8": ("--timestep_sampling", ["uniform"]), # its default, sigma
     "network_dim = 8\nlearning_rate = 1": ("--lora_alpha", ["1"]),
+    "max_train_epochs = 400000000": ("--max_steps", None), # of four steps each
     "network_dim = 8\nnetwork_alpha = 4": ("--lora_alpha", ["4"]),
     "lr_warmup_steps = 0.25\nmax_train_steps = 80": ("--warmup_steps", ["20"]),
     "optimizer_args = ['weight_decay=0.1']\noptimizer_type = 'Lion'": ("--weight_decay", None),

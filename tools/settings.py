@@ -368,14 +368,16 @@ edit2511 editv3: Qwen/Qwen-Image-Edit-2511""",
 tensorboard: tensorboard
 wandb all: wandb""")
 
+MOST_REPEATS = 10_000
+COUNTED = "repeats batch_size max_steps save_every sample_every warmup_steps".split()
 KINDS = { # train.py's type of a number; a 0 of the first ones is none
     common.positive: "max_steps save_every keep epochs save_epochs batch accumulation processes",
-    common.number(int, 1, common.MOST_RANK): "lora_rank", common.number(int, 1, 10_000): "repeats",
+    common.number(int, 1, common.MOST_RANK): "lora_rank", common.number(int, 1, MOST_REPEATS): "repeats",
     common.natural: "offload sample_every sample_epochs more_repeats",
-    common.SAMPLE_FLAGS["num_inference_steps"][0]: "num_inference_steps",
+    **{common.SAMPLE_FLAGS[name][0]: name for name in ("num_inference_steps", "true_cfg_scale")},
     common.number(float, 1e-6, common.MOST_ALPHA): "lora_alpha",
     common.number(float, 0, 0.99): "lora_dropout", common.number(float, 0, 0.99999): "ema",
-    common.not_negative: "lr weight_decay warmup max_grad_norm mask_background_weight true_cfg_scale",
+    common.not_negative: "lr weight_decay warmup max_grad_norm mask_background_weight",
     common.fraction: "caption_dropout_rate offload_share", common.seed_number: "seed"}
 BLOCKS = 60 # of Qwen-Image-Edit's transformer
 OFF = "none off no never no_change false [] {}".split() + [""] # null is None
@@ -669,6 +671,9 @@ def finish(facts, count, held_out):
     if "sample_every" in flags and not held_out:
         lines.append(f"--sample_every {flags.pop('sample_every')} needs pairs that are not trained: import with "
                      "--hold_out 10, then add it")
+    for name in COUNTED: # products of numbers that may each be taken
+        if flags.get(name, 0) > (MOST_REPEATS if name == "repeats" else 10**9):
+            lines.append(f"--{name} {flags.pop(name)} is more than train.py takes; look at train.py -h")
     return flags, lines
 
 def words_of(flags, names):
