@@ -2,7 +2,6 @@
 What a person may have meant by a flag that a script does not have: another trainer's name for it, or a slip; and by a
 folder. What a person should know of the data before a training, and what may surprise in flags and pictures.
 """
-import difflib
 import inspect
 import logging
 import math
@@ -16,83 +15,102 @@ from pydoc import locate
 import common
 from common import InputError
 from extras import best, optimizers, slips, strays
-from extras.strays import near_path, nearest
+from extras.strays import closest, near_path, nearest
 
 # bitsandbytes misses a package that only its layers on a CPU would use, which reads like an error of ours
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-OTHER_NAMES = dict( # our flag: what others call it, where the spelling alone does not tell
-    lr="learning_rate", lora_rank="r rank network_dim linear", lora_alpha="alpha linear_alpha network_alpha",
-    lora_dropout="dropout network_dropout",
-    max_steps="steps max_train_steps num_steps", offload="blocks_to_swap layer_offloading enable_model_cpu_offload "
-    "musubi_blocks_to_swap low_vram",
-    num_inference_steps="steps infer_steps sample_steps", true_cfg_scale="cfg cfg_scale guidance_scale",
-    target_pixels="resolution image_size max_pixels multi_resolutions size target target_size",
-    vae_device="vae_encoder_device", out="output output_path save_path out_dir output_dir o",
-    out_dir="output_dir output output_path save_path out save_dir output_name training_folder name run_name",
-    cache_dir="output output_dir out out_dir", lora_scale="lora_multiplier network_multiplier lora_weight strength "
-    "lora_strength", lora="adapter lora_path load_lora lora_weight", negative_prompt="neg", prompt="p",
-    image="control_image_path prompt_image input input_image image_path ctrl_img_1 i",
-    pretrained_lora="network_weights init_lora lora lora_path lora_checkpoint load_lora pretrained_weight",
-    batch_size="gradient_accumulation_steps gradient_accumulation train_batch_size batch bs",
-    data="dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d",
-    model="pretrained_model_name_or_path name_or_path m", transformer="dit",
-    save_every="checkpointing_steps save_every_n_steps", keep="checkpoints_total_limit max_step_saves_to_keep",
-    preserve="diff_output_preservation",
-    dtype="mixed_precision precision", tracker="report_to log_with", warmup_steps="lr_warmup_steps",
-    quantize="fp8_base fp8_scaled quant_options base_model_precision qtype",
-    quantize_text_encoder="quantize_te qtype_te fp8_vl",
-    jobs="from_file data", resume="resume_from_checkpoint", repeats="dataset_repeat num_repeats",
-    val_data="val validation_data val_dir", sample_every="validation_step_interval sample_every_n_steps",
-    lora_targets="network_args network_kwargs target_modules lora_target_modules flux_lora_target",
-    timestep_sampling="flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme",
-    shift="flow_shift", ema="use_ema ema_decay")
-WITH_VALUE = { # our flag with its value: what others give without one
-    "--quantize fp8": "fp8_base fp8_scaled", "--quantize_text_encoder fp8": "fp8_vl", "--ema 0.99": "use_ema",
-    "--dtype bfloat16": "bf16 full_bf16 fp16", "--tracker wandb": "wandb", "--plan": "dry_run", "--device cpu": "cpu",
-    "--optimizer bitsandbytes.optim.AdamW8bit": "use_8bit_adam",
-    "--offload all": "low_vram layer_offloading enable_model_cpu_offload"}
-INSTEAD = { # what does the same here: other trainers' flags that none of ours stands for
-    "there are no config files, only flags; tools/import_data.py CONFIG OUT prints those that yours means":
-        "config config_file dataset_config data_backend_config",
-    "tools/import_data.py TABLE OUT reads it, --columns names its columns":
-        "dataset_metadata_path data_file_keys extra_inputs",
-    "write it into the captions, NAME.txt beside each target": "trigger_word instance_prompt caption captions prompt",
-    "--data takes the folder of all pairs": "image", "here --control": "before", "here --target": "after",
-    "validations draw the pairs of --val_data, with their captions, from step 0 on":
-        "validation_prompt validation_prompts sample_prompts sample_at_first",
-    "--align DIR writes a repaired copy": "fix repair",
-    "no buckets are needed: any sizes share a batch": "enable_bucket", "give --no-upscale": "bucket_no_upscale",
-    "pictures stay as they are; changes/mirror.diff mirrors pairs": "flip_x random_flip center_crop",
-    "each sample's loss is the mean over its own tokens; flow_loss in train.py is the place for another": "loss_norm",
-    "it is for models that predict noise; leave it out": "noise_offset min_snr_gamma snr_gamma",
-    "--optimizer_args betas=[0.9,0.99]": "betas adam_beta1 adam_beta2",
-    "--lora_args init_lora_weights=...": "init_lora_weights",
-    "it is --model's, in vae/; --vae_device says where it runs": "vae",
-    "it is --model's, in text_encoder/; --text_encoder_device says where it runs": "text_encoder",
-    "not needed: --model's files say what it is":
-        "edit_plus model_version network_module arch model_type model_family lora_type model_id_with_origin_paths "
-        "lora_base_model remove_prefix_in_ckpt",
-    "not needed: attention takes the fastest kernel here":
-        "sdpa xformers split_attn flash_attn enable_xformers_memory_efficient_attention",
-    "not needed: always done": "cache_latents cache_latents_to_disk cache_text_embeddings",
-    "not needed here; leave it out":
-        "workers num_workers dataloader_num_workers dataset_num_workers max_data_loader_n_workers "
-        "persistent_data_loader_workers find_unused_parameters allow_tf32 scale_lr vae_dtype",
-    "automatic here; leave it out": "use_gradient_checkpointing use_gradient_checkpointing_offload",
-    "--device cuda:1 takes another GPU, torchrun --nproc_per_node=N as many as you say":
-        "gpu gpus num_gpus num_processes gpu_ids",
-    "--seed 0 1 2 makes three": "num_images num_samples num_images_per_prompt n",
-    "it is the model's own; --shift and --sigmas change it": "sampler scheduler sample_solver",
-    "not needed: a checkpoint always holds it": "save_state",
-    "hf upload YOU/NAME OUT_DIR, when it is trained": "push_to_hub hub_model_id",
-    "--out_dir says where the log is, --tracker where else": "logging logging_dir",
-    "a run's LoRA is OUT_DIR/pytorch_lora_weights.safetensors, and --save_every writes checkpoints": "save_lora",
-    "python tools/convert_lora.py LORA --to model --model MODEL --out DIR, then --transformer DIR":
-        "merge_lora base_lora base_weights assistant_lora_path preset_lora_path"}
-OPTIMIZERS = dict(adamw="torch.optim.AdamW", adam="torch.optim.Adam", adamw8bit="bitsandbytes.optim.AdamW8bit",
-                  prodigy="prodigyopt.Prodigy", adafactor="torch.optim.Adafactor",
-                  lion8bit="bitsandbytes.optim.Lion8bit")
+# names of others: what they are here (rows as slips.read_table reads them)
+OTHER_NAMES = """
+use_8bit_adam: --optimizer bitsandbytes.optim.AdamW8bit
+fp8_base fp8_scaled: --quantize fp8
+fp8_vl: --quantize_text_encoder fp8
+low_vram layer_offloading enable_model_cpu_offload: --offload all
+use_ema: --ema 0.99
+bf16 full_bf16 fp16: --dtype bfloat16
+wandb: --tracker wandb
+dry_run: --plan
+cpu: --device cpu
+learning_rate: --lr
+r rank network_dim linear: --lora_rank
+alpha linear_alpha network_alpha: --lora_alpha
+dropout network_dropout: --lora_dropout
+steps max_train_steps num_steps: --max_steps
+blocks_to_swap musubi_blocks_to_swap: --offload
+steps infer_steps sample_steps: --num_inference_steps
+cfg cfg_scale guidance_scale: --true_cfg_scale
+resolution image_size max_pixels multi_resolutions size target target_size: --target_pixels
+vae_encoder_device: --vae_device
+output output_path save_path out_dir output_dir o: --out
+output_dir output output_path save_path out save_dir output_name training_folder name run_name: --out_dir
+output output_dir out out_dir: --cache_dir
+lora_multiplier network_multiplier lora_weight strength lora_strength: --lora_scale
+adapter lora_path load_lora lora_weight: --lora
+neg: --negative_prompt
+p: --prompt
+control_image_path prompt_image input input_image image_path ctrl_img_1 i: --image
+network_weights init_lora lora lora_path lora_checkpoint load_lora pretrained_weight: --pretrained_lora
+gradient_accumulation_steps gradient_accumulation train_batch_size batch bs: --batch_size
+dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d: --data
+pretrained_model_name_or_path name_or_path m: --model
+dit: --transformer
+checkpointing_steps save_every_n_steps: --save_every
+checkpoints_total_limit max_step_saves_to_keep: --keep
+diff_output_preservation: --preserve
+mixed_precision precision: --dtype
+report_to log_with: --tracker
+lr_warmup_steps: --warmup_steps
+quant_options base_model_precision qtype: --quantize
+quantize_te qtype_te: --quantize_text_encoder
+from_file data: --jobs
+resume_from_checkpoint: --resume
+dataset_repeat num_repeats: --repeats
+val validation_data val_dir: --val_data
+validation_step_interval sample_every_n_steps: --sample_every
+network_args network_kwargs target_modules lora_target_modules flux_lora_target: --lora_targets
+flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme: --timestep_sampling
+flow_shift: --shift
+ema_decay: --ema"""
+# flags of others that none of ours stands for: what does the same here
+INSTEAD = """
+config config_file dataset_config data_backend_config:
+    there are no config files, only flags; tools/import_data.py CONFIG OUT prints those that yours means
+dataset_metadata_path data_file_keys extra_inputs:
+    tools/import_data.py TABLE OUT reads it, --columns names its columns
+trigger_word instance_prompt caption captions prompt: write it into the captions, NAME.txt beside each target
+image: --data takes the folder of all pairs
+before: here --control
+after: here --target
+validation_prompt validation_prompts sample_prompts sample_at_first:
+    validations draw the pairs of --val_data, with their captions, from step 0 on
+fix repair: --align DIR writes a repaired copy
+enable_bucket: no buckets are needed: any sizes share a batch
+bucket_no_upscale: give --no-upscale
+flip_x random_flip center_crop: pictures stay as they are; changes/mirror.diff mirrors pairs
+loss_norm: each sample's loss is the mean over its own tokens; flow_loss in train.py is the place for another
+noise_offset min_snr_gamma snr_gamma: it is for models that predict noise; leave it out
+betas adam_beta1 adam_beta2: --optimizer_args betas=[0.9,0.99]
+init_lora_weights: --lora_args init_lora_weights=...
+vae: it is --model's, in vae/; --vae_device says where it runs
+text_encoder: it is --model's, in text_encoder/; --text_encoder_device says where it runs
+edit_plus model_version network_module arch model_type model_family lora_type model_id_with_origin_paths lora_base_model
+    remove_prefix_in_ckpt: not needed: --model's files say what it is
+sdpa xformers split_attn flash_attn enable_xformers_memory_efficient_attention:
+    not needed: attention takes the fastest kernel here
+cache_latents cache_latents_to_disk cache_text_embeddings: not needed: always done
+workers num_workers dataloader_num_workers dataset_num_workers max_data_loader_n_workers persistent_data_loader_workers
+    find_unused_parameters allow_tf32 scale_lr vae_dtype: not needed here; leave it out
+use_gradient_checkpointing use_gradient_checkpointing_offload: automatic here; leave it out
+gpu gpus num_gpus num_processes gpu_ids:
+    --device cuda:1 takes another GPU, torchrun --nproc_per_node=N as many as you say
+num_images num_samples num_images_per_prompt n: --seed 0 1 2 makes three
+sampler scheduler sample_solver: it is the model's own; --shift and --sigmas change it
+save_state: not needed: a checkpoint always holds it
+push_to_hub hub_model_id: hf upload YOU/NAME OUT_DIR, when it is trained
+logging logging_dir: --out_dir says where the log is, --tracker where else
+save_lora: a run's LoRA is OUT_DIR/pytorch_lora_weights.safetensors, and --save_every writes checkpoints
+merge_lora base_lora base_weights assistant_lora_path preset_lora_path:
+    python tools/convert_lora.py LORA --to model --model MODEL --out DIR, then --transformer DIR"""
 MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Edit-2511".split()
 NAMED = "--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)" # flags whose value is a name
 PLAIN = "--optimizer", "--lora", "--pretrained_lora" # likewise, but an empty one means none
@@ -109,8 +127,8 @@ def explain(message, parser):
     else:
         line = slips.explain_value(message, known) or explain_missing(message, parser) or message
         m = re.match(r"--optimizer: found no '(\w+)'", message)
-        if m and m[1].lower() in OPTIMIZERS:
-            line = f"{m[0]}; here {OPTIMIZERS[m[1].lower()]}"
+        if m and (ours := slips.ours_for("optimizer", m[1])):
+            line = f"{m[0]}; here {ours[0]}"
         if message.startswith("--max_grad_norm: "):
             line += "; inf turns it off"
     # nobody's flag, or a message of argparse that names no remedy
@@ -125,7 +143,8 @@ def explain_missing(message, parser):
         if not is_given("--prompt"):
             values = dict(slips.groups(sys.argv[1:]))["--image"]
             text = [("--image", word) for word in values if not (os.path.exists(word) or Path(word).suffix)]
-            remedy = f"put a text in quotes: {slips.meant_line(parser, text)}" if text else "give --prompt"
+            line = text and slips.meant_line(parser, text)
+            remedy = f"put a text in quotes: {line}" if line else "give --prompt"
             return f"--image: no instruction; {remedy}"
 
 
@@ -137,22 +156,33 @@ def refuse_slips(parser):
         parser.exit(2, "\n".join(lines))
     slips.refuse_marks(parser)
     known = parser._option_string_actions
+    places = any(not action.option_strings for action in parser._actions)
     for flag, values in slips.groups(sys.argv[1:]):
+        # (of --image without --prompt it is the instruction, as explain_missing says)
+        is_name = re.fullmatch(NAMED, flag) and (flag != "--image" or is_given("--prompt")) or flag in PLAIN
         for value in values:
-            if not value and re.fullmatch(NAMED, flag):
-                parser.error(f"argument {flag}: empty; give a name, or leave it out") # it would mean this folder
-            if flag == "--transformer" and re.fullmatch(r"cuda(:\d+)?|cpu|mps", value):
-                meant = "--transformer_device" if "--transformer_device" in known else "--device"
-                parser.error(f"argument --transformer: {value} is a device; here {meant} {value}")
-            if flag == "--transformer" and common.is_one_file(value) and not os.path.exists(value) and nearest(value):
-                parser.error(f"argument --transformer: {value} is no file; {near_path(value)}")
-            if flag in ("--model", "--transformer") and (meant := near_model(value)):
-                parser.error(f"argument {flag}: {value} is no folder; give {meant}")
-            if flag == "--model" and (Path(value) / "log.jsonl").is_file():
-                lora = "--lora" if "--lora" in known else "--pretrained_lora"
-                parser.error(f"argument --model: {value} is a run; give it as {lora}, and its own --model")
-            if flag == "--out_dir" and value.endswith(".png") and not os.path.exists(value):
-                parser.error(f"argument --out_dir: {value} is a picture's name, and this a folder; give --out {value}")
+            if (is_name or places and not flag) and slips.is_too_long(value):
+                parser.error(f"argument {flag or value[:40]}: longer than a file's name can be; shorten it")
+            if slip := slip_of(flag, value, known):
+                parser.error(f"argument {flag}: {slip}")
+
+
+def slip_of(flag, value, known):
+    """-> what is wrong with a flag's value that argparse would take, and what to do; or None."""
+    if not value and re.fullmatch(NAMED, flag):
+        return "empty; give a name, or leave it out" # it would mean this folder
+    if flag == "--transformer" and re.fullmatch(r"cuda(:\d+)?|cpu|mps", value):
+        meant = "--transformer_device" if "--transformer_device" in known else "--device"
+        return f"{value} is a device; here {meant} {value}"
+    if flag == "--transformer" and common.is_one_file(value) and not os.path.exists(value) and nearest(value):
+        return f"{value} is no file; {near_path(value)}"
+    if flag in ("--model", "--transformer") and (meant := near_model(value)):
+        return f"{value} is no folder; give {meant}"
+    if flag == "--model" and (Path(value) / "log.jsonl").is_file():
+        lora = "--lora" if "--lora" in known else "--pretrained_lora"
+        return f"{value} is a run; give it as {lora}, and its own --model"
+    if flag == "--out_dir" and value.endswith(".png") and not os.path.exists(value):
+        return f"{value} is a picture's name, and this a folder; give --out {value}"
 
 
 def near_model(name):
@@ -160,17 +190,18 @@ def near_model(name):
     if "/" in name or os.path.exists(name) or common.is_one_file(name) or name == "tiny":
         return None
     model, at, revision = name.partition("@")
-    short = {known.split("/")[-1].lower(): known for known in MODELS}
-    parts = [known for known in short if len(model) > 3 and model.lower() in known] # qwen, 2509
-    near = difflib.get_close_matches(model.lower(), short, 1, 0.8) or parts[-1:]
-    return f"{short[near[0]]}{at}{revision}" if near else None
+    parts = [known for known in MODELS if len(model) > 3 and model.lower() in known.lower()] # qwen, 2509
+    near = closest(model, {known.split("/")[-1]: known for known in MODELS}, 0.8)
+    if not near and parts:
+        near = parts[-1]
+    return near and near + at + revision
 
 
 def near_id(name):
     """-> what a line adds about a hub's id, the last word of `name`, that is like one of MODELS."""
     model = name.split()[-1]
-    near = difflib.get_close_matches(model, MODELS, 1, 0.9)
-    return f"give {near[0]}, " if near and near[0] != model else ""
+    near = closest(model, dict(zip(MODELS, MODELS)), 0.9)
+    return f"give {near}, " if near not in (None, model) else ""
 
 
 def near_run(name):
@@ -179,17 +210,17 @@ def near_run(name):
     for log in (path, path.parent / "log.jsonl", path.parent.parent / "log.jsonl"): # a file in a run
         if log.name == "log.jsonl" and log.is_file():
             return log.parent
-    runs = {}
-    for folder in (Path("out"), path.parent):
-        runs |= {log.parent.name.lower(): log.parent for log in folder.glob("*/log.jsonl")}
-    near = difflib.get_close_matches(path.name.lower(), runs, 1, 0.7)
-    return runs[near[0]] if near else None
+    return closest(path.name, {run.name: run for run in runs_in(Path("out")) + runs_in(path.parent)})
+
+
+def runs_in(folder):
+    """-> the runs in a folder, the one that was trained last behind the others."""
+    return [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
 
 
 def no_lora(path, file):
     """Why there is no LoRA at `path`, where `file` was looked for, and what may be meant."""
-    runs = [log.parent for log in sorted(path.glob("*/log.jsonl"), key=os.path.getmtime)]
-    found = [*sorted(path.glob("*.safetensors"))[:1], *runs[-1:]]
+    found = sorted(path.glob("*.safetensors"))[:1] + runs_in(path)[-1:]
     if not found and not path.exists():
         near = [place for place in (nearest(path), near_run(path)) if place]
         for place in near:
@@ -273,14 +304,23 @@ def describe(samples, val_samples):
     return lines
 
 
+# train.py's flags that predict.py has, too, and needs for the same pictures
+DRAWING = ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *common.SAMPLING]
+
+
+def option(name, value):
+    """-> the words of a command that give a flag this value, which may look like a flag itself."""
+    value = "all" if value == common.ALL_BLOCKS else str(value)
+    return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
+
+
 def next_commands(args, out_dir, default):
     """-> lines: what a person may want to do with a finished run of train.py. default(flag): its default value."""
     lines, flags = [], []
-    for name in ["model", "transformer", "quantize", "quantize_text_encoder", "offload", *common.SAMPLING]:
+    for name in DRAWING:
         value = vars(args).get(name)
-        if value != default(name): # these are predict.py's flags, too
-            value = "all" if value == common.ALL_BLOCKS else str(value)
-            flags += [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value] # else it were a flag
+        if value != default(name):
+            flags += option(name, value)
     chosen = out_dir
     for folder, names in best.better_checkpoints(out_dir).items():
         lines.append(f"{folder} is better than the last one by {' and '.join(names)}; compare them")
@@ -323,7 +363,8 @@ def explain_bare(parser, bare):
     line = slips.meant_line(parser, bare)
     places = slips.groups(sys.argv[1:])[0][1]
     if {"--target", "--control"} <= known.keys() and len(places) == 3: # tools/import_data.py BEFORE AFTER OUT
-        line = common.command(["python", sys.argv[0], places[2], "--target", places[1], "--control", places[0]])
+        words = [places[2], "--target", places[1], "--control", places[0], *sys.argv[4:]]
+        line = common.command(["python", sys.argv[0], *words])
     remedy = f"you may mean: {line}" if line else "leave it out, or put a text in quotes"
     return f"{word}: belongs to no flag; {remedy}"
 
@@ -336,30 +377,28 @@ def explain_word(word, values, parser):
         return "count in steps: --max_steps, --save_every, --sample_every"
     if f"--{name}" in known:
         return f"here {with_values([f'--{name}'], values, known)}"
-    for remedy, names in INSTEAD.items():
-        if name in names.split():
-            return remedy
-    for remedy, names in WITH_VALUE.items():
-        if name in names.split() and remedy.split()[0] in known:
-            return f"here {remedy}"
-    ours = [f"--{k}" for k, names in OTHER_NAMES.items() if name in names.split()]
-    meant = [flag for flag in ours if flag in known]
+    if remedies := slips.answers(INSTEAD, name):
+        return remedies[0]
+    ours = slips.answers(OTHER_NAMES, name)
+    meant = [remedy for remedy in ours if remedy.split()[0] in known]
+    if meant and " " in meant[0]: # with the value that others do not give
+        return f"here {meant[0]}"
     places = [action.dest for action in parser._actions if not action.option_strings]
-    if not meant and difflib.get_close_matches(name, places, 1, 0.65):
+    if not meant and closest(name, dict.fromkeys(places, True), 0.65):
         words = []
         for flag, others in slips.groups(sys.argv[1:]):
             words += [flag, *others] if flag in known else others
         return f"give the value alone: {common.command(['python', sys.argv[0], *words])}"
-    if not meant and (script := owner([f"--{name}", *ours])):
+    if not meant and (script := owner([f"--{name}", *[remedy.split()[0] for remedy in ours]])):
         return f"it is a flag of {script}, leave it out"
     if not meant and len(name) > 3: # a shorter one is like too many
-        meant = difflib.get_close_matches(f"--{name}", known, 1, 0.8)
+        near = closest(f"--{name}", dict(zip(known, known)), 0.8)
+        meant = [near] if near else []
     return f"here {with_values(meant, values, known)}" if meant else ""
 
 
 def with_values(flags, values, known):
     """-> the first of our flags that takes these values, as they are or mended, with them; or the first one alone."""
-    values = [OPTIMIZERS.get(value.lower(), value) for value in values]
     flags = sorted(flags, key=lambda flag: not all(slips.takes(known[flag], value) for value in values))
     action = known[flags[0]]
     texts = [slips.mended(action, value) for value in values]
@@ -372,10 +411,16 @@ def with_values(flags, values, known):
 
 def owner(flags):
     """-> the one of our scripts that has one of these flags, or None."""
-    for name in ("train.py", "common.py", "predict.py"):
-        source = Path(common.__file__).with_name(name).read_text("utf-8")
-        if any(f'flag("{flag}"' in source for flag in flags):
-            return name.replace("common", "train") # which has all of its flags
+    for script in ("train.py", "predict.py"):
+        if not flags_of(script).isdisjoint(flags):
+            return script
+
+
+def flags_of(script):
+    """-> the flags of train.py or predict.py, by its text and common.py's: to import train.py would train."""
+    texts = [Path(common.__file__).with_name(name).read_text("utf-8") for name in (script, "common.py")]
+    sampling = [f"--{name}" for name in common.SAMPLING if name in common.SAMPLE_FLAGS]
+    return {*sampling, *re.findall(r'flag\((?:flag, )?"(--[a-z_]+)"', "".join(texts))}
 
 
 # ---- warnings: they yield lines, or raise InputError. The table at the end says which flags each gets ----------------

@@ -3,7 +3,7 @@
 
 It runs the training's own code on fake tensors, which have shapes and no memory, so it needs config files and no
 weights. This is an estimate: within 3 % of what the imitated card of the tests counts, which no real card has checked.
-The hours are those of all that the command does: `counts` says what that is, `parts_of` how long each part takes.
+The hours are those of all that the command does: `counts` says what that is, `hours_on` how long each part takes.
 """
 import weakref
 from contextlib import ExitStack
@@ -215,14 +215,15 @@ def step_seconds(transformer, packs, card, recomputed, selective, moving, learns
         attention = 4 * d * n**2 * ((learns + again) / forward + 2.5 * learns / backward)
         others = d * n * (378 * learns + 150 * recomputed) / memory
         seconds += blocks * (products + attention + others) / 1e12
-    again_ms = HOST["selective" if selective else "recomputed" if learns else "forward"]
+    kind = "selective" if selective else "recomputed"
+    again_ms = HOST[kind if learns else "forward"]
     orders = blocks * (recomputed * again_ms + (1 - recomputed) * HOST["kept"]) / 1000
     return max(seconds, len(packs) * orders, len(packs) * (1 + learns) * moving)
 
 
 def say_tokens(args, work, samples, largest):
-    lengths = sum([sum(packs, []) for around in work.steps for packs in around], [])
-    passes = mean(len(packs) for around in work.steps for packs in around)
+    lengths = sum([sum(packs, []) for dealt in work.steps for packs in dealt], [])
+    passes = mean(len(packs) for dealt in work.steps for packs in dealt)
     say(f"tokens a sample: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}")
     say(f"{args.max_steps} steps of {args.batch_size} samples, {args.max_steps * args.batch_size / samples:.1f} "
         f"epochs; {passes:.1f} forward passes a step and process, the largest that can come of {sum(largest):,} tokens "
@@ -306,9 +307,9 @@ def hours_on(card, args, work, transformer, fits, model, shared, copied, gathere
     blocks, moving = len(rope_patch.blocks_of(transformer)), max(copied / host, gathered / link) / 1e9
     step, forward = (1 - kept / blocks, selective, moving), (1, False, moving, 0)
 
-    def seconds_of(around, how): # the processes wait for the one that has most to do
-        return max(step_seconds(transformer, packs, card, *how) for packs in around)
-    a_step, asking = [mean(seconds_of(around, how) for around in work.steps) for how in (step, forward)]
+    def seconds_of(dealt, how): # the processes wait for the one that has most to do
+        return max(step_seconds(transformer, packs, card, *how) for packs in dealt)
+    a_step, asking = [mean(seconds_of(dealt, how) for dealt in work.steps) for how in (step, forward)]
     asked = 1 if args.fsdp and args.preserve else args.preserve # as in train.py's ask_base
     pictures = work.pictures * PICTURE / world()
     drawing = args.num_inference_steps * seconds_of(work.sampling, forward) + pictures
@@ -323,12 +324,11 @@ def hours_on(card, args, work, transformer, fits, model, shared, copied, gathere
         f"{work.validations} validations: {work.pictures} pictures each": work.validations * (drawing + pictures),
         f"the base's {work.pictures} pictures": drawing}
     hours = {part: round(number / 3600, 2) for part, number in seconds.items() if number}
-    column = {"a step, in seconds": to_slowest(a_step),
-              f"of {blocks} blocks, computed again (*: not their attention)": f"{blocks - kept}{'*' * selective}"}
-    for part, number in hours.items():
-        column[part] = f"{number:.2f}"
-    return column | {"in all": to_slowest(sum(hours.values())),
-                     "card-hours": to_slowest(sum(hours.values()) * world())}
+    total = sum(hours.values())
+    return {"a step, in seconds": to_slowest(a_step),
+            f"of {blocks} blocks, computed again (*: not their attention)": f"{blocks - kept}{'*' * selective}",
+            **{part: f"{number:.2f}" for part, number in hours.items()},
+            "in all": to_slowest(total), "card-hours": to_slowest(total * world())}
 
 
 def say_hours(columns):

@@ -4,29 +4,88 @@ that is missing, a name without its flag. (hints.py has the flags of other train
 """
 import contextlib
 import difflib
+import errno
 import math
+import os
 import re
 import sys
 from argparse import ArgumentTypeError
+from copy import copy
 from pathlib import Path
 
 import common
 
-# what others call a value of ours, and what a person should know of the one that comes nearest
-CHOICES = dict(
-    bf16="bfloat16", fp16="float16", fp32="float32", no="float32", true="fp8", bnb="nf4", int4="nf4", fp4="nf4",
-    qint8="int8", qfloat8="fp8", float8="fp8", shift="qwen_shift", flux_shift="qwen_shift", sigmoid="logit_normal",
-    lognorm="logit_normal", cosine_with_restarts="cosine", constant_with_warmup="constant", kohya="comfyui",
-    merged="model")
-REASONS = dict(shift="which follows the picture's size, as inference does", flux_shift="likewise by size",
-               sigmoid="which is the same", cosine_with_restarts="which falls once",
-               constant_with_warmup="and --warmup_steps")
+# {flag: what others call its values, without marks and capitals: what they are here, and what that changes}
+VALUES = dict(
+    optimizer="""
+adamw adamwbf16 adamwadv optimiadamw bnbadamw: torch.optim.AdamW
+adam optimiadam bnbadam: torch.optim.Adam
+adamw8bit adamw8 bnbadamw8bit aoadamw8bit: bitsandbytes.optim.AdamW8bit
+pagedadamw8bit bnbadamw8bitpaged: bitsandbytes.optim.PagedAdamW8bit
+adam8bit adam8 bnbadam8bit: bitsandbytes.optim.Adam8bit
+ademamix8bit bnbademamix8bit: bitsandbytes.optim.AdEMAMix8bit
+lion8bit bnblion8bit: bitsandbytes.optim.Lion8bit
+lion optimilion bnblion: lion_pytorch.Lion
+prodigy prodigy8bit prodigyadv: prodigyopt.Prodigy
+prodigyplusschedulefree: prodigyplus.ProdigyPlusScheduleFree
+adamwschedulefree schedulefreeadamw: schedulefree.AdamWScheduleFree
+adafactor: torch.optim.Adafactor; with --lr, as its relative steps have no counterpart
+sgd: torch.optim.SGD
+came: came_pytorch.CAME
+muon: torch.optim.Muon""",
+    lr_scheduler="""
+constant: constant
+constantwithwarmup: constant; --warmup_steps comes before it
+linear: linear
+polynomial: linear; a power has no counterpart
+cosine: cosine
+cosineannealing cosinewithrestarts cosinewithhardrestarts cosinewithminlr sine rex: cosine; it falls once, to 0""",
+    timestep_sampling="""
+sigmoid logitnormal lognorm: logit_normal
+uniform linear sigma: uniform
+weighted: uniform; its loss weights have no counterpart
+lognormblend: logit_normal; its linear part has no counterpart
+qwenshift: qwen_shift
+shift fluxshift flux2shift lumina2shift: qwen_shift; its shift follows the picture's size""",
+    dtype="""
+bf16: bfloat16
+fp16: float16
+fp32 no: float32""",
+    quantize="""
+true float8 qfloat8: fp8
+qint8: int8
+bnb int4 fp4: nf4; the nearest""",
+    to="""
+kohya: comfyui
+merged: model""")
 MISSING = {"--gradient_checkpointing": "automatic here; leave it out, or give a number of blocks (0: off)",
            "--offload": "no number; give all, or a number of blocks"}
+NEEDED = {"--image": "PICTURE", "--prompt": "TEXT"} # what predict.py wants beside --jobs
 UNITS = {"k": 1000, "%": 0.01}
-KINDS = dict(int="whole number", float="number")
 DASHES = re.compile("[\u2010-\u2015\u2212]+") # a word processor makes these of - and --
 QUOTES = "\u201c\u201d\u201e\u2018\u2019'\"" # ' does not quote in cmd.exe
+
+
+def read_table(table):
+    """Yields (key, its usual values, answer) of a table's rows KEYS: ANSWER, where a key may be KEY=VALUE|VALUE, and
+    indented lines continue a row."""
+    for row in re.sub("\n +", " ", table.strip()).split("\n"):
+        keys, _, answer = row.partition(": ")
+        for key in keys.split():
+            key, _, usual = key.partition("=")
+            yield key, usual.split("|"), answer
+
+
+def answers(table, name):
+    """-> the answers of all rows that have this key."""
+    return [answer for key, _, answer in read_table(table) if key == name]
+
+
+def ours_for(flag, value):
+    """-> [what another program's value of a flag is here, and what that changes, if anything]; [] if it is not in
+    VALUES."""
+    found = answers(VALUES.get(flag, ""), re.sub("[^a-z0-9]", "", value.lower()))
+    return found[0].split("; ") if found else []
 
 
 def takes(action, value):
@@ -40,7 +99,7 @@ def takes(action, value):
 def mended(action, value):
     """-> the text nearest to `value` that this flag takes, or None."""
     plain = DASHES.sub("-", value.strip().lower())
-    near = [value, CHOICES.get(plain, plain), *difflib.get_close_matches(plain, action.choices or (), 1)]
+    near = [*ours_for(action.dest, value)[:1], value, plain, *difflib.get_close_matches(plain, action.choices or (), 1)]
     if action.type is common.pixels: # 512, 1024,1024, 1024x1024px
         sides = re.findall(r"\d+", plain)
         near.append("x".join(sides * 2 if len(sides) == 1 else sides))
@@ -94,14 +153,15 @@ def explain_value(message, known):
         area = math.prod(map(int, re.findall(r"\d+", value)))
         return f"{flag}: {value} is too {'small' if area < common.MAX_PIXELS else 'large'}; give 1024x1024"
     if kind == "choice":
-        reason = f", {REASONS[value]}" if value in REASONS else ""
-        give = f"{meant}{reason}" if meant else listed(action.choices)
+        ours = ours_for(action.dest, value)
+        give = "; ".join(ours) if ours[:1] == [meant] else meant or listed(action.choices)
         return f"{flag}: {value!r} is not one of {', '.join(map(str, action.choices))}; give {give}"
     if flag in MISSING and not meant:
         return f"{flag}: {MISSING[flag]}"
     default = action.default[0] if isinstance(action.default, list) and action.default else action.default
     usual = "a number" if default is None else f"one, such as {default}"
-    return kind and f"{flag}: {value!r} is no {KINDS.get(kind, 'number')}; give {meant or usual}"
+    number = "whole number" if kind == "int" else "number"
+    return kind and f"{flag}: {value!r} is no {number}; give {meant or usual}"
 
 
 def listed(choices):
@@ -118,6 +178,15 @@ def refuse_marks(parser):
         if word in ("\\", "`", "^"):
             parser.error(f"argument {word}: is of another shell; where a line goes on, end it with \\ in bash, ` in "
                          "PowerShell, ^ in cmd.exe, and nothing behind it")
+
+
+def is_too_long(word):
+    """Whether no file can have this name, as it is longer than the disk takes one."""
+    try:
+        os.lstat(word)
+    except OSError as e:
+        return e.errno == errno.ENAMETOOLONG
+    return False
 
 
 def how_to_call(parser):
@@ -139,7 +208,7 @@ def groups(words):
 
 
 def bare_words(parser):
-    """-> [(the flag before it, or '', a word that no flag takes)]."""
+    """-> [(the flag before it, or '', a word that no flag takes)], at least one."""
     left = parser.parse_known_args()[1]
     found = []
     for flag, words in groups(sys.argv[1:]):
@@ -147,62 +216,56 @@ def bare_words(parser):
             if word in left:
                 left.remove(word)
                 found.append((flag, word))
-    return found
+    return found or [("", left[-1])] # of -- --seed argparse takes neither for a flag
 
 
 def flag_of(word, known):
     """The flag that this word may be a value of, by what lies there and by its form; or None."""
     path, suffix = Path(word), Path(word).suffix.lower()
-    lora = "--lora" if "--lora" in known else "--pretrained_lora"
-    data = "--jobs" if "--jobs" in known else "--data"
-    if word.startswith("Qwen/") or (path / "model_index.json").is_file():
-        wanted = "--model"
-    elif suffix == ".safetensors" or (path / "log.jsonl").is_file(): # the latter is a run
-        wanted = lora
-    elif "--image" in known and (path.is_dir() or common.KINDS.get(suffix) in ("picture", "other")):
-        wanted = "--image"
+    # (a text is longer than any name: of one Path.is_file raises, and os.path.isfile is False)
+    wanted = [flag for flag, action in known.items() if action.choices and word in map(str, action.choices)]
+    if word.startswith("Qwen/") or os.path.isfile(path / "model_index.json"):
+        wanted = ["--model"]
+    elif suffix == ".safetensors" or os.path.isfile(path / "log.jsonl"): # the latter is a run
+        wanted = ["--lora", "--pretrained_lora"]
+    elif "--image" in known and (os.path.isdir(path) or common.KINDS.get(suffix) in ("picture", "other")):
+        wanted = ["--image"]
     elif suffix == ".jsonl" or "--data" in known and re.fullmatch(r"[\w./\\-]+", word):
-        wanted = data
-    else:
-        chosen = [flag for flag, action in known.items() if action.choices and word in map(str, action.choices)]
-        wanted = next(iter(chosen), None)
-    return wanted if wanted in known else None
+        wanted = ["--jobs", "--data"]
+    return next((flag for flag in wanted if flag in known), None)
 
 
 def meant_line(parser, bare):
     """-> the command that is meant by one with these words that belong to no flag; None if that cannot be told. bare:
     as of bare_words."""
-    known, words, texts = parser._option_string_actions, list(sys.argv[1:]), []
-    for _, word in bare:
-        words.remove(word)
-        flag = flag_of(word, known)
-        if flag is None:
+    known, command, texts = parser._option_string_actions, {}, []
+    for flag, values in groups(sys.argv[1:]):
+        command.setdefault(flag, []).extend(values)
+    wanted = [flag_of(word, known) for _, word in bare]
+    for (before, word), flag in zip(bare, wanted):
+        command[before].remove(word)
+        if flag is None or None in wanted and known[flag].choices: # "make it 2 times larger" names no kernel
             texts.append(word)
         else:
-            put(words, flag, word)
-    before = "--prompt" in words
-    if texts and ("--image" not in known or before and ("--prompt", texts[0]) not in bare):
+            command.setdefault(flag, []).append(word)
+    behind_prompt = texts and ("--prompt", texts[0]) in bare # without quotes it took the first word alone
+    if texts and ("--image" not in known or "--prompt" in command and not behind_prompt):
         return None # of a script that edits nothing, or that has its instruction
-    if texts and before: # without quotes it took the first word alone
-        at = words.index("--prompt")
-        texts.insert(0, words.pop(at + 1))
-        words.pop(at)
     if texts:
-        put(words, "--prompt", " ".join(texts).strip(QUOTES))
-    given = [flag for flag, _ in groups(words)]
-    if "--image" in known and "--jobs" not in given: # these two go together
-        for flag, name in (("--image", "PICTURE"), ("--prompt", "TEXT")):
-            if flag not in given:
-                put(words, flag, name)
-    return common.command(["python", sys.argv[0], *words])
+        text = " ".join(command.pop("--prompt", []) + texts)
+        command["--prompt"] = [text.strip(QUOTES)]
+    if "--image" in known and "--jobs" not in command: # these two go together
+        command = command | {flag: command.get(flag) or [name] for flag, name in NEEDED.items()}
+    words = [word for flag, values in command.items() for word in (flag, *values)][1:] # the first is ''
+    return common.command(["python", sys.argv[0], *words]) if is_taken(parser, words) else None
 
 
-def put(words, flag, value):
-    """Adds a value to the words of a command: behind the flag's others, or with the flag at the end."""
-    if flag not in words:
-        words += [flag, value]
-        return
-    at = words.index(flag) + 1
-    while at < len(words) and not words[at].startswith("-"):
-        at += 1
-    words.insert(at, value)
+def is_taken(parser, words):
+    """Whether these words are a command that the script takes."""
+    def refuse(message):
+        raise ValueError(message)
+    trial = copy(parser)
+    trial.error = refuse
+    with contextlib.suppress(ValueError):
+        return not trial.parse_known_args(words)[1]
+    return False

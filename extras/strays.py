@@ -98,21 +98,25 @@ def why_gone(path):
             return f"is in {cloud}, and not on this disk; download it first"
 
 
+def closest(word, known, least=0.7):
+    """-> what the name stands for that is most like this word, in whatever letters; None if none is at least so much.
+    known: {name: what it stands for}."""
+    by_lower = {name.lower(): meant for name, meant in known.items()}
+    near = difflib.get_close_matches(word.lower(), by_lower, 1, least)
+    return by_lower[near[0]] if near else None
+
+
 def nearest(path):
     """-> the path that is there and is meant by one where nothing is, or None: in other letters, a picture with another
     suffix, a like name."""
-    path, by_stem = Path(path), {}
-    names = [other.name for other in path.parent.glob("[!.]*")]
-    for name in names:
-        if Path(name).suffix.lower() == path.suffix.lower():
-            by_stem[Path(name).stem.lower()] = name
-    pictures = [name for name in names if common.KINDS.get(Path(name).suffix.lower()) == "picture"]
-    near = [name for name in names if name.lower() == path.name.lower()]
-    if common.KINDS.get(path.suffix.lower()) == "picture":
-        near += [name for name in pictures if Path(name).stem.lower() == path.stem.lower()]
-    near += [by_stem[stem] for stem in difflib.get_close_matches(path.stem.lower(), by_stem, 1, 0.7)]
-    near += difflib.get_close_matches(path.name, names, 1, 0.9)
-    return path.with_name(near[0]) if near else None
+    path = Path(path)
+
+    def kind(path):
+        suffix = path.suffix.lower()
+        return common.KINDS.get(suffix, suffix)
+    here = {other.name: other for other in path.parent.glob("[!.]*")}
+    alike = {other.stem: other for other in here.values() if kind(other) == kind(path)}
+    return closest(path.name, here, 1) or closest(path.stem, alike) or closest(path.name, here, 0.9)
 
 
 def near_path(path):

@@ -17,7 +17,7 @@ import torch
 
 import common
 import rope_patch
-from extras import hints
+from extras import hints, slips
 from tests.harness import HERE, TINY, is_one_line, lora_file, lora_tensors, paint_picture, run_script, save
 
 CORE = ["rope_patch.py", "common.py", "cache.py", "predict.py", "train.py"] # a file may import those to its left
@@ -150,11 +150,11 @@ def test_help_prints_commands_and_defaults(script):
 def test_other_trainers_names_are_none_of_ours():
     """Or they would never be looked up; and each stands for a flag that some script has."""
     helps = [run_script(script, "-h").out for script in ("train.py", "predict.py", "cache.py", "tools/doctor.py")]
-    for ours, others in hints.OTHER_NAMES.items():
-        having = [text for text in helps if re.search(f"  --{ours}[ ,]", text)]
+    for name, _, remedy in slips.read_table(hints.OTHER_NAMES):
+        ours = remedy.split()[0]
+        having = [text for text in helps if re.search(f"  {ours}[ ,]", text)]
         assert having, ours
-        for name in others.split():
-            assert not all(re.search(f"  --{name}[ ,]", text) for text in having), (ours, name)
+        assert not all(re.search(f"  --{name}[ ,]", text) for text in having), (ours, name)
 
 def test_the_names_in_the_guides_table_are_answered_with_ours():
     guide = (HERE / "GUIDE.md").read_text("utf-8").split("## Coming from another trainer")[1]

@@ -29,6 +29,7 @@ def answer(script, *flags, status):
 RUN, MODEL = "out/tiny-photos-001", "Qwen/Qwen-Image-Edit-2509"
 PHOTO = "predict.py --image photo.jpg --prompt x " # a command to which a slip is added
 PAIRS = "train.py --data photos "
+LONG = "make it warm, " * 30
 WARM = "python predict.py --image photo.jpg --prompt 'make it warm'"
 MISSES = [
     # words without their flag
@@ -45,6 +46,18 @@ MISSES = [
     ("cache.py photos", "cache.py --data photos"), ("tools/gpu_check.py speed", "gpu_check.py --stages speed"),
     ("tools/import_data.py before after pairs", "import_data.py pairs --target after --control before"),
     (PHOTO + "--seed=1 1", "1: belongs to no flag; leave it out"),
+    # a text is longer than a name can be; what would not be taken is not advised
+    (f"predict.py photo.jpg '{LONG}'", f"python predict.py --image photo.jpg --prompt '{LONG}'"),
+    (f"predict.py --image photo.jpg '{LONG}'", f"python predict.py --image photo.jpg --prompt '{LONG}'"),
+    (f"predict.py --prompt x --image '{LONG}'", "--image: longer than a file's name can be; shorten it"),
+    (f"train.py --model '{LONG}'", "--model: longer than"), (f"tools/doctor.py '{LONG}'", "longer than a file's name"),
+    (PHOTO + f"--lora '{LONG}'", "--lora: longer than"), (PAIRS + f"--transformer '{LONG}'", "--transformer: longer"),
+    ("predict.py --image 'make it warm'", "python predict.py --image PICTURE --prompt 'make it warm'"),
+    ("predict.py photo.jpg make it 2 times larger", "--image photo.jpg --prompt 'make it 2 times larger'"),
+    ("predict.py --image=photo.jpg cat.png 'make it warm'", "--image photo.jpg cat.png --prompt 'make it warm'"),
+    (PAIRS + f"--model {MODEL} {MODEL}", "2509: belongs to no flag; leave it out, or put"),
+    (PAIRS + "-- --seed", ": belongs to no flag; leave it out"),
+    ("tools/import_data.py before after pairs --prompt x", "pairs --target after --control before --prompt x"),
     ("train.py --seed 1 '' ' '", "'': belongs to no flag; leave it out"),
     # a flag without its value, or a value without need
     ("predict.py --image photo.jpg", "no instruction; give --prompt"), ("predict.py --prompt x", "give --image"),
@@ -124,10 +137,10 @@ MISSES = [
     ("predict.py --target_pixels 1k", "'1k' is no area; give 1024x1024, 1048576 or native"),
     (PAIRS + "--dtype bf16", "give bfloat16"), (PAIRS + "--quantize int4", "give nf4"),
     (PAIRS + "--quantize true", "give fp8"),
-    (PAIRS + "--timestep_sampling shift", "give qwen_shift, which follows the picture's size"),
+    (PAIRS + "--timestep_sampling shift", "give qwen_shift; its shift follows the picture's size"),
     (PAIRS + "--timestep_sampling sigmoid", "give logit_normal"),
-    (PAIRS + "--lr_scheduler cosine_with_restarts", "give cosine, which falls once"),
-    (PAIRS + "--lr_scheduler constant_with_warmup", "give constant, and --warmup_steps"),
+    (PAIRS + "--lr_scheduler cosine_with_restarts", "give cosine; it falls once"),
+    (PAIRS + "--lr_scheduler constant_with_warmup", "give constant; --warmup_steps"),
     (PAIRS + "--optimizer AdamW8bit", "here bitsandbytes.optim.AdamW8bit"),
     (PAIRS + "--optimizer adamw", "here torch.optim.AdamW"), (PAIRS + "--optimizer adafactor", "torch.optim.Adafactor"),
     (f"tools/convert_lora.py {RUN} --to comfy --out x.safetensors", "give comfyui"),

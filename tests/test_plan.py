@@ -2,6 +2,7 @@
 import json
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,3 +94,41 @@ def test_a_published_model_is_planned_for_a_card_on_any_machine(tmp_path, quick,
                         "--cache_dir", tmp_path / "c", "--gradient_checkpointing", 60, *flags)
     assert result.status == 0, result.err
     assert ("expected hours" in result.out) == hours == (", in bfloat16." in result.out)
+
+def test_eight_cards_share_the_work_and_wait_for_each_other(monkeypatch):
+    """Each row of several processes: the one with most to do decides, files and pictures are shared, gradients travel,
+    with --fsdp every step asks the base, and card-hours are hours of all."""
+    monkeypatch.setattr(plan, "RATES", {"Card": (10**4, *[1e30] * 5, 1)}) # GB/s between cards
+    monkeypatch.setattr(plan, "HOST", dict.fromkeys(plan.HOST, 3_600_000)) # an hour a pass
+    monkeypatch.setattr(plan, "PICTURE", 3600)
+    monkeypatch.setattr(plan, "DISK", 1e30)
+    monkeypatch.setattr(plan, "world", lambda: 8)
+    model = SimpleNamespace(inner_dim=8, transformer_blocks=[None])
+    monkeypatch.setattr(rope_patch, "blocks_of", lambda model: model.transformer_blocks)
+    most, least = [[9], [9], [9]], [[9]]
+    work = plan.Work([[least, most]], 2, [most, least], [least, most], 16, 24)
+    args = SimpleNamespace(max_steps=10, preserve=0.5, fsdp=False, num_inference_steps=5)
+    expected = {"10 steps": 30, "what the base answers to --preserve": 15, "gradients, added up over 8 cards": 20,
+                "encoding 24 files that the cache lacks": 3, "2 validations: loss": 6,
+                "2 validations: 16 pictures each": 2 * (5 * 3 + 2 + 2), "the base's 16 pictures": 5 * 3 + 2}
+    for args.fsdp, asked in ((False, 15), (True, 30)):
+        expected["what the base answers to --preserve"] = asked
+        rows = plan.hours_on("Card", args, work, model, (1, False), 0, 2 * 3600e9, 0, 0)
+        assert {row: float(rows[row]) for row in expected} == expected
+        total = sum(expected.values())
+        assert rows["in all"] == f"{total:.1f}-{3 * total:.1f}"
+        assert rows["card-hours"] == f"{8 * total:.1f}-{24 * total:.1f}"
+
+def test_processes_draw_different_pictures_but_with_fsdp_the_same_ones(monkeypatch):
+    """And without a cache nothing is encoded before."""
+    text = "x", True
+    sample = SimpleNamespace(prompts=["x"], encodings=[dict(img_shapes=[(1, 2, 3)])], texts={text: dict(tokens=4)})
+    monkeypatch.setattr(draw, "chosen", lambda *_: dict.fromkeys(range(3), sample))
+    monkeypatch.setattr(plan, "text_keys_of", lambda sample: [text])
+    monkeypatch.setattr(plan, "world", lambda: 2)
+    args = SimpleNamespace(max_tokens=10, max_steps=7, sample_every=3, use_cache=False)
+    for args.fsdp, packs in ((False, [2, 1]), (True, [3, 3])):
+        work = plan.counts(args, [], [sample], lambda n: [[SimpleNamespace(tokens=10)]], lambda tokens: [[[0]], [[]]])
+        assert [len(share) for share in work.sampling] == packs and work.sampling[0][0] == [10]
+        assert (work.encoded, work.validations, work.pictures) == (0, 3, 3)
+        assert work.loss == [[[10]], [[10]]] # an idle pass counts as one

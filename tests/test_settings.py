@@ -14,6 +14,7 @@ from PIL import Image
 import common
 from extras.strangers import CONTROLS
 from tests.harness import is_one_line, paint_picture, paste, run_script, save
+from tools import settings
 
 def dataset(folder, names="abcd", **folders):
     """Pairs in FOLDER/after and FOLDER/before, or in folders that are named so."""
@@ -274,7 +275,7 @@ PROGRAMS = dict(
         "--true_cfg_scale 3 --save_every 250 --keep 4"),
     musubi=(place("flags.toml", MUSUBI_FLAGS, dataset_toml=MUSUBI), """datasets.resolution datasets.batch_size
         datasets.bucket_no_upscale datasets.num_repeats datasets.qwen_image_edit_control_resolution dit model_version
-        optimizer_type optimizer_args learning_rate lr_scheduler lr_warmup_steps max_grad_norm
+        optimizer_type optimizer_args learning_rate lr_warmup_steps max_grad_norm
         gradient_accumulation_steps network_dim max_train_epochs seed fp8_base fp8_vl blocks_to_swap
         save_every_n_epochs sample_every_n_epochs""", """datasets.caption_extension datasets.image_directory
         datasets.control_directory dataset_config""",
@@ -435,6 +436,8 @@ VALUES = { # what is set: the flag and its values, a part of a line
     "no number": (dict(lr="fast", steps=9), "--lr", None, "no counterpart for this value"),
     "no clipping": (dict(lr=1, max_grad_norm=0), "--max_grad_norm", ["inf"], ""),
     "not above 1": (dict(lr=1, prompt_dropout_prob=1.5), "--caption_dropout_rate", None, "train.prompt_dropout_prob"),
+    "too large together": (dict(lr=1, batch_size=10**8, gradient_accumulation=11), "--batch_size", None,
+                           "--batch_size 1100000000 is more than train.py takes"),
     "no held-out pairs": (dict(lr=1, steps=10), "--sample_every", None, "--sample_every 5 needs pairs"),
     "a validation": (dict(lr=1, steps=10), "--sample_every", ["5"], "", "--hold_out", 2)}
 
@@ -457,6 +460,7 @@ FLAGS = { # lines of a musubi-tuner toml behind `resolution = 512`: a flag, its 
     "timestep_sampling = 'sigmoid'": ("--timestep_sampling", ["logit_normal"]),
     "network_dim = 8": ("--timestep_sampling", ["uniform"]), # its default, sigma
     "network_dim = 8\nlearning_rate = 1": ("--lora_alpha", ["1"]),
+    "max_train_epochs = 400000000": ("--max_steps", None), # of four steps each
     "network_dim = 8\nnetwork_alpha = 4": ("--lora_alpha", ["4"]),
     "lr_warmup_steps = 0.25\nmax_train_steps = 80": ("--warmup_steps", ["20"]),
     "optimizer_args = ['weight_decay=0.1']\noptimizer_type = 'Lion'": ("--weight_decay", None),
@@ -473,6 +477,21 @@ def test_flags_of_musubi_tuner_mean_what_they_mean_there(tmp_path, lines):
     train = commands(result)[1]
     assert flag_in(train, flag) == want, result.out
     parsed(train, tmp_path)
+
+@pytest.mark.parametrize("program, key, flag, want", [
+    ("onetrainer", "dynamic_timestep_shifting", "timestep_sampling", "qwen_shift"),
+    ("simpletuner", "flow_schedule_auto_shift", "timestep_sampling", "qwen_shift"),
+    ("simpletuner", "flow_use_uniform_schedule", "timestep_sampling", "uniform"),
+    ("simpletuner", "enable_group_offload", "offload", "all"),
+    ("diffsynth", "enable_model_cpu_offload", "offload", "all")])
+def test_a_switch_means_one_value_whatever_else_is_set(program, key, flag, want):
+    """Before or behind it; switched off it means nothing."""
+    others = dict(timestep_distribution=["UNIFORM"], musubi_blocks_to_swap=[3])
+    for values in (others | {key: [True]}, {key: [True]} | others):
+        facts, _ = settings.translate(settings.Settings("a.json", program, values))
+        assert facts[flag] == want
+    facts, answers = settings.translate(settings.Settings("a.json", program, {key: [False]}))
+    assert not facts and answers == {settings.NOTHING: [f"{key} = False"]}
 
 @pytest.mark.parametrize("value, want", [(1.0, "1000000"), ("0.5", "500000"), (768, "768x768"), ("1024", "1024x1024")])
 def test_simpletuners_resolution_is_a_side_or_an_area_in_megapixels(tmp_path, value, want):

@@ -14,7 +14,7 @@ import yaml # comes with huggingface_hub
 
 import common
 from common import InputError, tell
-from extras import hints, strays
+from extras import strays
 from extras.manifest import as_list
 from tools import settings
 
@@ -111,7 +111,7 @@ def read_config(path):
     no_data = "" if parts else f"{path}: no datasets of pictures in it ({why}); {ASK}"
     for place in [place for part in parts for place in (part.get("target"), *part.get("tables", [])) if place]:
         if not os.path.exists(place):
-            no_data = f"{place}: does not exist; {hints.near_path(place)}, or {ASK}"
+            no_data = f"{place}: does not exist; {strays.near_path(place)}, or {ASK}"
     if no_data and not (found and settings.is_training(settings.translate(found)[0])):
         raise InputError(no_data)
     found.no_data = no_data

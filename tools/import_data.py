@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # where the core
 import extras # first, so that no other folder is taken for one of our modules
 import common
 from common import InputError, error_line, tell
-from extras import disk, hints, strays
+from extras import disk, strays
 from extras.flight import room_for
 from extras.manifest import as_list, refuse_many
 from tools.import_configs import ASK, CONFIGS, fill, is_config, read_config
@@ -156,10 +156,6 @@ def meanings(role, stem, kind, targets):
             readings += [(stem.removesuffix(end), what) for end, what in BESIDE.items() if stem.endswith(end)]
     return [(name, what) for name, what in readings if name in targets]
 
-def near(path):
-    """What to do about a path where nothing is."""
-    return hints.near_path(path)
-
 def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt=None, trigger=None, wordings=False,
                  source=None):
     """Reads folders in which file names match -> (samples, problems). controls: list of folders; suffix: of the caption
@@ -172,7 +168,7 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
         folders["mask"] = mask
     for folder in folders.values():
         if not folder.is_dir():
-            raise InputError(f"{folder}: no folder has this name; {near(folder)}, or {ASK}")
+            raise InputError(f"{folder}: no folder has this name; {strays.near_path(folder)}, or {ASK}")
     prompts = as_list(prompt or [])
     if trigger and len(trigger) > MOST_TRIGGER:
         raise InputError(f"{target}: a trigger word of {len(trigger):,} letters; shorten it")
@@ -598,7 +594,7 @@ def find_parts(source, columns, alone):
     """SOURCE, which is not a cache -> (a list of arguments of read_folders or read_tables, a configuration's Settings
     or None)."""
     if not source.exists():
-        raise InputError(f"{source}: does not exist; {near(source)}")
+        raise InputError(f"{source}: does not exist; {strays.near_path(source)}")
     if source.is_file(): # an error would quote a key, to which a stranger's link may lead
         common.refuse_outside(source, source.parent)
     if source.is_file() and is_config(source):

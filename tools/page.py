@@ -45,6 +45,7 @@ LINES = {"validation loss": ("Validation loss", [("held-out pairs", "val_loss", 
                                                  ("training pairs", "train_loss", "dash")]),
          "mean PSNR": ("PSNR to the target (dB)", [("LoRA", "lora", "dots"), ("base", "base", "dash ink"),
                                                    ("VAE alone", "vae", "dash mute")])}
+FROM_ZERO = "Gradient norm", "Learning rate", "Tokens per second" # charts whose axis begins there
 NOT_COMPARED = {"out_dir", "plan", "resume"} # flags that do not tell how a run was trained
 # what a stranger's log may give to a command that a person pastes: --optimizer imports, --tracker may send
 HARMLESS = {"--optimizer": r"(torch\.optim|bitsandbytes\.optim|prodigyopt|schedulefree|prodigyplus)\.[A-Z]\w*",
@@ -235,17 +236,16 @@ def chart(title, lines, zero):
 
 def curves(runs):
     """-> the section with all charts; several runs share them."""
-    several, charts, from_zero, said = len(runs) > 1, {}, {}, [] # {title: lines}, {title: whether its axis is}
+    several, charts, said = len(runs) > 1, {}, [] # {title: lines}
 
-    def add(run, title, name, style, x, y, zero=False):
+    def add(run, title, name, style, x, y):
         charts.setdefault(title, []).append((f"{name}, {run.name}" if several else name, style, x, y))
-        from_zero[title] = zero
 
-    def add_steps(run, title, key, zero=False):
+    def add_steps(run, title, key):
         x, mean, least, greatest = smooth(*column(run.steps, key))
         if not several:
-            add(run, title, "range", "raw", x, np.stack([least, greatest]), zero)
-        add(run, title, "smoothed", f"line {run.colour}", x, mean, zero)
+            add(run, title, "range", "raw", x, np.stack([least, greatest]))
+        add(run, title, "smoothed", f"line {run.colour}", x, mean)
     if any(run.validations for run in runs):
         said.append("Do not compare the losses of training and of validation: their noise levels differ, as a step "
                     "draws them at random, and a validation always has the same four.")
@@ -274,10 +274,10 @@ def curves(runs):
                 if not number:
                     peaks = [record | best.mean_psnr(record) for record in best.leading(records, measure)]
                     add(run, title, "best", f"dots peak {colour}", *column(peaks, lines[0][1]))
-        add_steps(run, "Gradient norm", "grad_norm", zero=True)
-        add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"), zero=True)
-        add_steps(run, "Tokens per second", "speed", zero=True)
-    figures = [chart(title, lines, from_zero[title]) for title, lines in charts.items()]
+        add_steps(run, "Gradient norm", "grad_norm")
+        add(run, "Learning rate", "at each step", f"line {run.colour}", *column(run.steps, "lr"))
+        add_steps(run, "Tokens per second", "speed")
+    figures = [chart(title, lines, title in FROM_ZERO) for title, lines in charts.items()]
     if any(figure is not None for figure in figures):
         return section("Curves", detail(" ".join(said)), node("div", *figures, class_="charts"))
 
@@ -485,23 +485,17 @@ def command_words(run):
     words = run.command if isinstance(run.command, list) else []
     return [word for word in words if isinstance(word, str)]
 
-def flags_of_train():
-    """-> the names of train.py's flags, as its text and common.py's have them: to import it would train."""
-    texts = [Path(common.__file__).with_name(name).read_text(encoding="utf-8") for name in ("train.py", "common.py")]
-    found = {name for text in texts for name in re.findall(r'flag\((?:flag, )?"--([a-z_]+)"', text)}
-    return found | (common.SAMPLING.keys() & common.SAMPLE_FLAGS.keys())
-
 def resume_command(run):
     """-> the words that continue a run, made of train.py's flags in its log. ValueError says why there are none."""
     script, *words = command_words(run) or [""]
     if Path(script).name != "train.py" or len(words) + 1 < len(run.command):
         raise ValueError("it is not train.py's")
-    again, flag, known = ["python", "train.py"], "", flags_of_train()
+    again, flag, known = ["python", "train.py"], "", hints.flags_of("train.py")
     for word in words:
         value = word
         if word.startswith("--"):
             flag, _, value = word.partition("=") # (of --flag VALUE this value is "", and the next word is one)
-            if flag.removeprefix("--").removeprefix("no-") not in known:
+            if flag.replace("--no-", "--") not in known:
                 raise ValueError(f"train.py has no {flag}")
         elif not flag or re.match(r"-(?![\d.])", word):
             raise ValueError(f"{word} belongs to no flag")
@@ -513,26 +507,21 @@ def resume_command(run):
         again += option("batch_size", run.flags["batch_size"]) # whose default depends on the number of processes
     return [*again, "--resume", "--out_dir", run.folder]
 
-def option(name, value):
-    """-> the words of a flag with a value from the log. ValueError if it is neither text nor number."""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"--{name} is neither text nor number")
-    if str(value).startswith("-"): # it must not become a flag
-        return [f"--{name}={value}"]
-    return [f"--{name}", value]
-
 def predict_command(run):
     """-> the words that edit a picture with a run's LoRA. ValueError says why there are none."""
     # the flags of its newest pictures, as --resume may have changed them
     given, flags = {word.split("=")[0] for word in command_words(run)}, run.flags
     for validation in run.validations[-1:]:
         flags = flags | validation.get("flags", {})
-    words = ["python", "predict.py", *option("model", flags.get("model", "tiny"))]
-    for name in ("transformer quantize quantize_text_encoder offload negative_prompt num_inference_steps "
-                 "true_cfg_scale shift").split():
-        changed = f"--{name}" in given or flags.get(name) != run.flags.get(name)
-        if changed and flags.get(name) is not None:
-            words += option(name, "all" if flags[name] == common.ALL_BLOCKS else flags[name])
+    words = ["python", "predict.py"]
+    for name in hints.DRAWING:
+        value = flags.get(name, "tiny" if name == "model" else None)
+        changed = name == "model" or f"--{name}" in given or value != run.flags.get(name)
+        if not changed or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ValueError(f"--{name} is neither text nor number")
+        words += hints.option(name, value)
     loras = flags.get("sample_lora", [])
     if not isinstance(loras, list) or not all(isinstance(path, str) and path[:1] != "-" for path in loras):
         raise ValueError("--sample_lora has no names")
@@ -542,7 +531,7 @@ def predict_command(run):
         prompt, path = picture["prompt"], run.folder / "samples/control" / picture["file"]
         if is_of_run(path, run.folder):
             image = path
-    return [*words, "--image", image, *option("prompt", prompt)]
+    return [*words, "--image", image, *hints.option("prompt", prompt)]
 
 def convert_command(run):
     return ["python", "tools/convert_lora.py", run.folder, "--to", "comfyui", "--out", f"{run.name}.safetensors"]
@@ -606,7 +595,7 @@ def make_page(folders, page, most, watched=False, roots=()):
 
 def refuse_no_run(folder, watch):
     """InputError if `folder` is no run's; if it holds runs, they are listed first. watch: it may become one."""
-    runs = [log.parent for log in sorted(folder.glob("*/log.jsonl"), key=os.path.getmtime)]
+    runs = hints.runs_in(folder)
     if (folder / "log.jsonl").is_file() or watch and folder.is_dir() and not runs:
         return
     for run in runs:

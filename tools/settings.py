@@ -3,12 +3,13 @@ What the settings of another trainer mean here: the line of train.py, with their
 counterpart. tools/import_configs.py reads the files, tools/import_data.py prints these lines.
 
 A row of a table is KEYS: ANSWER; indented lines continue it. A * in a key stands for any letters. An answer in one word
-is a sentence of WORDS, a flag of train.py, or what `finish` makes flags of, such as batch, accumulation and epochs;
-other answers are printed. KEY=VALUE|VALUE: with these values nothing is lost. The names and defaults are those of the
-programs, in October 2025 to August 2026: ai-toolkit's toolkit/config_modules.py and ui/.../jobConfig.ts, musubi-tuner's
-training/parser_common.py and docs/dataset_config.md, sd-scripts' library/train_util.py and docs/config_README-en.md,
-OneTrainer's modules/util/config/, SimpleTuner's documentation/ (OPTIONS.md, DATALOADER.md, quickstart/QWEN_EDIT.md) and
-helpers/configuration/env_file.py, DiffSynth-Studio's diffsynth/diffusion/parsers.py.
+is a sentence of WORDS, a flag of train.py, FLAG=VALUE for a switch that means this whatever else is set, or what
+`finish` makes flags of, such as batch, accumulation and epochs; other answers are printed. KEY=VALUE|VALUE: with these
+values nothing is lost. The names and defaults are those of the programs, in October 2025 to August 2026: ai-toolkit's
+toolkit/config_modules.py and ui/.../jobConfig.ts, musubi-tuner's training/parser_common.py and docs/dataset_config.md,
+sd-scripts' library/train_util.py and docs/config_README-en.md, OneTrainer's modules/util/config/, SimpleTuner's
+documentation/ (OPTIONS.md, DATALOADER.md, quickstart/QWEN_EDIT.md) and helpers/configuration/env_file.py,
+DiffSynth-Studio's diffsynth/diffusion/parsers.py.
 """
 import json
 import math
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import common
+from extras import slips
 from extras.manifest import as_list
 from extras.strangers import CONTROLS
 
@@ -70,7 +72,7 @@ network.conv* network.lokr_* network.old_lokr_format network.split_multistage_lo
 save.save_every: save_every
 save.max_step_saves_to_keep: keep
 job name type meta.* training_folder sqlite_db_path device performance_log_every save.* logging.*: names
-resolution: sides
+resolution: target_pixels
 caption_dropout_rate caption_dropout: caption_dropout_rate
 num_repeats: repeats
 mask_min_value: mask_background_weight
@@ -194,7 +196,7 @@ transformer.model_name: transformer
 lora_model_name: pretrained_lora
 lora_rank: lora_rank
 lora_alpha: lora_alpha
-layer_filter: filter
+layer_filter: lora_targets
 layer_filter_preset layer_filter_regex quantization.*: auto
 dropout_probability: lora_dropout
 text_encoder.dropout_probability: caption_dropout_rate
@@ -203,7 +205,7 @@ text_encoder.weight_dtype: quantize_text_encoder
 transformer.offload_fraction layer_offload_fraction: offload_share
 lora_* bundle_additional_embeddings oft_* lokr_* transformer.* text_encoder* vae.* unet.* prior.*
     unconditional_transformer.* effnet_encoder.* decoder* embedding* additional_embeddings* preserve_*: auto
-resolution: sides
+resolution: target_pixels
 batch_size: batch
 gradient_accumulation_steps: accumulation
 learning_rate: lr
@@ -222,7 +224,7 @@ ema: use_ema
 ema_decay: ema
 ema_update_step_interval: auto
 timestep_distribution: timestep_sampling
-dynamic_timestep_shifting: dynamic_shift
+dynamic_timestep_shifting: timestep_sampling=qwen_shift
 timestep_shift=1.0|1 noising_* min_noising_strength max_noising_strength=1.0|1 offset_noise_weight
     perturbation_noise_weight: noise
 mse_strength=1.0|1 mae_strength log_cosh_strength huber_* vb_loss_strength=1.0|1 loss_weight_*=CONSTANT loss_scaler
@@ -248,8 +250,8 @@ instance_data_* conditioning_data id conditioning.id type dataset_type condition
     conditioning.type conditioning.instance_data_* conditioning_type conditioning.conditioning_type source_dataset_id
     conditioning.source_dataset_id caption_strategy instance_prompt only_instance_prompt prepend_instance_prompt
     disable_multiline_split data_backend_config dataloader_config: data
-resolution: pixel_area
-conditioning.resolution: control_area
+resolution: target_pixels
+conditioning.resolution: control_pixels
 resolution_type=pixel_area|area conditioning.resolution_type=pixel_area|area: no counterpart, an area is meant
 repeats: more_repeats
 train_batch_size: batch
@@ -281,14 +283,14 @@ training_seed: seed
 use_ema: use_ema
 ema_decay: ema
 ema_*: auto
-flow_schedule_auto_shift: dynamic_shift
-flow_use_uniform_schedule: uniform
+flow_schedule_auto_shift: timestep_sampling=qwen_shift
+flow_use_uniform_schedule: timestep_sampling=uniform
 flow_schedule_shift: noise
 flow_* snr_gamma: noise
 base_model_precision: quantize
 text_encoder_[1-4]_precision: quantize_text_encoder
 musubi_blocks_to_swap: offload
-enable_group_offload enable_model_cpu_offload: offload_all
+enable_group_offload enable_model_cpu_offload: offload=all
 use_gradient_checkpointing group_offload_* offload_*: memory
 checkpoint_step_interval checkpointing_steps checkpoint_steps: save_every
 checkpoint_epoch_interval: save_epochs
@@ -303,7 +305,7 @@ validation_* eval_*: auto
 resume_from_checkpoint resume_checkpoint model_card_* publishing_config webhook_*: names""",
     diffsynth=FLAGS + """
 dataset_base_path dataset_metadata_path data_file_keys extra_inputs: data
-max_pixels: area
+max_pixels: target_pixels
 height width: no counterpart, pictures keep their shapes; --target_pixels is the area
 dataset_repeat: repeats
 num_epochs: epochs
@@ -317,7 +319,7 @@ lora_checkpoint: pretrained_lora
 preset_lora_*: no counterpart, tools/convert_lora.py --to model merges a LoRA
 fp8_models: use_quantize
 quant_options: no counterpart, give --quantize nf4, int8 or fp8
-enable_model_cpu_offload: offload_all
+enable_model_cpu_offload: offload=all
 enable_optimizer_cpu_offload cpu_offload_split_threshold offload_models find_unused_parameters
     dataset_num_workers num_frames: auto
 save_steps: save_every
@@ -355,37 +357,8 @@ diffsynth.num_epochs: 1
 diffsynth.batch: 1
 diffsynth.no-upscale: true"""
 
-# their words for a value, without marks and capitals: train.py's, and what that changes
-CHOICES = dict(
-    optimizer="""
-adamw adamwbf16 adamwadv optimiadamw bnbadamw: torch.optim.AdamW
-adam optimiadam bnbadam: torch.optim.Adam
-adamw8bit adamw8 bnbadamw8bit aoadamw8bit: bitsandbytes.optim.AdamW8bit
-pagedadamw8bit bnbadamw8bitpaged: bitsandbytes.optim.PagedAdamW8bit
-adam8bit adam8 bnbadam8bit: bitsandbytes.optim.Adam8bit
-ademamix8bit bnbademamix8bit: bitsandbytes.optim.AdEMAMix8bit
-lion8bit bnblion8bit: bitsandbytes.optim.Lion8bit
-lion optimilion bnblion: lion_pytorch.Lion
-prodigy prodigy8bit prodigyadv: prodigyopt.Prodigy
-prodigyplusschedulefree: prodigyplus.ProdigyPlusScheduleFree
-adamwschedulefree schedulefreeadamw: schedulefree.AdamWScheduleFree
-adafactor: torch.optim.Adafactor; with --lr, as its relative steps have no counterpart
-sgd: torch.optim.SGD
-came: came_pytorch.CAME
-muon: torch.optim.Muon""",
-    lr_scheduler="""
-constant constantwithwarmup: constant
-linear: linear
-polynomial: linear; a power has no counterpart
-cosine: cosine
-cosineannealing cosinewithrestarts cosinewithhardrestarts cosinewithminlr sine rex: cosine; it falls once, to 0""",
-    timestep_sampling="""
-sigmoid logitnormal: logit_normal
-uniform linear sigma: uniform
-weighted: uniform; its loss weights have no counterpart
-lognormblend: logit_normal; its linear part has no counterpart
-qwenshift: qwen_shift
-shift fluxshift flux2shift lumina2shift: qwen_shift; its shift follows the picture's size""",
+# their words for values, beside those that a command line may have, too
+CHOICES = slips.VALUES | dict(
     native="true: native",
     model="""
 edit editv1: Qwen/Qwen-Image-Edit
@@ -395,14 +368,16 @@ edit2511 editv3: Qwen/Qwen-Image-Edit-2511""",
 tensorboard: tensorboard
 wandb all: wandb""")
 
+MOST_REPEATS = 10_000
+COUNTED = "repeats batch_size max_steps save_every sample_every warmup_steps".split()
 KINDS = { # train.py's type of a number; a 0 of the first ones is none
     common.positive: "max_steps save_every keep epochs save_epochs batch accumulation processes",
-    common.number(int, 1, common.MOST_RANK): "lora_rank", common.number(int, 1, 10_000): "repeats",
+    common.number(int, 1, common.MOST_RANK): "lora_rank", common.number(int, 1, MOST_REPEATS): "repeats",
     common.natural: "offload sample_every sample_epochs more_repeats",
-    common.SAMPLE_FLAGS["num_inference_steps"][0]: "num_inference_steps",
+    **{common.SAMPLE_FLAGS[name][0]: name for name in ("num_inference_steps", "true_cfg_scale")},
     common.number(float, 1e-6, common.MOST_ALPHA): "lora_alpha",
     common.number(float, 0, 0.99): "lora_dropout", common.number(float, 0, 0.99999): "ema",
-    common.not_negative: "lr weight_decay warmup max_grad_norm mask_background_weight true_cfg_scale",
+    common.not_negative: "lr weight_decay warmup max_grad_norm mask_background_weight",
     common.fraction: "caption_dropout_rate offload_share", common.seed_number: "seed"}
 BLOCKS = 60 # of Qwen-Image-Edit's transformer
 OFF = "none off no never no_change false [] {}".split() + [""] # null is None
@@ -468,14 +443,6 @@ def read_shell(text):
 
 # ---- one value -------------------------------------------------------------------------------------------------------
 
-def read_table(table):
-    """Yields (key, the values with which nothing is lost, answer) of the rows of a table."""
-    for row in re.sub("\n +", " ", table.strip()).split("\n"):
-        keys, _, answer = row.partition(": ")
-        for key in keys.split():
-            key, _, usual = key.partition("=")
-            yield key, usual.split("|"), answer
-
 def answer_to(rows, key):
     """-> (answer, usual values) of the first of these rows that fits; (None, []) if none does."""
     for name in (key, key.removeprefix("datasets.")):
@@ -506,18 +473,16 @@ def areas(value, is_pair=False):
     parts = [numeral(part).strip() for part in parts]
     if is_pair and len(parts) > 1:
         parts = ["x".join(parts)]
-    words = [part if "x" in part else f"{part}x{part}" for part in parts]
-    return [word for word in words if common.pixels(word)]
+    return list(map(area, parts))
 
-def megapixels(value):
-    """SimpleTuner's resolution, a side or an area in megapixels -> an area of train.py."""
-    if float(value) <= 16:
-        return area(round(float(value) * 10**6))
-    return areas(int(value))
-
-def area(value):
-    """A number of pixels -> an area of train.py."""
-    return [str(common.pixels(str(value)))]
+def area(text):
+    """960x544, a side, megapixels (up to 16) or pixels (above 4096) -> an area of train.py."""
+    if "x" not in text and float(text) <= 16: # SimpleTuner's
+        text = str(round(float(text) * 10**6))
+    elif "x" not in text and float(text) <= 4096:
+        text = f"{text}x{text}"
+    common.pixels(text) # fails for what is none
+    return text
 
 def low_bits(value):
     """A name with a number of bits -> what --quantize calls it."""
@@ -557,23 +522,18 @@ def optimizer_args(key, value):
     return pairs
 
 NUMBERS = {name: kind for kind, names in KINDS.items() for name in names.split()}
-WAYS = dict(sides=areas, size=partial(areas, is_pair=True), control_size=partial(areas, is_pair=True), area=area,
-            pixel_area=megapixels, control_area=megapixels, model=model, filter=layers, lora_targets=layers,
-            quantize=low_bits, quantize_text_encoder=low_bits, transformer=only_name, pretrained_lora=only_name,
-            negative_prompt=only_name)
-SAME = dict(sides="target_pixels", size="target_pixels", pixel_area="target_pixels", area="target_pixels",
-            control_size="control_pixels", control_area="control_pixels", native="control_pixels",
-            filter="lora_targets")
-SWITCHED = dict(uniform=("timestep_sampling", "uniform"), dynamic_shift=("timestep_sampling", "qwen_shift"),
-                offload_all=("offload", "all")) # what a switch means by itself
+WAYS = dict(target_pixels=areas, control_pixels=areas, size=partial(areas, is_pair=True),
+            control_size=partial(areas, is_pair=True), model=model, lora_targets=layers, quantize=low_bits,
+            quantize_text_encoder=low_bits, transformer=only_name, pretrained_lora=only_name, negative_prompt=only_name)
+SAME = dict(size="target_pixels", control_size="control_pixels", native="control_pixels") # flags of these meanings
 # what use_ema, ... switch on, and its value where nothing else says one
 SWITCHES = dict(mask_background_weight=0, ema=0.999, quantize="fp8", quantize_text_encoder="fp8", offload_share=1)
 
 def choose(meaning, value):
     """A word of CHOICES, or of another form if the meaning has one."""
-    known = {name: ours for name, _, ours in read_table(CHOICES[meaning])}
     name = re.sub("[^a-z0-9]", "", str(value).split(".")[-1].lower())
-    return known[name] if name in known or meaning not in WAYS else WAYS[meaning](value)
+    known = slips.answers(CHOICES[meaning], name)
+    return known[0] if known or meaning not in WAYS else WAYS[meaning](value)
 
 def convert(meaning, key, values):
     """Values of theirs, of one key -> ours: a number, a text that may end in "; " and what is not the same, or a list
@@ -608,7 +568,7 @@ def find_meaning(settings, rows, key, values):
     on = [value for value in values if not is_off(value, usual)]
     if "repeats" in answer and len(on) < settings.datasets:
         on.append(answer == "repeats") # a dataset without counts once
-    if NUMBERS.get(answer, common.positive) is common.positive:
+    if NUMBERS.get(answer) in (None, common.positive): # a 0 is none
         on = [value for value in on if value]
     if answer == "data" or answer == "jobs" and settings.jobs:
         return answer, []
@@ -626,11 +586,14 @@ def is_training(facts):
 
 def translate(settings):
     """-> ({meaning: value of ours}, {answer: ["key = value of theirs", ...]} of all that has none)."""
-    rows = list(read_table(TABLES[settings.program]))
+    rows = list(slips.read_table(TABLES[settings.program]))
     facts, said, answers = {}, {}, defaultdict(list)
 
     def take(meaning, key, values, text):
-        name = SAME.get(meaning, meaning)
+        name, _, fixed = SAME.get(meaning, meaning).partition("=")
+        if fixed:
+            facts[name] = said[name] = fixed
+            return ""
         before = said.setdefault(name, text).split(" = ")[0]
         try:
             ours = convert(meaning, key, values)
@@ -650,9 +613,9 @@ def translate(settings):
         meaning, on = find_meaning(settings, rows, key, values)
         text = f"{key} = {', '.join(dict.fromkeys(map(str, values))):.80}"
         answer = take(meaning, key, on, text) if on and " " not in meaning else meaning
-        if " " in answer:
+        if " " in answer: # one word says that something else reads it
             answers[answer].append(text)
-    for name, _, value in read_table(DEFAULTS) if is_training(facts) else ():
+    for name, _, value in slips.read_table(DEFAULTS) if is_training(facts) else ():
         program, _, key = name.partition(".")
         meaning = answer_to(rows, key)[0] or key
         if program == settings.program and SAME.get(meaning, meaning) not in said:
@@ -689,17 +652,16 @@ def finish(facts, count, held_out):
         elif name in facts:
             lines.append(f"{facts[name]} epochs are --{flag} {facts[name]} x samples x repeats / {batch}; add it")
     if "warmup" in facts:
-        share = facts["warmup"] * (flags.get("max_steps", 2000) if facts["warmup"] < 1 else 1)
-        flags["warmup_steps"] = round(share)
+        steps = facts["warmup"]
+        if steps < 1: # a share
+            steps *= flags.get("max_steps", 2000)
+        flags["warmup_steps"] = round(steps)
     if facts.get("max_grad_norm") == 0:
         flags["max_grad_norm"] = "inf"
     if "mask_background_weight" in facts:
         flags["mask_foreground_weight"] = 1 # there the region has 1, and the rest has less
     if "offload_share" in facts:
         flags["offload"] = "all" if facts["offload_share"] == 1 else round(BLOCKS * facts["offload_share"])
-    for name, (flag, value) in SWITCHED.items():
-        if name in facts:
-            flags[flag] = value
     if "AdamW" not in facts.get("optimizer", "AdamW") and "weight_decay" not in str(facts.get("optimizer_args")):
         flags.setdefault("weight_decay", 0) # their own default; train.py's is AdamW's
     if "pretrained_lora" in facts:
@@ -709,6 +671,9 @@ def finish(facts, count, held_out):
     if "sample_every" in flags and not held_out:
         lines.append(f"--sample_every {flags.pop('sample_every')} needs pairs that are not trained: import with "
                      "--hold_out 10, then add it")
+    for name in COUNTED: # products of numbers that may each be taken
+        if flags.get(name, 0) > (MOST_REPEATS if name == "repeats" else 10**9):
+            lines.append(f"--{name} {flags.pop(name)} is more than train.py takes; look at train.py -h")
     return flags, lines
 
 def words_of(flags, names):
