@@ -462,6 +462,7 @@ FLAGS = { # lines of a musubi-tuner toml behind `resolution = 512`: a flag, its 
     "max_train_epochs = 400000000": ("--max_steps", None), # of four steps each
     "network_dim = 8\nnetwork_alpha = 4": ("--lora_alpha", ["4"]),
     "lr_warmup_steps = 0.25\nmax_train_steps = 80": ("--warmup_steps", ["20"]),
+    "lr_warmup_steps = 1\nmax_train_steps = 80": ("--warmup_steps", ["1"]), # a step, and no share
     "optimizer_args = ['weight_decay=0.1']\noptimizer_type = 'Lion'": ("--weight_decay", None),
     "optimizer_args = ['a=1', 'lr=2']": ("--optimizer_args", None), # train.py has --lr for it
     "network_weights = 'a.safetensors'\nnetwork_dim = 8": ("--lora_rank", None)}
@@ -506,6 +507,9 @@ def test_masks_have_the_weights_that_they_have_there(tmp_path):
             folder_path="after", control_path="before", mask_path=mask, mask_min_value=0.1)]))
         weights = [flag_in(train, f"--mask_{part}_weight") for part in ("foreground", "background")]
         assert weights == ([["1"], ["0.1"]] if mask else [None, None])
+    text = dict(training_method="LORA", learning_rate=1, masked_training=True) # of OneTrainer, which has its own
+    result = run_script("tools/import_data.py", write(tmp_path / "one.json", text), tmp_path / "one")
+    assert flag_in(commands(result)[1], "--mask_background_weight") == ["0.1"]
 
 def test_datasets_that_differ_are_a_line(tmp_path):
     """They are one here, so that each number of repeats has no dataset of its own. Sizes are collected."""
