@@ -494,6 +494,26 @@ def test_another_model_is_named_and_ours_takes_its_place(tmp_path):
     assert train[:2] == ["--model", "Qwen/Qwen-Image-Edit-2509"] and "FLUX.1-dev" in result.out
     assert flag_in(train, "--pretrained_lora") == ["a.st"] and "--lora_rank" not in train and "own rank" in result.out
 
+OWN = { # a file with a learning rate, or a rank, alone: what its program takes for the rest
+    "a.yaml": (dict(config=dict(process=[dict(train=dict(lr=1))])), "--lora_rank 4 --lora_alpha 1 --lora_targets "
+               "all-linear --max_steps 1000 --batch_size 1 --lr 1 --timestep_sampling logit_normal"),
+    "a.json": (dict(training_method="LORA", learning_rate=1), "--target_pixels 512x512 --lora_rank 16 --lora_alpha 1 "
+               "--lora_targets all-linear --batch_size 1 --lr 1 --warmup_steps 200 --timestep_sampling uniform"),
+    "b.json": (dict(model_type="lora", learning_rate=1), "--lora_rank 16 --lora_targets to_q to_k to_v to_out.0 "
+               "--batch_size 4 --lr 1"),
+    "a.sh": ("train.py --dataset_base_path x --learning_rate 1", "--no-upscale --lora_rank 32 --batch_size 1 --lr 1"),
+    "a.toml": ("max_train_steps = 9", "--lora_rank 4 --lora_alpha 1 --lora_targets attention net.0.proj net.2 "
+               "--max_steps 9 --batch_size 1 --lr 2e-06 --timestep_sampling uniform"),
+    "b.toml": ("network_dim = 4", "--lora_rank 4 --lora_alpha 1 --lora_targets attention net.0.proj net.2 "
+               "--max_steps 1600 --batch_size 1 --lr 2e-06 --timestep_sampling uniform")}
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_silent_file_means_its_program_s_own_defaults(tmp_path, name):
+    """And not train.py's."""
+    text, want = OWN[name]
+    result = run_script("tools/import_data.py", write(tmp_path / name, text), tmp_path / "out")
+    assert commands(result)[1][4:] == want.split(), result.out
+
 def test_masks_have_the_weights_that_they_have_there(tmp_path):
     """1 in the region and mask_min_value elsewhere; without masks there is nothing to weigh."""
     for n, mask in enumerate((None, "mask")):
