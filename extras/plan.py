@@ -383,3 +383,5 @@ def print_plan(args, transformer, folder, epoch, val_samples, plan_step, deal_pa
         fits = fit_on(card, args, transformer, largest, added, taken)
         columns[card] = hours_on(card, args, work, transformer, fits, model, shared, copied, gathered)
     say_hours(columns)
+    if args.resume:
+        say("they are those of the whole run, with the steps before --resume")

@@ -46,6 +46,7 @@ MISSES = [
     ("cache.py photos", "cache.py --data photos"), ("tools/gpu_check.py speed", "gpu_check.py --stages speed"),
     ("tools/import_data.py before after pairs", "import_data.py pairs --target after --control before"),
     (PHOTO + "--seed=1 1", "1: belongs to no flag; leave it out"),
+    (PAIRS + "--warmup_steps 5 -1", "-1: belongs to no flag"),
     # a text is longer than a name can be; what would not be taken is not advised
     (f"predict.py photo.jpg '{LONG}'", f"python predict.py --image photo.jpg --prompt '{LONG}'"),
     (f"predict.py --image photo.jpg '{LONG}'", f"python predict.py --image photo.jpg --prompt '{LONG}'"),

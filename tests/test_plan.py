@@ -86,14 +86,15 @@ def test_the_hours_of_the_plan_are_those_of_all_that_the_run_does(tmp_path, monk
     assert rows["in all"] == rows["card-hours"] == f"{total:.1f}-{3 * total:.1f}"
     assert "encoding" not in " ".join(planned_rows()) # now that it is in the cache
 
-@pytest.mark.parametrize("flags, hours", [([], True), (["--dtype", "float32"], False)])
+@pytest.mark.parametrize("flags, hours", [(["--resume"], True), (["--dtype", "float32"], False)])
 def test_a_published_model_is_planned_for_a_card_on_any_machine(tmp_path, quick, flags, hours):
     """In bfloat16 and with hours, without --dtype and without a GPU."""
     folder = published.write_configs("Qwen/Qwen-Image-Edit-2511")
     result = run_script("train.py", "--plan", "--model", folder, "--data", TINY / "data", "--device", "cpu",
-                        "--cache_dir", tmp_path / "c", "--gradient_checkpointing", 60, *flags)
+                        "--cache_dir", tmp_path / "c", "--gradient_checkpointing", 60, "--out_dir", "run", *flags)
     assert result.status == 0, result.err
     assert ("expected hours" in result.out) == hours == (", in bfloat16." in result.out)
+    assert ("whole run, with the steps before --resume" in result.out) == hours
 
 def test_eight_cards_share_the_work_and_wait_for_each_other(monkeypatch):
     """Each row of several processes: the one with most to do decides, files and pictures are shared, gradients travel,

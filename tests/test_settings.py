@@ -463,6 +463,7 @@ FLAGS = { # lines of a musubi-tuner toml behind `resolution = 512`: a flag, its 
     "max_train_epochs = 400000000": ("--max_steps", None), # of four steps each
     "network_dim = 8\nnetwork_alpha = 4": ("--lora_alpha", ["4"]),
     "lr_warmup_steps = 0.25\nmax_train_steps = 80": ("--warmup_steps", ["20"]),
+    "lr_warmup_steps = 1\nmax_train_steps = 80": ("--warmup_steps", ["1"]), # a step, and no share
     "optimizer_args = ['weight_decay=0.1']\noptimizer_type = 'Lion'": ("--weight_decay", None),
     "optimizer_args = ['a=1', 'lr=2']": ("--optimizer_args", None), # train.py has --lr for it
     "network_weights = 'a.safetensors'\nnetwork_dim = 8": ("--lora_rank", None)}
@@ -509,6 +510,26 @@ def test_another_model_is_named_and_ours_takes_its_place(tmp_path):
     assert train[:2] == ["--model", "Qwen/Qwen-Image-Edit-2509"] and "FLUX.1-dev" in result.out
     assert flag_in(train, "--pretrained_lora") == ["a.st"] and "--lora_rank" not in train and "own rank" in result.out
 
+OWN = { # a file with a learning rate, or a rank, alone: what its program takes for the rest
+    "a.yaml": (dict(config=dict(process=[dict(train=dict(lr=1))])), "--lora_rank 4 --lora_alpha 1 --lora_targets "
+               "all-linear --max_steps 1000 --batch_size 1 --lr 1 --timestep_sampling logit_normal"),
+    "a.json": (dict(training_method="LORA", learning_rate=1), "--target_pixels 512x512 --lora_rank 16 --lora_alpha 1 "
+               "--lora_targets all-linear --batch_size 1 --lr 1 --warmup_steps 200 --timestep_sampling uniform"),
+    "b.json": (dict(model_type="lora", learning_rate=1), "--lora_rank 16 --lora_targets to_q to_k to_v to_out.0 "
+               "--batch_size 4 --lr 1"),
+    "a.sh": ("train.py --dataset_base_path x --learning_rate 1", "--no-upscale --lora_rank 32 --batch_size 1 --lr 1"),
+    "a.toml": ("max_train_steps = 9", "--lora_rank 4 --lora_alpha 1 --lora_targets attention net.0.proj net.2 "
+               "--max_steps 9 --batch_size 1 --lr 2e-06 --timestep_sampling uniform"),
+    "b.toml": ("network_dim = 4", "--lora_rank 4 --lora_alpha 1 --lora_targets attention net.0.proj net.2 "
+               "--max_steps 1600 --batch_size 1 --lr 2e-06 --timestep_sampling uniform")}
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_silent_file_means_its_program_s_own_defaults(tmp_path, name):
+    """And not train.py's."""
+    text, want = OWN[name]
+    result = run_script("tools/import_data.py", write(tmp_path / name, text), tmp_path / "out")
+    assert commands(result)[1][4:] == want.split(), result.out
+
 def test_masks_have_the_weights_that_they_have_there(tmp_path):
     """1 in the region and mask_min_value elsewhere; without masks there is nothing to weigh."""
     for n, mask in enumerate((None, "mask")):
@@ -522,6 +543,9 @@ def test_masks_have_the_weights_that_they_have_there(tmp_path):
             folder_path="after", control_path="before", mask_path=mask, mask_min_value=0.1)]))
         weights = [flag_in(train, f"--mask_{part}_weight") for part in ("foreground", "background")]
         assert weights == ([["1"], ["0.1"]] if mask else [None, None])
+    text = dict(training_method="LORA", learning_rate=1, masked_training=True) # of OneTrainer, which has its own
+    result = run_script("tools/import_data.py", write(tmp_path / "one.json", text), tmp_path / "one")
+    assert flag_in(commands(result)[1], "--mask_background_weight") == ["0.1"]
 
 def test_datasets_that_differ_are_a_line(tmp_path):
     """They are one here, so that each number of repeats has no dataset of its own. Sizes are collected."""

@@ -205,3 +205,10 @@ def test_an_edited_loss_is_said_by_a_run_that_goes_on_and_its_validations_are_no
         assert ("other than when this run began: recipe" in result.out) == said, result.out
         assert ("earlier validations with other code are not compared by validation loss" in result.out) == said
     assert surroundings.changed("{}", dict(recipe="a")) == []
+
+def test_a_plan_and_a_device_that_is_named_need_no_card(tmp_path):
+    """Nor does tiny, nor a name that is only misspelt, as another line answers it."""
+    def wants(model="Qwen/Qwen-Image-Edit-2511", **flags):
+        return surroundings.wants_card(SimpleNamespace(**dict(device=None, plan=False) | flags, model=str(model)))
+    assert wants() and not wants(plan=True) and not wants(device="cpu")
+    assert not any(map(wants, ["tiny", tmp_path, "./a/b", "qwen"]))

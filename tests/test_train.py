@@ -738,6 +738,11 @@ def test_validation_losses_compare_across_runs(tmp_path, data, monkeypatch):
         losses = ns["validation_loss"]()
     assert losses.mean().item() == pytest.approx(masked[-1])
     assert [round(x, 5) for x in losses.tolist()] == validations_of(tmp_path / "run-3")[-1]["val_losses"]
+    whole = ns["validation_loss"].__globals__
+    with monkeypatch.context() as patch, torch.no_grad(): # each has its own place
+        patch.setitem(whole, "load_item", real)
+        patch.setitem(whole, "val_samples", whole["val_samples"][:1])
+        assert ns["validation_loss"]().tolist() == pytest.approx(losses.tolist()[:1])
     assert sorted(levels) == sorted([0.125, 0.375, 0.625, 0.875] * len(ns["val_samples"])) and len(levels) >= 8
 
 @pytest.mark.parametrize("most, made", [(2, [0, 2]), (9, [0, 1, 2, 3, 4]), (0, [])])

@@ -334,7 +334,10 @@ aitoolkit.train.steps: 1000
 aitoolkit.train.batch_size: 1
 aitoolkit.train.timestep_type: sigmoid
 aitoolkit.lora_targets: all-linear
+kohya.network_dim: 4
 kohya.network_alpha: 1
+kohya.learning_rate: 2e-6
+kohya.max_train_steps: 1600
 kohya.batch_size: 1
 kohya.timestep_sampling: sigma
 kohya.lora_targets: attention,net.0.proj,net.2
@@ -618,7 +621,8 @@ def translate(settings):
     for name, _, value in slips.read_table(DEFAULTS) if is_training(facts) else ():
         program, _, key = name.partition(".")
         meaning = answer_to(rows, key)[0] or key
-        if program == settings.program and SAME.get(meaning, meaning) not in said:
+        counted = meaning == "max_steps" and "epochs" in facts
+        if program == settings.program and SAME.get(meaning, meaning) not in said and not counted:
             take(meaning, key, [value], f"{key} = {value}")
             if meaning not in SWITCHES: # it may be switched off
                 answers["not in the file, so its program's default"].append(f"{key} = {value}")
