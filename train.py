@@ -50,7 +50,8 @@ parser = common.Parser(__doc__, "--model MODEL --data DIR [--val_data DIR] [--pl
 common.add_model_flags(parser)
 common.add_data_flags(parser)
 flag = parser.group("LoRA")
-flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory", type=positive)
+flag("--lora_rank", 16, "a higher rank can learn more, and takes more memory",
+     type=number(int, 1, common.MOST_RANK))
 flag("--lora_alpha", None, "the LoRA's output is scaled by alpha / rank (default: the rank)",
      type=number(float, 1e-6, common.MOST_ALPHA))
 flag("--lora_dropout", 0.0, "share of the LoRA's inputs that are set to 0", type=number(float, 0, 0.99))

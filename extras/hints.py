@@ -45,16 +45,21 @@ output output_path save_path out_dir output_dir o: --out
 output_dir output output_path save_path out save_dir output_name training_folder name run_name: --out_dir
 output output_dir out out_dir: --cache_dir
 lora_multiplier network_multiplier lora_weight strength lora_strength: --lora_scale
-adapter lora_path load_lora lora_weight: --lora
+adapter lora_path load_lora lora_weight lora_weights lora_model: --lora
 neg: --negative_prompt
 p: --prompt
 control_image_path prompt_image input input_image image_path ctrl_img_1 i: --image
 network_weights init_lora lora lora_path lora_checkpoint load_lora pretrained_weight: --pretrained_lora
-gradient_accumulation_steps gradient_accumulation train_batch_size batch bs: --batch_size
+gradient_accumulation_steps gradient_accumulation: --batch_size N, your batch times the accumulation
+train_batch_size batch bs: --batch_size
+height width: --target_pixels
+control_path control_dir control_directory control_images: --control
+target_path target_dir: --target
+deepspeed: --fsdp
 dataset dataset_path train_data_dir dataset_base_path folder_path image_dir instance_data_dir reg_data d: --data
 pretrained_model_name_or_path name_or_path m: --model
 dit: --transformer
-checkpointing_steps save_every_n_steps: --save_every
+checkpointing_steps save_every_n_steps save_steps: --save_every
 checkpoints_total_limit max_step_saves_to_keep: --keep
 diff_output_preservation: --preserve
 mixed_precision precision: --dtype
@@ -66,7 +71,7 @@ from_file data: --jobs
 resume_from_checkpoint: --resume
 dataset_repeat num_repeats: --repeats
 val validation_data val_dir: --val_data
-validation_step_interval sample_every_n_steps: --sample_every
+validation_step_interval sample_every_n_steps validation_steps sample_steps: --sample_every
 network_args network_kwargs target_modules lora_target_modules flux_lora_target: --lora_targets
 flow_schedule_auto_shift timestep_type discrete_flow_shift weighting_scheme: --timestep_sampling
 flow_shift: --shift
@@ -74,7 +79,7 @@ ema_decay: --ema"""
 # flags of others that none of ours stands for: what does the same here
 INSTEAD = """
 config config_file dataset_config data_backend_config:
-    there are no config files, only flags; tools/import_data.py CONFIG OUT prints those that yours means
+    there are no config files, only flags; python tools/import_data.py CONFIG OUT prints those that yours means
 dataset_metadata_path data_file_keys extra_inputs:
     tools/import_data.py TABLE OUT reads it, --columns names its columns
 trigger_word instance_prompt caption captions prompt: write it into the captions, NAME.txt beside each target
@@ -123,7 +128,7 @@ def explain(message, parser):
     if message.startswith("unrecognized arguments: "):
         line = explain_flags(parser) or explain_bare(parser, slips.bare_words(parser))
     elif message.startswith(needs := "the following arguments are required: "):
-        line = explain_flags(parser) or f"{message.removeprefix(needs)}: missing; {slips.how_to_call(parser)}"
+        line = explain_flags(parser) or explain_place(message.removeprefix(needs), parser)
     else:
         line = slips.explain_value(message, known) or explain_missing(message, parser) or message
         m = re.match(r"--optimizer: found no '(\w+)'", message)
@@ -133,6 +138,17 @@ def explain(message, parser):
             line += "; inf turns it off"
     # nobody's flag, or a message of argparse that names no remedy
     return line if ";" in line and not line.endswith(": unknown") else f"{line}; leave it out, or see {parser.prog} -h"
+
+
+def explain_place(name, parser):
+    """What to type where a name without a flag is missing, such as OUT."""
+    command = dict(slips.groups(sys.argv[1:]))
+    *controls, last = command.get("--control") or [None]
+    if name == "out" and controls: # it stood behind --control, which takes several
+        words = [word for flag, values in command.items() for word in (flag, *values)][1:]
+        words.remove(last)
+        return f"out: missing; you may mean: {common.command(['python', sys.argv[0], last, *words])}"
+    return f"{name}: missing; {slips.how_to_call(parser)}"
 
 
 def explain_missing(message, parser):
@@ -181,8 +197,10 @@ def slip_of(flag, value, known):
     if flag == "--model" and (Path(value) / "log.jsonl").is_file():
         lora = "--lora" if "--lora" in known else "--pretrained_lora"
         return f"{value} is a run; give it as {lora}, and its own --model"
-    if flag == "--out_dir" and value.endswith(".png") and not os.path.exists(value):
-        return f"{value} is a picture's name, and this a folder; give --out {value}"
+    if flag == "--out_dir" and common.KINDS.get(Path(value).suffix.lower()) == "picture" and not os.path.exists(value):
+        return f"{value} is a picture's name, and this a folder; give --out {Path(value).with_suffix('.png')}"
+    if flag == "--cache_dir" and is_dataset(Path(value)):
+        return f"{value} is a dataset; give another folder, or leave it out (cache/)"
 
 
 def near_model(name):
@@ -236,6 +254,8 @@ def no_dataset(root):
     for place in (root, root / "metadata.jsonl"):
         if why := strays.why_gone(place):
             return f"{place}: {why}"
+    if re.match("[a-z0-9]+:/", str(root)): # which Path has made of ://
+        return f"{root}: an address; copy what is there into a folder here"
     if not root.exists():
         return f"{root}: does not exist; {near_path(root)}"
     if not (root.is_file() or root.is_dir()): # bash's <(...), which names no folder, and can be read only once
@@ -354,6 +374,8 @@ def explain_bare(parser, bare):
     before, word = bare[0]
     if not word.strip():
         return f"{word!r}: belongs to no flag; leave it out (at the end of a line nothing may follow its \\)"
+    if word in ("help", "/?", "/h", "?"):
+        return f"{word}: belongs to no flag; for all flags give -h"
     if before in known and known[before].nargs == 0: # of --use_cache true
         other = f"; or give --no-{before[2:]}" if f"--no-{before[2:]}" in known else ""
         return f"{before} {word}: this flag takes no value; leave {word} out{other}"
@@ -378,7 +400,7 @@ def explain_word(word, values, parser):
     if f"--{name}" in known:
         return f"here {with_values([f'--{name}'], values, known)}"
     if remedies := slips.answers(INSTEAD, name):
-        return remedies[0]
+        return remedies[0].replace("CONFIG", common.command(values[:1]) or "CONFIG")
     ours = slips.answers(OTHER_NAMES, name)
     meant = [remedy for remedy in ours if remedy.split()[0] in known]
     if meant and " " in meant[0]: # with the value that others do not give

@@ -53,8 +53,8 @@ fp16: float16
 fp32 no: float32""",
     quantize="""
 true float8 qfloat8: fp8
-qint8: int8
-bnb int4 fp4: nf4; the nearest""",
+qint8 8bit 8: int8
+bnb int4 fp4 4bit 4: nf4; the nearest""",
     to="""
 kohya: comfyui
 merged: model""")
@@ -136,7 +136,8 @@ def explain_value(message, known):
     if found := re.match(r"(--\w+): expected (one|at least one) argument", message):
         flag, action = found[1], known[found[1]]
         first = re.split("; | [(]", action.help)[0]
-        give = f"give {listed(action.choices)}" if action.choices else f"give one: {first}"
+        sizes = ["1024x1024", "512x512", "native"] if action.type is common.pixels else action.choices
+        give = f"give {listed(sizes)}" if sizes else f"give one: {first}"
         return f"{flag}: {MISSING.get(flag, f'its value is missing; {give}')}"
     found = re.match(r"(--\w+): (?:invalid (\w+)(?: value)?: )?'(.*?)'(?: [(]choose| is no |$)", message)
     if not found or found[1] not in known:
@@ -159,7 +160,7 @@ def explain_value(message, known):
     if flag in MISSING and not meant:
         return f"{flag}: {MISSING[flag]}"
     default = action.default[0] if isinstance(action.default, list) and action.default else action.default
-    usual = "a number" if default is None else f"one, such as {default}"
+    usual = next((f"one, such as {n}" for n in (default, 1, 10) if takes(action, str(n))), "a number")
     number = "whole number" if kind == "int" else "number"
     return kind and f"{flag}: {value!r} is no {number}; give {meant or usual}"
 
@@ -172,8 +173,8 @@ def listed(choices):
 def refuse_marks(parser):
     """Ends the script if a word is a mark of a word processor, or of another shell."""
     for word in sys.argv[1:]:
-        flag = f"--{DASHES.sub('', word, 1)}"
-        if DASHES.match(word) and flag.split("=")[0] in parser._option_string_actions:
+        flag = f"--{re.sub(f'^-*{DASHES.pattern}-*', '', word)}" # of a dash and a hyphen, too
+        if re.match(f"-*{DASHES.pattern}", word) and flag.split("=")[0] in parser._option_string_actions:
             parser.error(f"argument {word}: begins with a long dash, of a word processor; type {flag}")
         if word in ("\\", "`", "^"):
             parser.error(f"argument {word}: is of another shell; where a line goes on, end it with \\ in bash, ` in "

@@ -107,9 +107,11 @@ def refuse_devices(args):
             flag_error(f"--{name}: {device!r} cannot be used, as this machine has no card of NVIDIA; take one that has, "
                        "or give cpu, for a rehearsal")
     if no_card() and wants_card(args):
+        from extras import hints # here, as it imports what imports this
+        also = f". and {args.model} may be no model: {hints.near_id(args.model)[:-2]}" if hints.near_id(args.model) else ""
         who = "no Mac has" if platform.system() == "Darwin" else "this machine (or its container) lacks"
         raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "
-                         "give --device cpu, which takes hours a step")
+                         f"give --device cpu, which takes hours a step{also}")
 
 
 def put_back():

@@ -11,6 +11,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import common
 from extras import hints, surroundings
@@ -60,6 +62,30 @@ MISSES = [
     (PAIRS + "-- --seed", ": belongs to no flag; leave it out"),
     ("tools/import_data.py before after pairs --prompt x", "pairs --target after --control before --prompt x"),
     ("train.py --seed 1 '' ' '", "'': belongs to no flag; leave it out"),
+    # what a stranger typed, and was not helped
+    ("train.py \u2013-data photos", "long dash, of a word processor; type --data"),
+    ("train.py help", "for all flags give -h"), ("train.py /?", "for all flags give -h"),
+    (PAIRS + "--control_pixels", "give 1024x1024, 512x512 or native"), (PAIRS + "--quantize 4bit", "give nf4"),
+    (PAIRS + "--cache_dir photos", "--cache_dir: photos is a dataset; give another folder"),
+    (PAIRS + "--lora_rank 100000", "give 1 to 3072"), (PHOTO + f"--lora_weights {RUN}", f"here --lora {RUN}"),
+    (PAIRS + "--gradient_accumulation_steps 4", "here --batch_size N, your batch times the accumulation"),
+    (PAIRS + "--save_steps 50 --validation_steps 9", "here --save_every 50; --validation_steps: unknown; here --sample"),
+    (PAIRS + "--height 512", "here --target_pixels 512x512"), (PAIRS + "--deepspeed", "here --fsdp"),
+    ("train.py --config config.yaml", "python tools/import_data.py config.yaml OUT prints"),
+    ("train.py --data s3://bucket/photos", "an address; copy what is there into a folder"),
+    ("predict.py --image photos --prompt x", "a dataset, with its targets; give photos/control, or --jobs photos"),
+    (PHOTO + "--lora sdxl.safetensors", "looks like a UNet (Stable Diffusion, SDXL)"),
+    (PHOTO + "--out_dir edited.jpg", "give --out edited.png"), (PHOTO + "--model Qwen/Qwen-Image-Edit-2512",
+                                                                "may be no model: give Qwen/Qwen-Image-Edit-2511"),
+    ("tools/doctor.py photos photos", "given twice; give each once"),
+    ("tools/import_data.py pairs config.yaml", "what is read comes first: import_data.py config.yaml pairs"),
+    ("tools/import_data.py config.yaml pairs --hold_out 20%", "give one, such as 10"),
+    ("tools/import_data.py --target after --control before pairs",
+     "tools/import_data.py pairs --target after --control before"),
+    ("tools/import_data.py pairs --target after --control_path before", "here --control before"),
+    (f"tools/measure.py {RUN} photos", f"predict.py --lora {RUN} --jobs photos --out_dir edited"),
+    ("tools/measure.py edited photos", "edited: no folder of results"),
+    (f"tools/prune.py {RUN}", "--keep N keeps fewer"), ("tools/gpu_check.py", "take one that has, or give cpu"),
     # a flag without its value, or a value without need
     ("predict.py --image photo.jpg", "no instruction; give --prompt"), ("predict.py --prompt x", "give --image"),
     ("predict.py --prompt x --jobs y", "give --image with --prompt, or --jobs"),
@@ -105,7 +131,7 @@ MISSES = [
     ("tools/import_data.py config.yml pairs", "give config.yaml"), ("tools/prune.py cach", "give cache"),
     (PHOTO + "--out edited", "give edited.png, or --out_dir edited for a folder"),
     (PHOTO + "--out edited.jpg", "give edited.png"), (PHOTO + "--out_dir edited.png", "give --out edited.png"),
-    (f"tools/convert_lora.py {RUN} --to comfyui --out x", "add that"),
+    (f"tools/convert_lora.py {RUN} --to comfyui --out x", "give x.safetensors"),
     (f"tools/page.py {RUN} --out page", "page/index.html"),
     # models and devices
     ("cache.py --model Qwen-Image-Edit-2511", "Qwen-Image-Edit-2511 is no folder; give Qwen/Qwen-Image-Edit-2511"),
@@ -199,7 +225,7 @@ MISSES = [
     (PAIRS + "--random_flip", "mirror.diff"), (PAIRS + "--num_gpus 2", "torchrun --nproc_per_node=N"),
     (PAIRS + "--noise_offset 0.1", "leave it out"), (PAIRS + "--betas 0.9 0.99", "--optimizer_args betas"),
     ("train.py --dataset_base_path photos", "here --data photos"), ("train.py --config c.yaml", "no config files"),
-    ("train.py --dataset_config c.toml", "tools/import_data.py CONFIG OUT"),
+    ("train.py --dataset_config c.toml", "tools/import_data.py c.toml OUT"),
     (PAIRS + "--save_lora x", "OUT_DIR/pytorch_lora"),
     (PAIRS + "--load_lora x", "here --pretrained_lora x"), (PAIRS + "--diff_output_preservation", "here --preserve"),
     (PAIRS + "--quantize_te x --qtype x", "here --quantize_text_encoder; --qtype: unknown; here --quantize"),
@@ -225,6 +251,8 @@ def first_hour(tmp_path_factory):
     for name in (f"{RUN}/log.jsonl", "config.yaml", "jobs.jsonl", "qwen-fp8.safetensors"):
         (home / name).write_text("{}\n", "utf-8")
     (home / "cache").mkdir()
+    name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight"
+    save_file({name: torch.zeros(4, 4)}, home / "sdxl.safetensors")
     return home
 
 @pytest.mark.parametrize("typed, helps", MISSES)

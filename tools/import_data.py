@@ -223,7 +223,10 @@ def read_folders(target, controls, mask=None, suffix=".txt", alone=False, prompt
                     junk += beside
                 else:
                     unknown += filter(strays.is_named_picture, beside)
-    tell(*strays.lines_beside(source or target, [path for path in unknown if path not in read], junk))
+    unknown = [path for path in unknown if path not in read]
+    for place in [source] if source else dict.fromkeys(folders.values()):
+        own = [[path for path in paths if path.is_relative_to(place)] for paths in (unknown, junk)]
+        tell(*strays.lines_beside(place, *own))
     return samples, problems
 
 def refuse_links(paths, folders):
@@ -704,6 +707,9 @@ def main():
     if by_flags and not args.target:
         parser.error("argument --target: missing; --control and --mask need it")
     refuse_pair(args.source, args.out)
+    if args.source and args.out.exists() and not args.source.exists():
+        meant = common.command(["import_data.py", args.out, args.source])
+        parser.error(f"argument {args.source}: does not exist, and {args.out} does; what is read comes first: {meant}")
     common.refuse_to_replace(args.out)
     val, jobs = [args.out.parent / f"{args.out.name}{end}" for end in ("_val", "_jobs.jsonl")]
     if args.hold_out:
