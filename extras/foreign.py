@@ -47,8 +47,8 @@ def refuse_family(path):
             names = common.read_header(f).keys() - {"__metadata__"}
     families = [family([name])[0] for name in names]
     if families and all(families):
-        raise common.InputError(f"{path}: a LoRA of another model, which looks like {families[-1]} ({max(names)}); take "
-                                "one of Qwen-Image-Edit")
+        raise common.InputError(f"{path}: a LoRA of another model, which looks like {families[-1]} ({max(names)}); "
+                                "take one of Qwen-Image-Edit")
 
 def open_file(path, error_of, of_gguf):
     """-> the file, mapped by safetensors. Raises error_of(what the file is instead, what to do). of_gguf: what to do

@@ -338,8 +338,8 @@ def say_hours(columns):
     say(f"{'':55}" + "".join(f"{card:>13}" for card in columns))
     for row in max(columns.values(), key=len):
         say(f"{row:55}" + "".join(f"{column.get(row, '-'):>13}" for column in columns.values()))
-    say("-: does not fit with these flags; see `card` above. ranges: from a card that reaches the rates assumed there to "
-        f"{SLOWEST} times as long, as others report",
+    say("-: does not fit with these flags; see `card` above. ranges: from a card that reaches the rates assumed there "
+        f"to {SLOWEST} times as long, as others report",
         "not in it: downloads, the passes that find what fits, saving, --compile, --no_use_cache, the unpacking of few "
         "bits")
 

@@ -104,11 +104,12 @@ def refuse_devices(args):
         if kind not in ("cuda", "cpu"): # (mps is silently wrong: pytorch issues 189690, 195910)
             flag_error(f"--{name}: {device!r}: only cuda and cpu have been compared with stock; give one of these")
         if kind == "cuda" and no_card():
-            flag_error(f"--{name}: {device!r} cannot be used, as this machine has no card of NVIDIA; take one that has, "
-                       "or give cpu, for a rehearsal")
+            flag_error(f"--{name}: {device!r} cannot be used, as this machine has no card of NVIDIA; take one that "
+                       "has, or give cpu, for a rehearsal")
     if no_card() and wants_card(args):
         from extras import hints # here, as it imports what imports this
-        also = f". and {args.model} may be no model: {hints.near_id(args.model)[:-2]}" if hints.near_id(args.model) else ""
+        near = hints.near_id(args.model)[:-2]
+        also = f". and {args.model} may be no model: {near}" if near else ""
         who = "no Mac has" if platform.system() == "Darwin" else "this machine (or its container) lacks"
         raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "
                          f"give --device cpu, which takes hours a step{also}")

@@ -69,7 +69,7 @@ MISSES = [
     (PAIRS + "--cache_dir photos", "--cache_dir: photos is a dataset; give another folder"),
     (PAIRS + "--lora_rank 100000", "give 1 to 3072"), (PHOTO + f"--lora_weights {RUN}", f"here --lora {RUN}"),
     (PAIRS + "--gradient_accumulation_steps 4", "here --batch_size N, your batch times the accumulation"),
-    (PAIRS + "--save_steps 50 --validation_steps 9", "here --save_every 50; --validation_steps: unknown; here --sample"),
+    (PAIRS + "--save_steps 50 --validation_steps 9", "here --save_every 50; --validation_steps: unknown; here --"),
     (PAIRS + "--height 512", "here --target_pixels 512x512"), (PAIRS + "--deepspeed", "here --fsdp"),
     ("train.py --config config.yaml", "python tools/import_data.py config.yaml OUT prints"),
     ("train.py --data s3://bucket/photos", "an address; copy what is there into a folder"),

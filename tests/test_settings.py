@@ -267,7 +267,7 @@ PROGRAMS = dict(
         """datasets.folder_path datasets.control_path datasets.default_caption datasets.caption_ext
         trigger_word sample.width sample.height sample.seed sample.walk_seed sample.samples.prompt
         sample.samples.ctrl_img_1 sample.samples.ctrl_img_2 sample.samples.seed""",
-        "--model Qwen/Qwen-Image-Edit-2509 --target_pixels 512x512 768x768 1024x1024 --repeats 2 "
+        "--model Qwen/Qwen-Image-Edit-2509 --target_pixels 512x512 768x768 1024x1024 --no-upscale --repeats 2 "
         "--caption_dropout_rate 0.05 --lora_rank 32 --lora_alpha 16 --lora_targets all-linear --max_steps 3000 "
         "--batch_size 6 --optimizer bitsandbytes.optim.AdamW8bit --optimizer_args betas=[0.9,0.99] --lr 0.0002 "
         "--lr_scheduler cosine --weight_decay 0.0001 --max_grad_norm 0.5 --ema 0.99 --timestep_sampling uniform "
@@ -366,7 +366,7 @@ def parsed(words, tmp_path):
 def commands(result):
     """-> the words of the doctor's and of train.py's command, which end what import_data.py prints."""
     *_, title, doctor, train = result.out.splitlines()
-    assert title == "next:" and doctor.startswith("  python tools/doctor.py ")
+    assert title in ("next:", "when the pictures are imported:") and doctor.startswith("  python tools/doctor.py ")
     assert train.startswith("  python train.py ")
     return paste(doctor)[2:], paste(train)[2:]
 
@@ -494,6 +494,18 @@ def test_a_switch_means_one_value_whatever_else_is_set(program, key, flag, want)
     facts, answers = settings.translate(settings.Settings("a.json", program, {key: [False]}))
     assert not facts and answers == {settings.NOTHING: [f"{key} = False"]}
 
+def test_an_offload_that_is_switched_off_keeps_its_share_to_itself(tmp_path):
+    """As a window leaves it behind; and what a sample prompt has beside its pictures is a line."""
+    for on, share, want in ((False, 1, None), (True, 0.5, 30), (True, None, "all")):
+        values = {"model.layer_offloading": [on]}
+        if share:
+            values["model.layer_offloading_transformer_percent"] = [share]
+        facts, _ = settings.translate(settings.Settings("a.yaml", "aitoolkit", values))
+        assert settings.finish(facts, 4, False)[0].get("offload") == want
+    sample = dict(samples=[dict(prompt="x", ctrl_img="before/a.png", network_multiplier="0.9")])
+    result, _ = imported(tmp_path, sample=sample)
+    assert "--lora_scale to predict.py: sample.samples.network_multiplier = 0.9" in result.out
+
 @pytest.mark.parametrize("value, want", [(1.0, "1000000"), ("0.5", "500000"), (768, "768x768"), ("1024", "1024x1024")])
 def test_simpletuners_resolution_is_a_side_or_an_area_in_megapixels(tmp_path, value, want):
     """By its size."""
@@ -511,8 +523,8 @@ def test_another_model_is_named_and_ours_takes_its_place(tmp_path):
     assert flag_in(train, "--pretrained_lora") == ["a.st"] and "--lora_rank" not in train and "own rank" in result.out
 
 OWN = { # a file with a learning rate, or a rank, alone: what its program takes for the rest
-    "a.yaml": (dict(config=dict(process=[dict(train=dict(lr=1))])), "--lora_rank 4 --lora_alpha 1 --lora_targets "
-               "all-linear --max_steps 1000 --batch_size 1 --lr 1 --timestep_sampling logit_normal"),
+    "a.yaml": (dict(config=dict(process=[dict(train=dict(lr=1))])), "--no-upscale --lora_rank 4 --lora_alpha 1 "
+               "--lora_targets all-linear --max_steps 1000 --batch_size 1 --lr 1 --timestep_sampling logit_normal"),
     "a.json": (dict(training_method="LORA", learning_rate=1), "--target_pixels 512x512 --lora_rank 16 --lora_alpha 1 "
                "--lora_targets all-linear --batch_size 1 --lr 1 --warmup_steps 200 --timestep_sampling uniform"),
     "b.json": (dict(model_type="lora", learning_rate=1), "--lora_rank 16 --lora_targets to_q to_k to_v to_out.0 "
@@ -520,6 +532,8 @@ OWN = { # a file with a learning rate, or a rank, alone: what its program takes 
     "a.sh": ("train.py --dataset_base_path x --learning_rate 1", "--no-upscale --lora_rank 32 --batch_size 1 --lr 1"),
     "a.toml": ("max_train_steps = 9", "--lora_rank 4 --lora_alpha 1 --lora_targets attention net.0.proj net.2 "
                "--max_steps 9 --batch_size 1 --lr 2e-06 --timestep_sampling uniform"),
+    "c.json": (dict(network_dim=8), "--lora_rank 8 --lora_alpha 1 --lora_targets attention net.0.proj net.2 "
+               "--max_steps 1600 --batch_size 1 --lr 2e-06 --timestep_sampling uniform"),
     "b.toml": ("network_dim = 4", "--lora_rank 4 --lora_alpha 1 --lora_targets attention net.0.proj net.2 "
                "--max_steps 1600 --batch_size 1 --lr 2e-06 --timestep_sampling uniform")}
 

@@ -84,6 +84,8 @@ def parse(path):
         return ("onetrainer" if "balancing" in found[0] else "simpletuner"), found
     if "config" in found:
         return "aitoolkit", found
+    if found.keys() & {"network_dim", "network_alpha", "train_data_dir"}: # as a window of sd-scripts saves it
+        return "kohya", found
     return ("onetrainer" if "training_method" in found else "simpletuner"), found
 
 def read_config(path):

@@ -119,7 +119,7 @@ model.quantize: use_quantize
 model.qtype: quantize
 model.quantize_te: use_quantize_text_encoder
 model.qtype_te: quantize_text_encoder
-model.layer_offloading: use_offload
+model.layer_offloading: use_offload_share
 model.layer_offloading_transformer_percent: offload_share
 model.compile: compile
 model.assistant_lora_path: no counterpart, tools/convert_lora.py --to model merges a LoRA
@@ -127,6 +127,7 @@ sample.sample_every: sample_every
 sample.sample_steps: num_inference_steps
 sample.guidance_scale: true_cfg_scale
 sample.neg: negative_prompt
+sample.samples.network_multiplier=1|1.0 sample.network_multiplier=1|1.0: no counterpart, give --lora_scale to predict.py
 sample.samples* sample.prompts sample.seed sample.width sample.height sample.walk_seed: jobs
 sample.sample_start_step sample.format sample.fps sample.num_frames: auto""",
     kohya=FLAGS + """
@@ -334,6 +335,7 @@ aitoolkit.train.steps: 1000
 aitoolkit.train.batch_size: 1
 aitoolkit.train.timestep_type: sigmoid
 aitoolkit.lora_targets: all-linear
+aitoolkit.no-upscale: true
 kohya.network_dim: 4
 kohya.network_alpha: 1
 kohya.learning_rate: 2e-6
@@ -494,7 +496,8 @@ def low_bits(value):
     if bits > 8:
         return "none"
     if bits < 8:
-        return "nf4" if "nf4" in name or "nfloat" in name else "nf4; the nearest"
+        near = "nf4; the nearest. int8 and fp8 err less: README has the flags of each card"
+        return "nf4" if "nf4" in name or "nfloat" in name else near
     return "fp8" if "f" in name else "int8"
 
 def model(value):
@@ -701,17 +704,17 @@ def next_commands(settings, out, val, count):
         return ["next:", f"  {common.command(['python', 'tools/doctor.py', *folders])}"]
     facts, answers = translate(settings)
     flags, notes = finish(facts, count, bool(val))
-    lines = []
+    lines = [f"{settings.file.name}: {note}" for note in notes]
     for answer in sorted(answers, key=HARMLESS.__contains__): # these come last, without values
         texts = answers[answer]
         if answer in HARMLESS:
             texts = [text.split(" = ")[0] for text in texts]
         more = f" and {len(texts) - 99:,} more" if len(texts) > 99 else ""
-        lines.append(f"{settings.file}: {answer}: {', '.join(texts[:99])}{more}")
-    lines += [f"{settings.file}: {note}" for note in notes]
+        lines.append(f"{settings.file.name}: {answer}: {', '.join(texts[:99])}{more}")
     if is_training(facts) and "model" not in facts:
-        lines.append(f"{settings.file}: no Qwen-Image-Edit is named; --model is a choice of ours")
+        lines.append(f"{settings.file.name}: no Qwen-Image-Edit is named; --model is a choice of ours")
     doctor = ["python", "tools/doctor.py", *folders, *words_of(flags, ORDER[:3])]
     train = ["python", "train.py", "--model", flags.get("model", "Qwen/Qwen-Image-Edit-2509"), "--data", out,
              *(["--val_data", val] if val else []), *words_of(flags, ORDER)]
-    return [*lines, "next:", f"  {common.command(doctor)}", f"  {common.command(train)}"]
+    head = "next:" if count else "when the pictures are imported:"
+    return [*lines, head, f"  {common.command(doctor)}", f"  {common.command(train)}"]
