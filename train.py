@@ -493,11 +493,10 @@ def validation_loss():
             picks.append(Pick(sample=sample, encoding=sample.encodings[0], prompt=sample.prompts[0], with_controls=True,
                               preserve=False, s=torch.tensor(s), noise_generator=noise))
     losses = torch.zeros(len(val_samples), device=args.device)
-    packs = deal_packs([p.tokens for p in picks])[rank]
-    for pack in common.progress("validation loss", packs, unit="pass"):
+    for pack in common.progress("validation loss", deal_packs([p.tokens for p in picks])[rank], unit="pass"):
         places, items = load_pack(picks, pack)
-        for place, loss in zip(places, flow_loss(transformer, list(map(to_device, items))), strict=True):
-            losses[place // 4].add_(loss / 4)
+        for place, loss in zip(places, flow_loss(transformer, list(map(to_device, items)))):
+            losses[place // 4] += loss / 4
     return losses
 
 def validate(step):
@@ -523,8 +522,8 @@ def validate(step):
         with failures.tried("the log"):
             # what this loss may be compared with; drawer says it of its pictures
             record["loss_of"] = best.loss_of(val_samples, args)
-            record["val_losses"] = [round(x, 5) for x in losses.tolist()]
-            log.write(dict(step=step, val_loss=val_loss, **record, seconds=round(clock() - begun, 4)))
+            log.write(dict(step=step, val_loss=val_loss, val_losses=[round(x, 5) for x in losses.tolist()], **record,
+                           seconds=round(clock() - begun, 4)))
             say(best.describe(out_dir))
         with failures.tried("--tracker"):
             track(step, dict(val_loss=val_loss), sheets)

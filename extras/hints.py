@@ -455,12 +455,6 @@ def overwritten(samples, jobs, out_dir):
         raise InputError(f"--out_dir {out_dir}: lies among the dataset's targets; give another folder")
 
 
-def too_wide(lora_rank):
-    if lora_rank > common.MOST_RANK:
-        raise InputError(f"--lora_rank {lora_rank}: more than the layers are wide; give {common.MOST_RANK} at most, "
-                         "or 16")
-
-
 def is_given(flag):
     return flag in {word.split("=")[0] for word in sys.argv[1:]}
 
@@ -605,7 +599,7 @@ WARNINGS = dict(
     model=[bend_of, size_for_tiny], # of all scripts
     data=[one_text_in_lines], # of all that train or encode
     # of trainings, then of predict.py
-    max_steps=[too_wide, longest_of, of_masks, no_pictures, without_cfg, only_rises, scheduled_twice, preserved],
+    max_steps=[longest_of, of_masks, no_pictures, without_cfg, only_rises, scheduled_twice, preserved],
     jobs=[overwritten, one_result, results_without_cfg])
 
 

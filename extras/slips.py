@@ -62,6 +62,7 @@ MISSING = {"--gradient_checkpointing": "automatic here; leave it out, or give a 
            "--offload": "no number; give all, or a number of blocks"}
 NEEDED = {"--image": "PICTURE", "--prompt": "TEXT"} # what predict.py wants beside --jobs
 UNITS = {"k": 1000, "%": 0.01}
+LONG_DASH = re.compile("-*[\u2010-\u2015\u2212]+-*") # with which a word may begin
 DASHES = re.compile("[\u2010-\u2015\u2212]+") # a word processor makes these of - and --
 QUOTES = "\u201c\u201d\u201e\u2018\u2019'\"" # ' does not quote in cmd.exe
 
@@ -173,8 +174,8 @@ def listed(choices):
 def refuse_marks(parser):
     """Ends the script if a word is a mark of a word processor, or of another shell."""
     for word in sys.argv[1:]:
-        flag = f"--{re.sub(f'^-*{DASHES.pattern}-*', '', word)}" # of a dash and a hyphen, too
-        if re.match(f"-*{DASHES.pattern}", word) and flag.split("=")[0] in parser._option_string_actions:
+        flag = f"--{LONG_DASH.sub('', word, 1)}"
+        if LONG_DASH.match(word) and flag.split("=")[0] in parser._option_string_actions:
             parser.error(f"argument {word}: begins with a long dash, of a word processor; type {flag}")
         if word in ("\\", "`", "^"):
             parser.error(f"argument {word}: is of another shell; where a line goes on, end it with \\ in bash, ` in "

@@ -149,7 +149,8 @@ def test_help_prints_commands_and_defaults(script):
 
 def test_other_trainers_names_are_none_of_ours():
     """Or they would never be looked up; and each stands for a flag that some script has."""
-    helps = [run_script(script, "-h").out for script in ("train.py", "predict.py", "cache.py", "tools/doctor.py")]
+    helps = [run_script(script, "-h").out for script in ("train.py", "predict.py", "cache.py", "tools/doctor.py",
+                                                    "tools/import_data.py")]
     for name, _, remedy in slips.read_table(hints.OTHER_NAMES):
         ours = remedy.split()[0]
         having = [text for text in helps if re.search(f"  {ours}[ ,]", text)]

@@ -78,7 +78,7 @@ TABLE = [
     (OTHER + "--preserve 1", "or less than --preserve 1", [
         OTHER + "--preserve 0.6", OTHER + "--preserve 1 --pretrained_lora {run}"]),
     (OWN + "--mask_foreground_weight 0 --mask_background_weight 0", "give one", [OWN + "--mask_foreground_weight 0"]),
-    (OWN + "--lora_rank 4000", "3072 at most, or 16", [OWN + "--lora_rank 16"]),
+    (OWN + "--lora_rank 4000", "give 1 to 3072", [OWN + "--lora_rank 16"]),
     # what peft or an optimizer refuses
     (OWN + "--lora_args no_such=1", "leave it out; there are rank_pattern", [OWN + "--lora_args use_rslora=true"]),
     (OWN + "--lora_args bias=all", "leave it out", [OWN]),
