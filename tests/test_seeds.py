@@ -21,7 +21,7 @@ import cache
 import common
 import predict
 import rope_patch
-from extras import indexes
+from extras import indexes, surroundings
 from tests.harness import (DEVICE, EQUAL, MIXED, NATIVE, TINY, add_item, assert_bitwise, assert_one_by_one, copy_model,
                            encoder_flags, hot_model, image_lens, is_one_line, joint_mask_of, make_batch, make_cache,
                            padded_call, paint_picture, patched_model, rel, run, run_script, samples_of, stock_call,
@@ -342,7 +342,8 @@ def test_each_part_of_predict_stands_on_its_own_device(tmp_path, photo, monkeypa
     """S1's predict.devices. The text encoder alone, the VAE alone, the transformer alone on another device."""
     assert predict_photo(photo, tmp_path).status == 0 # the encodings
     seen, real = [], predict.decode
-    monkeypatch.setattr(common, "check_device", lambda flag, device: None) # it refuses all but cuda and cpu
+    monkeypatch.setattr(common, "check_device", lambda flag, device: None)
+    monkeypatch.setattr(surroundings, "refuse_devices", lambda args: None) # of all but cuda and cpu
     def decode(vae, latents, shapes):
         seen.append((devices_of(vae), latents.device.type))
         return (paint_picture(), None) if latents.is_meta else real(vae, latents, shapes)
