@@ -199,8 +199,8 @@ def slip_of(flag, value, known):
         return f"{value} is a run; give it as {lora}, and its own --model"
     if flag == "--out_dir" and common.KINDS.get(Path(value).suffix.lower()) == "picture" and not os.path.exists(value):
         return f"{value} is a picture's name, and this a folder; give --out {Path(value).with_suffix('.png')}"
-    if flag == "--cache_dir" and is_dataset(Path(value)):
-        return f"{value} is a dataset; give another folder, or leave it out (cache/)"
+    if flag in ("--cache_dir", "--out_dir") and is_dataset(Path(value)):
+        return f"{value} is a dataset; give another folder, or leave it out"
 
 
 def near_model(name):
@@ -270,6 +270,12 @@ def no_dataset(root):
     near = {name: name.lower().rstrip("s") for name in names}
     renames = [f"rename {name} to {role}" for name, role in near.items() if role in common.ROLES and role != name]
     return f"{root}: {what}{holds}; {renames[0] if renames else common.LAYOUT}"
+
+
+def own_script(name):
+    """-> how a command names one of our scripts from this folder, by how the one that runs was named."""
+    here = Path(sys.argv[0]).parent
+    return (here.parent if here.name == "tools" else here) / name
 
 
 def is_dataset(folder):
@@ -378,10 +384,15 @@ def explain_bare(parser, bare):
         return f"{word}: belongs to no flag; for all flags give -h"
     if before in known and known[before].nargs == 0: # of --use_cache true
         other = f"; or give --no-{before[2:]}" if f"--no-{before[2:]}" in known else ""
+        if before == "--resume" and (Path(word) / "log.jsonl").is_file():
+            other = f"; to continue that run give --resume --out_dir {common.command([word])}"
         return f"{before} {word}: this flag takes no value; leave {word} out{other}"
     if Path(word).suffix.lower() in (".yaml", ".yml", ".toml"):
-        line = common.command(["python", "tools/import_data.py", word, "OUT"])
+        line = common.command(["python", own_script("tools/import_data.py"), word, "OUT"])
         return f"{word}: belongs to no flag, as there are no config files; {line} prints the flags that another's means"
+    name, equals, value = word.partition("=")
+    if equals and f"--{name}" in known:
+        return f"{word}: belongs to no flag, as these begin with two dashes; give --{name} {common.command([value])}"
     line = slips.meant_line(parser, bare)
     places = slips.groups(sys.argv[1:])[0][1]
     if {"--target", "--control"} <= known.keys() and len(places) == 3: # tools/import_data.py BEFORE AFTER OUT
@@ -400,7 +411,8 @@ def explain_word(word, values, parser):
     if f"--{name}" in known:
         return f"here {with_values([f'--{name}'], values, known)}"
     if remedies := slips.answers(INSTEAD, name):
-        return remedies[0].replace("CONFIG", common.command(values[:1]) or "CONFIG")
+        remedy = remedies[0].replace("tools/import_data.py", common.command([own_script("tools/import_data.py")]))
+        return remedy.replace("CONFIG", common.command(values[:1]) or "CONFIG")
     ours = slips.answers(OTHER_NAMES, name)
     meant = [remedy for remedy in ours if remedy.split()[0] in known]
     if meant and " " in meant[0]: # with the value that others do not give
@@ -424,9 +436,8 @@ def with_values(flags, values, known):
     flags = sorted(flags, key=lambda flag: not all(slips.takes(known[flag], value) for value in values))
     action = known[flags[0]]
     texts = [slips.mended(action, value) for value in values]
-    # not of a text, nor of a batch, which is a step's, over all that others accumulate
     plain = action.type or action.choices or re.fullmatch(NAMED, flags[0]) or flags[0] in PLAIN
-    if flags[0] == "--batch_size" or action.nargs == 0 or None in texts or not plain:
+    if action.nargs == 0 or None in texts or not plain: # not of a text
         return flags[0]
     return common.command([flags[0], *texts])
 

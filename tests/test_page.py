@@ -169,6 +169,13 @@ def test_what_train_writes_is_shown_and_its_command_continues_it(tmp_path, small
     assert str(run.relative_to(root)) in sample and str(run.relative_to(root)) in convert
     again = [str(root / word) if (root / word).exists() else word for word in again] # as run_script is in no folder
     assert "--lora_dropout" not in again # as it has the default
+    log = (run / "log.jsonl").read_text("utf-8") # of a command without --batch_size, by another number of processes
+    words = json.loads(log.splitlines()[0])["command"]
+    at = words.index("--batch_size")
+    (run / "log.jsonl").write_text(log.replace(json.dumps(words), json.dumps(words[:at] + words[at + 2:])), "utf-8")
+    page.make_page([run], run / "index.html", 6)
+    same = shlex.split(Reader(run / "index.html").texts["pre"][0])
+    assert same[same.index("--batch_size") + 1] == again[again.index("--batch_size") + 1]
     result = run_script(*again[1:])
     assert result.status == 0 and "already done after 3 steps" in result.out, result.err
     lora = next(picture for picture in read.pictures if picture["data-name"] == "LoRA")

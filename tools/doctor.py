@@ -442,7 +442,7 @@ def read_flags():
          "sheet_mask_*.png (default: none)", choices=["auto"])
     flag("--align", None, "new folder for a copy with moved targets repaired", type=Path, metavar="DIR")
     args = parser.parse_args()
-    if len(set(args.data)) < len(args.data):
+    if len(set(map(os.path.realpath, args.data))) < len(args.data):
         parser.error(f"argument {args.data[0]}: a dataset is given twice; give each once")
     if args.align and not (args.align.is_dir() and not os.listdir(args.align)):
         common.refuse_to_replace(args.align)

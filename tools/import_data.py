@@ -708,7 +708,7 @@ def main():
         parser.error("argument --target: missing; --control and --mask need it")
     refuse_pair(args.source, args.out)
     if args.source and args.out.exists() and not args.source.exists():
-        meant = common.command(["import_data.py", args.out, args.source])
+        meant = common.command(["python", sys.argv[0], args.out, args.source])
         parser.error(f"argument {args.source}: does not exist, and {args.out} does; what is read comes first: {meant}")
     common.refuse_to_replace(args.out)
     val, jobs = [args.out.parent / f"{args.out.name}{end}" for end in ("_val", "_jobs.jsonl")]

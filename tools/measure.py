@@ -47,8 +47,8 @@ def read_flags():
     flag("--json", None, "also write the numbers to this file (default: none)", type=Path, metavar="FILE")
     args = parser.parse_args()
     if (args.results / "log.jsonl").exists():
-        draw = common.command(["python", "predict.py", "--lora", args.results, "--jobs", args.dataset, "--out_dir",
-                               "edited"])
+        words = ["--lora", args.results, "--jobs", args.dataset, "--out_dir", "edited"]
+        draw = common.command(["python", hints.own_script("predict.py"), *words])
         raise InputError(f"{args.results}: is a run; first {draw}, then measure edited")
     if not args.results.is_dir():
         raise InputError(f"{args.results}: no folder of results; {hints.near_path(args.results)}")

@@ -504,7 +504,7 @@ def resume_command(run):
         if flag not in ("--resume", "--out_dir"):
             again.append(word)
     if not any(word.startswith("--batch_size") for word in words) and "batch_size" in run.flags:
-        again += option("batch_size", run.flags["batch_size"]) # whose default depends on the number of processes
+        again += hints.option("batch_size", run.flags["batch_size"]) # whose default depends on the number of processes
     return [*again, "--resume", "--out_dir", run.folder]
 
 def predict_command(run):
