@@ -119,6 +119,7 @@ merge_lora base_lora base_weights assistant_lora_path preset_lora_path:
 MODELS = "tiny Qwen/Qwen-Image-Edit Qwen/Qwen-Image-Edit-2509 Qwen/Qwen-Image-Edit-2511".split()
 NAMED = "--(image|jobs|model|transformer|sample_lora|.*data|.*dir|align|json|out)" # flags whose value is a name
 PLAIN = "--optimizer", "--lora", "--pretrained_lora" # likewise, but an empty one means none
+CONFIGS = ".yaml", ".yml", ".toml" # of other trainers
 FEW = 3 # so many lines that are alike are printed one by one
 
 
@@ -199,7 +200,7 @@ def slip_of(flag, value, known):
         return f"{value} is a run; give it as {lora}, and its own --model"
     if flag == "--out_dir" and common.KINDS.get(Path(value).suffix.lower()) == "picture" and not os.path.exists(value):
         return f"{value} is a picture's name, and this a folder; give --out {Path(value).with_suffix('.png')}"
-    if flag in ("--cache_dir", "--out_dir") and is_dataset(Path(value)):
+    if flag == "--cache_dir" and is_dataset(Path(value)):
         return f"{value} is a dataset; give another folder, or leave it out"
 
 
@@ -260,6 +261,9 @@ def no_dataset(root):
         return f"{root}: does not exist; {near_path(root)}"
     if not (root.is_file() or root.is_dir()): # bash's <(...), which names no folder, and can be read only once
         return f"{root}: is a pipe or a device; save its lines as a file, in the folder where their paths begin"
+    if root.suffix.lower() in CONFIGS:
+        line = common.command(["python", own_script("tools/import_data.py"), root, "OUT"])
+        return f"{root}: another trainer's configuration; first {line}"
     what = "is a picture" if common.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
     for folder in (root, *root.parents):
         if any(folder.name in role.folders for role in common.ROLES.values()) and is_dataset(folder.parent):
@@ -387,7 +391,7 @@ def explain_bare(parser, bare):
         if before == "--resume" and (Path(word) / "log.jsonl").is_file():
             other = f"; to continue that run give --resume --out_dir {common.command([word])}"
         return f"{before} {word}: this flag takes no value; leave {word} out{other}"
-    if Path(word).suffix.lower() in (".yaml", ".yml", ".toml"):
+    if Path(word).suffix.lower() in CONFIGS:
         line = common.command(["python", own_script("tools/import_data.py"), word, "OUT"])
         return f"{word}: belongs to no flag, as there are no config files; {line} prints the flags that another's means"
     name, equals, value = word.partition("=")

@@ -73,7 +73,8 @@ def test_a_folder_of_pictures_is_measured_by_groups(tmp_path):
     for results in (tmp_path / "data", tmp_path / "none"): # before each sample would be an error of its own
         result = run_script("tools/measure.py", results, tmp_path / "data")
         assert result.status == 1 and len(result.errors) == 1
-        assert is_one_line(result.errors[0], results, "none of the pictures" if results.exists() else "no folder of results")
+        why = "none of the pictures" if results.exists() else "no folder of results"
+        assert is_one_line(result.errors[0], results, why)
     save(paint_picture(), tmp_path / "others/other.png")
     result = run_script("tools/measure.py", tmp_path / "others", tmp_path / "data", "--model", "none")
     assert is_one_line(result.errors[-1], "none of the pictures")
