@@ -35,6 +35,8 @@ def read_samples(args):
     if hints.is_dataset(folder):
         raise InputError(f"--image {folder}: a dataset, with its targets; give {folder / 'control'}, or --jobs "
                          f"{folder} without --prompt, which takes its captions")
+    if hints.is_dataset(args.out_dir):
+        raise InputError(f"--out_dir {args.out_dir}: a dataset; leave it out (out/predict), or give another folder")
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
     # each picture of a folder is a sample of its own, with the same prompt

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import textwrap
+from argparse import ArgumentTypeError
 from pathlib import Path
 from pydoc import locate
 
@@ -137,6 +138,8 @@ def explain(message, parser):
             line = f"{m[0]}; here {ours[0]}"
         if message.startswith("--max_grad_norm: "):
             line += "; inf turns it off"
+        if others := explain_flags(parser):
+            line += f"; {others}"
     # nobody's flag, or a message of argparse that names no remedy
     return line if ";" in line and not line.endswith(": unknown") else f"{line}; leave it out, or see {parser.prog} -h"
 
@@ -441,9 +444,22 @@ def with_values(flags, values, known):
     action = known[flags[0]]
     texts = [slips.mended(action, value) for value in values]
     plain = action.type or action.choices or re.fullmatch(NAMED, flags[0]) or flags[0] in PLAIN
-    if action.nargs == 0 or None in texts or not plain: # not of a text
+    if action.nargs == 0 or not plain: # not of a text
         return flags[0]
+    if None in texts:
+        return flags[0] + why_not(action, values[texts.index(None)])
     return common.command([flags[0], *texts])
+
+
+def why_not(action, value):
+    """-> why a flag does not take this value, in brackets; "" if its type says nothing."""
+    try:
+        action.type(value)
+    except ArgumentTypeError as e:
+        return f" ({e})"
+    except (TypeError, ValueError): # no type, or one of Python's own
+        pass
+    return ""
 
 
 def owner(flags):

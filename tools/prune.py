@@ -28,8 +28,11 @@ def main():
     args = parser.parse_args()
     if not (args.cache_dir / "latents").is_dir():
         meant = "give cache.py's --cache_dir" if args.cache_dir.exists() else hints.near_path(args.cache_dir)
-        if any((folder / "log.jsonl").exists() for folder in (args.cache_dir, args.cache_dir.parent)):
-            meant += ". of a run delete what you do not need; train.py --keep N keeps fewer checkpoints"
+        if (args.cache_dir / "log.jsonl").exists():
+            meant += ". a run's checkpoints are yours to delete; train.py --keep N keeps fewer"
+        elif (args.cache_dir.parent / "log.jsonl").exists():
+            delete = common.command(["rm", "-r", args.cache_dir])
+            meant += f". a run's checkpoint: {delete}; train.py --keep N keeps fewer"
         raise common.InputError(f"{args.cache_dir}: not a cache folder, as it has no latents/; {meant}")
     import cache # takes seconds; a slip does not need it
     lists, plans = [list(args.cache_dir.glob(pattern)) for pattern in ("*.json", ".planned-*")]
