@@ -38,7 +38,7 @@ def read_samples(args):
     if hints.is_dataset(args.out_dir):
         raise InputError(f"--out_dir {args.out_dir}: a dataset; leave it out (out/predict), or give another folder")
     if args.out_dir.resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; give another one")
+        raise InputError(f"--out_dir {args.out_dir}: lies in the folder of --image; leave it out, or give another")
     # each picture of a folder is a sample of its own, with the same prompt
     samples, found = [], common.find_files(folder)
     problems = strays.sort_out(folder, found)

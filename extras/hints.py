@@ -414,7 +414,8 @@ def explain_word(word, values, parser):
     known = parser._option_string_actions
     name = word.strip("-").replace("-", "_").lower()
     if "epoch" in name:
-        return "count in steps: --max_steps, --save_every, --sample_every"
+        return ("count in steps: --max_steps is epochs x pairs / --batch_size, and so are --save_every and "
+                "--sample_every")
     if f"--{name}" in known:
         return f"here {with_values([f'--{name}'], values, known)}"
     if remedies := slips.answers(INSTEAD, name):
