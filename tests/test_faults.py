@@ -40,6 +40,19 @@ def slow(module, name, seconds):
     real = getattr(module, name)
     setattr(module, name, lambda *args, **kwargs: time.sleep(seconds) or real(*args, **kwargs))
 
+def stops_before_the_second_file(mark):
+    """For a child process: it stops itself there, and says so by this file; each file takes a while."""
+    real, calls = common.write_tensors, []
+
+    def write_tensors(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.2)
+        return real(*args, **kwargs)
+    common.write_tensors = write_tensors
+
 def slow_steps():
     """For a child process: a checkpoint, and each step, take so long that a signal comes before the next one."""
     slow("os", "fsync", 0.05)
@@ -193,10 +206,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, small, sta
 def test_a_signal_ends_cache_py_after_the_file_at_hand(tmp_path, small, start):
     files = lambda: {p: p.stat().st_mtime_ns for p in tmp_path.glob("c/*/*.safetensors")}
     process = start("cache.py", *small.cache_flags, "--cache_dir", tmp_path / "c",
-                    prelude=functools.partial(slow, "common", "write_tensors", 0.2))
-    until(files)
-    kill(process, signal.SIGSTOP) # while we count
+                    prelude=functools.partial(stops_before_the_second_file, tmp_path / "stops"))
+    until((tmp_path / "stops").exists) # and nothing is written while we count
+    kill(process, signal.SIGSTOP) # (if it has only touched the file)
     before = len(files())
+    assert before == 1
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         kill(process, number)
     assert process.wait() == 128 + signal.SIGINT # so that `cache.py && train.py` does not go on
