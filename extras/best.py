@@ -173,7 +173,7 @@ def in_words(measure, value):
 def of_pairs(record, measure):
     """-> {held-out pair: what the measure is the mean of}; {} if the log does not have it, as older ones have not."""
     if measure == "mean PSNR":
-        return {picture["file"]: picture["psnr"][2] for picture in record.get("pictures", [])} # the LoRA's
+        return {p["file"]: p["psnr"][KINDS.index("lora")] for p in record.get("pictures", [])}
     return dict(enumerate(record.get("val_losses", [])))
 
 
@@ -293,9 +293,9 @@ def better_checkpoints(out_dir):
     """-> {checkpoint's folder: the measures by which it is better than the newest one, and not only equal to it}, as
     far as it is still there."""
     saved = {number_of(path): path for path in checkpoints(out_dir)[:-1]}
-    better = {}
+    validations, better = read_validations(out_dir), {}
     for measure in MEASURES:
-        records = comparable(read_validations(out_dir), measure)
+        records = comparable(validations, measure)
         best = [record["step"] for record in leading(records, measure)]
         if best and best[0] in saved and best[-1] != records[-1]["step"]:
             better.setdefault(saved[best[0]], []).append(measure)

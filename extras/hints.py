@@ -80,7 +80,7 @@ ema_decay: --ema"""
 # flags of others that none of ours stands for: what does the same here
 INSTEAD = """
 config config_file dataset_config data_backend_config:
-    there are no config files, only flags; python tools/import_data.py CONFIG OUT prints those that yours means
+    there are no config files, only flags; IMPORT prints those that yours means
 dataset_metadata_path data_file_keys extra_inputs:
     tools/import_data.py TABLE OUT reads it, --columns names its columns
 trigger_word instance_prompt caption captions prompt: write it into the captions, NAME.txt beside each target
@@ -149,8 +149,7 @@ def explain_place(name, parser):
     command = dict(slips.groups(sys.argv[1:]))
     *controls, last = command.get("--control") or [None]
     if name == "out" and controls: # it stood behind --control, which takes several
-        words = [word for flag, values in command.items() for word in (flag, *values)][1:]
-        words.remove(last)
+        words = slips.words_of(command | {"--control": controls})
         return f"out: missing; you may mean: {common.command(['python', sys.argv[0], last, *words])}"
     return f"{name}: missing; {slips.how_to_call(parser)}"
 
@@ -265,8 +264,7 @@ def no_dataset(root):
     if not (root.is_file() or root.is_dir()): # bash's <(...), which names no folder, and can be read only once
         return f"{root}: is a pipe or a device; save its lines as a file, in the folder where their paths begin"
     if root.suffix.lower() in CONFIGS:
-        line = common.command(["python", own_script("tools/import_data.py"), root, "OUT"])
-        return f"{root}: another trainer's configuration; first {line}"
+        return f"{root}: another trainer's configuration; first {import_of(root)}"
     what = "is a picture" if common.KINDS.get(root.suffix.lower()) in ("picture", "other") else "is no dataset"
     for folder in (root, *root.parents):
         if any(folder.name in role.folders for role in common.ROLES.values()) and is_dataset(folder.parent):
@@ -283,6 +281,11 @@ def own_script(name):
     """-> how a command names one of our scripts from this folder, by how the one that runs was named."""
     here = Path(sys.argv[0]).parent
     return (here.parent if here.name == "tools" else here) / name
+
+
+def import_of(config):
+    """-> the command that reads another trainer's configuration."""
+    return common.command(["python", own_script("tools/import_data.py"), config, "OUT"])
 
 
 def is_dataset(folder):
@@ -395,8 +398,8 @@ def explain_bare(parser, bare):
             other = f"; to continue that run give --resume --out_dir {common.command([word])}"
         return f"{before} {word}: this flag takes no value; leave {word} out{other}"
     if Path(word).suffix.lower() in CONFIGS:
-        line = common.command(["python", own_script("tools/import_data.py"), word, "OUT"])
-        return f"{word}: belongs to no flag, as there are no config files; {line} prints the flags that another's means"
+        return (f"{word}: belongs to no flag, as there are no config files; {import_of(word)} prints the flags that "
+                "another's means")
     name, equals, value = word.partition("=")
     if equals and f"--{name}" in known:
         return f"{word}: belongs to no flag, as these begin with two dashes; give --{name} {common.command([value])}"
@@ -419,8 +422,7 @@ def explain_word(word, values, parser):
     if f"--{name}" in known:
         return f"here {with_values([f'--{name}'], values, known)}"
     if remedies := slips.answers(INSTEAD, name):
-        remedy = remedies[0].replace("tools/import_data.py", common.command([own_script("tools/import_data.py")]))
-        return remedy.replace("CONFIG", common.command(values[:1]) or "CONFIG")
+        return remedies[0].replace("IMPORT", import_of(*values[:1] or ["CONFIG"]))
     ours = slips.answers(OTHER_NAMES, name)
     meant = [remedy for remedy in ours if remedy.split()[0] in known]
     if meant and " " in meant[0]: # with the value that others do not give

@@ -62,8 +62,8 @@ MISSING = {"--gradient_checkpointing": "automatic here; leave it out, or give a 
            "--offload": "no number; give all, or a number of blocks"}
 NEEDED = {"--image": "PICTURE", "--prompt": "TEXT"} # what predict.py wants beside --jobs
 UNITS = {"k": 1000, "%": 0.01}
-LONG_DASH = re.compile("-*[\u2010-\u2015\u2212]+-*") # with which a word may begin
 DASHES = re.compile("[\u2010-\u2015\u2212]+") # a word processor makes these of - and --
+LONG_DASH = re.compile("-*[\u2010-\u2015\u2212]+-*") # with which a word may begin
 QUOTES = "\u201c\u201d\u201e\u2018\u2019'\"" # ' does not quote in cmd.exe
 
 
@@ -209,6 +209,12 @@ def groups(words):
     return found
 
 
+def words_of(command):
+    """{flag, or '' before the first one: the words behind it} -> the words of the command line. See groups."""
+    words = [word for flag, values in command.items() for word in (flag, *values)]
+    return words[1:] # without ''
+
+
 def bare_words(parser):
     """-> [(the flag before it, or '', a word that no flag takes)], at least one."""
     left = parser.parse_known_args()[1]
@@ -258,7 +264,7 @@ def meant_line(parser, bare):
         command["--prompt"] = [text.strip(QUOTES)]
     if "--image" in known and "--jobs" not in command: # these two go together
         command = command | {flag: command.get(flag) or [name] for flag, name in NEEDED.items()}
-    words = [word for flag, values in command.items() for word in (flag, *values)][1:] # the first is ''
+    words = words_of(command)
     return common.command(["python", sys.argv[0], *words]) if is_taken(parser, words) else None
 
 

@@ -108,7 +108,7 @@ def refuse_devices(args):
                        "has, or give cpu, for a rehearsal")
     if no_card() and wants_card(args):
         from extras import hints # here, as it imports what imports this
-        near = hints.near_id(args.model)[:-2]
+        near = hints.near_id(args.model).removesuffix(", ")
         also = f". and {args.model} may be no model: {near}" if near else ""
         who = "no Mac has" if platform.system() == "Darwin" else "this machine (or its container) lacks"
         raise InputError(f"--device: the real model needs a card with CUDA, which {who}; take a machine with one, or "

@@ -490,6 +490,12 @@ def area_without(rows):
         if not any(enlargement([("", size, fit_size(size, area, True))]) for size in sizes):
             return area_words(area)
 
+def not_to_enlarge(rows):
+    """-> what to do about pictures that are enlarged."""
+    area = area_without(rows)
+    others = f", --target_pixels {area} --control_pixels {area} makes all others as small" if area else ""
+    return f"; --no-upscale leaves them at their sizes{others}"
+
 def next_training(args, enlarged):
     """-> the command of the training that comes next, at the sizes that were judged. enlarged: whether some pictures
     are, with these flags."""
@@ -507,7 +513,7 @@ def next_training(args, enlarged):
         words.append("--no-upscale")
     return common.command(words)
 
-def print_findings(title, numbers, findings, verdict, judged, area):
+def print_findings(title, numbers, findings, verdict, judged, advice):
     tell(title)
     tell(f"{'':16}     min  median     max")
     for name, *values in numbers:
@@ -515,9 +521,7 @@ def print_findings(title, numbers, findings, verdict, judged, area):
     for kind, entries in findings.items():
         if names := [words for words, _ in entries]:
             tell(f"{kind}, {len(names)}: {'; '.join(names[:8])}{'; ...' if len(names) > 8 else ''}"
-                 + ("; --no-upscale leaves them at their sizes" if kind == "enlarged" else "")
-                 + (f", --target_pixels {area} --control_pixels {area} makes all others as small"
-                    if kind == "enlarged" and area else ""))
+                 f"{advice.get(kind, '')}")
     tell(verdict.strip())
     tell(judged)
 
@@ -584,10 +588,12 @@ def main():
         title = how_many(samples)
         numbers = numbers_of(rows)
         verdict = verdict_of(samples, findings)
-        print_findings(title, numbers, findings, verdict, judged_at(args), area_without(rows))
+        enlarged = bool(findings["enlarged"])
+        advice = dict(enlarged=not_to_enlarge(rows)) if enlarged else {}
+        print_findings(title, numbers, findings, verdict, judged_at(args), advice)
         moved = {i for _, indices in findings["moved"] for i in indices}
         aligned = write_aligned(args.align, samples, moved, out) if args.align else None
-        step = next_training(args, bool(findings["enlarged"]))
+        step = next_training(args, enlarged)
         write_page(out, title, verdict, samples, numbers, findings, problems, aligned, f"Next: {step}", args)
         tell("when the errors are corrected, next:" if problems else "next:", f"  {step}")
     sys.exit(1 if not samples or (problems and not args.skip_bad) else 0)
