@@ -710,10 +710,10 @@ def find_lora(path):
         elif saved := checkpoints(folder): # of a run that has not finished, or was stopped
             file = saved[-1] / LORA_FILE
             warn_once(f"{path}: not finished; taking its newest checkpoint, {file.parent.name}")
-    hub = re.fullmatch(r"([\w-]+/[\w.-]+)(?:/(.+\.safetensors))?", str(path))
-    if hub and not file.parent.exists(): # not here
+    hub_id = re.fullmatch(r"([\w-]+/[\w.-]+)(?:/(.+\.safetensors))?", str(path))
+    if hub_id and not file.parent.exists(): # not here
         from huggingface_hub import hf_hub_download
-        repo, name = hub[1], hub[2] or LORA_FILE
+        repo, name = hub_id[1], hub_id[2] or LORA_FILE
         return from_hub(f"{path}: {name}", lambda: hf_hub_download(repo, name))
     if not file.is_file():
         if (folder / "optimizer.safetensors").exists(): # extras/resume.py writes it before the LoRA

@@ -104,13 +104,13 @@ def flat(config):
     return fields
 
 
-def check_values(value, published, name):
-    """Walks through what a config holds under this name; published: {field: value}."""
+def check_values(value, wanted_of, name):
+    """Walks through what a config holds under this name; wanted_of: {field: value} of the published models."""
     if isinstance(value, dict):
         for inner, one in value.items():
-            check_values(one, published, inner)
+            check_values(one, wanted_of, inner)
         return
-    wanted = published.get(name)
+    wanted = wanted_of.get(name)
     if isinstance(wanted, list) and value is not None:
         if not isinstance(value, list):
             raise TypeError(f"{name} is {value!r:.99}, which is no list")

@@ -124,10 +124,10 @@ def say_unlinked(place, e):
 def say_lack(place, e, what, then):
     """Once for a disk, which its mount point names; nothing if this OSError is about another thing."""
     if e.errno in LACKING:
-        disk = Path(place).resolve()
-        while not os.path.ismount(disk):
-            disk = disk.parent
-        warn_once(f"{disk}: no {what} on this disk ({reason_of(e)}): {then}")
+        mount = Path(place).resolve()
+        while not os.path.ismount(mount):
+            mount = mount.parent
+        warn_once(f"{mount}: no {what} on this disk ({reason_of(e)}): {then}")
 
 
 def delete(file, why, remedy):

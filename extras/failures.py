@@ -13,24 +13,24 @@ from extras.agree import Parted
 
 
 @contextlib.contextmanager
-def kept(failures):
+def kept(caught):
     """Within `with`, an exception, or a library's sys.exit, goes into this list, and the code behind the block runs all
     the same. Take it out of the list: as long as it is there, it and the list hold each other, and with them all
     tensors of the functions that have failed."""
     try:
         yield
     except (Exception, SystemExit) as e:
-        failures.append(e)
+        caught.append(e)
 
 
 @contextlib.contextmanager
 def tried(what):
     """Within `with`, a failure is a warning, the first time, and ends nothing. what: its beginning."""
-    failures = []
-    with kept(failures):
+    caught = []
+    with kept(caught):
         yield
-    if failures:
-        warn(what, failures.pop())
+    if caught:
+        warn(what, caught.pop())
 
 
 @contextlib.contextmanager
@@ -64,13 +64,13 @@ def together(work, fsdp=False):
     each other: there its exception, elsewhere Elsewhere. fsdp: they wait for each other within it, so nothing helps."""
     if fsdp:
         return work()
-    failures = []
-    with kept(failures):
+    caught = []
+    with kept(caught):
         result = work()
-    reasons = common.gather_objects("".join(map(first_words, failures)))
+    reasons = common.gather_objects("".join(map(first_words, caught)))
     for rank, reason in enumerate(reasons):
         if reason:
-            raise failures.pop() if failures else Elsewhere(f"{reason.removeprefix('error: ')} (on process {rank})")
+            raise caught.pop() if caught else Elsewhere(f"{reason.removeprefix('error: ')} (on process {rank})")
     return result
 
 

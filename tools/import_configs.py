@@ -159,29 +159,29 @@ def kohya_apart(path, config):
     for name, value in config.items():
         if name not in ("general", "datasets"):
             flags |= value if isinstance(value, dict) else {name: value} # sections mean nothing
-    for dataset in config.get("datasets", []):
-        for subset in dataset.get("subsets", [{}]):
-            rows.append(config.get("general", {}) | dataset | subset)
+    for part in config.get("datasets", []):
+        for subset in part.get("subsets", [{}]):
+            rows.append(config.get("general", {}) | part | subset)
             rows[-1].pop("subsets", None)
     return [*[dict(datasets=row) for row in rows], flags], rows, flags.get("dataset_config")
 
-def kohya_part(path, dataset):
+def kohya_part(path, their_dataset):
     """Settings of a dataset -> arguments of read_folders or read_tables."""
-    if dataset.get("multiple_target"):
+    if their_dataset.get("multiple_target"):
         raise ValueError("multiple_target: its pictures are several targets of one sample, which must be pairs here")
-    if "image_jsonl_file" in dataset:
-        return dict(tables=[own_file(path, dataset["image_jsonl_file"])], anywhere=True)
-    controls = [dataset[key] for key in ("control_directory", "conditioning_data_dir") if key in dataset]
-    target = dataset["image_dir"] if "image_dir" in dataset else dataset["image_directory"]
+    if "image_jsonl_file" in their_dataset:
+        return dict(tables=[own_file(path, their_dataset["image_jsonl_file"])], anywhere=True)
+    controls = [their_dataset[key] for key in ("control_directory", "conditioning_data_dir") if key in their_dataset]
+    target = their_dataset["image_dir"] if "image_dir" in their_dataset else their_dataset["image_directory"]
     return dict(target=locate(path, target), controls=[locate(path, name) for name in controls],
-                suffix=caption_suffix(dataset.get("caption_extension", "txt")))
+                suffix=caption_suffix(their_dataset.get("caption_extension", "txt")))
 
 # ---- ai-toolkit ------------------------------------------------------------------------------------------------------
 
 def aitoolkit_apart(path, config):
     job = config.pop("config")
     processes = job.pop("process")
-    rows = [process | dataset for process in processes for dataset in process.get("datasets") or []]
+    rows = [process | part for process in processes for part in process.get("datasets") or []]
     return [*processes, job, config], rows, None
 
 def jobs_of(path, processes):
@@ -209,26 +209,26 @@ def fill(text, word):
     """A caption with this word in ai-toolkit's placeholders."""
     return text.replace("[trigger]", word).replace("[name]", word)
 
-def aitoolkit_part(config, dataset):
+def aitoolkit_part(config, their_dataset):
     """ai-toolkit's settings of a dataset, and of its job -> arguments of read_folders, and of fit_masks. Its controls
     are control_path, a string or a list, and control_path_1 or control_path2, ..., which may be null."""
     controls = []
-    for key in sorted(dataset.keys() & set(CONTROLS)):
-        controls += as_list(dataset[key] or [])
-    trigger = dataset.get("trigger_word")
+    for key in sorted(their_dataset.keys() & set(CONTROLS)):
+        controls += as_list(their_dataset[key] or [])
+    trigger = their_dataset.get("trigger_word")
     if isinstance(trigger, (list, dict)):
         raise ValueError(f"trigger_word {trigger!r:.100} is no word")
-    alpha, mask = bool(dataset.get("alpha_mask")), dataset.get("mask_path")
+    alpha, mask = bool(their_dataset.get("alpha_mask")), their_dataset.get("mask_path")
     if alpha and mask:
         tell(f"{config}: mask_path is not converted, as alpha_mask is set and comes first")
-    default = common.only_text(dataset.get("default_caption") or "")
+    default = common.only_text(their_dataset.get("default_caption") or "")
     if alpha:
         tell(f"{config}: alpha_mask: what is opaque in a target becomes its mask, and what is transparent becomes "
              "white; to leave that out of the loss use train.py --mask_background_weight 0")
-    suffix = dataset.get("caption_type") or dataset.get("caption_ext", "txt") # the first is its older name
-    return dict(target=locate(config, dataset["folder_path"]), controls=[locate(config, name) for name in controls],
+    suffix = their_dataset.get("caption_type") or their_dataset.get("caption_ext", "txt") # the first is its older name
+    return dict(target=locate(config, their_dataset["folder_path"]), controls=[locate(config, name) for name in controls],
                 mask=locate(config, mask) if mask and not alpha else None, alpha=alpha,
-                invert=bool(dataset.get("invert_mask")), suffix=caption_suffix(suffix),
+                invert=bool(their_dataset.get("invert_mask")), suffix=caption_suffix(suffix),
                 trigger=None if trigger is None else str(trigger).strip(), default=default or None)
 
 EMBEDS = "text_embeds image_embeds conditioning_image_embeds".split() # SimpleTuner's caches

@@ -358,13 +358,13 @@ def is_of_run(picture, folder):
     """Whether a picture that a log names lies in its run's samples/, and these in the run."""
     return common.is_inside(picture, folder / "samples") and common.is_inside(picture, folder)
 
-def sizes_of(run_folder):
+def sizes_of(folder):
     """-> {place in samples/, as "base/val/000.png": (width, height)} of all pictures there. A log may name a million
     that are not: asking the disk for each would take minutes. What a link leads to counts if it is the run's."""
-    samples, found = run_folder / "samples", {}
-    for place, _, names in os.walk(samples) if is_of_run(samples, run_folder) else []:
+    samples, found = folder / "samples", {}
+    for place, _, names in os.walk(samples) if is_of_run(samples, folder) else []:
         for path in [Path(place, name) for name in names]:
-            if (not path.is_symlink() or is_of_run(path, run_folder)) and (size := size_of(path)):
+            if (not path.is_symlink() or is_of_run(path, folder)) and (size := size_of(path)):
                 found[path.relative_to(samples).as_posix()] = size
     return found
 
@@ -511,8 +511,8 @@ def predict_command(run):
     """-> the words that edit a picture with a run's LoRA. ValueError says why there are none."""
     # the flags of its newest pictures, as --resume may have changed them
     given, flags = {word.split("=")[0] for word in command_words(run)}, run.flags
-    for validation in run.validations[-1:]:
-        flags = flags | validation.get("flags", {})
+    for newest in run.validations[-1:]:
+        flags = flags | newest.get("flags", {})
     words = ["python", "predict.py"]
     for name in hints.DRAWING:
         value = flags.get(name, "tiny" if name == "model" else None)

@@ -42,14 +42,14 @@ def main():
     known = {file for index in lists # an index that cannot be read ends the script here
              for sample in indexes.read_index(index)[0] for file in cache.files_of(sample)}
     kept = set() # of scripts at work, or killed
-    for plan in plans:
-        needed = {args.cache_dir / line for line in common.read_text(plan, common.LONG_TEXT).splitlines()} - known
+    for planned in plans:
+        needed = {args.cache_dir / line for line in common.read_text(planned, common.LONG_TEXT).splitlines()} - known
         kept |= needed
         if needed:
-            common.tell(f"{plan}: lists what a script needs; if none is at work, and you will not start it again, "
+            common.tell(f"{planned}: lists what a script needs; if none is at work, and you will not start it again, "
                         "delete it")
         elif args.delete: # an index knows all of it by now
-            disk.delete(plan, "no longer needed", "mend that, and run again")
+            disk.delete(planned, "no longer needed", "mend that, and run again")
     # only what is named like ours: 32 digits of a hash
     here = [file for folder in folders for file in folder.glob("*.safetensors") if is_file(file)]
     unknown = sorted({file for file in here if re.fullmatch("[0-9a-f]{32}", file.stem)} - known - kept)
